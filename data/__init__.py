@@ -1,0 +1,1 @@
+"""Text into token rows: sources, packing, the prepared-row cache."""

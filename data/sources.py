@@ -1,0 +1,125 @@
+"""Where text comes from: one function per kind of source, each giving a dataset of documents.
+
+A document is a row {"id": str, "text": str}. `id` names it for the reader and decides its split, so a
+document stays in its split whatever machine the source is read on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
+"""Share of each split, as ranges of a document's SHA-256 modulo 100."""
+
+PYTHON_SOURCES = "python-sources"
+_TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
+_FILE_BYTES = range(1_000, 200_000)
+_MAX_DIGIT_SHARE = 0.10
+
+
+class SourceError(ValueError):
+    """A source that can't be read, or that holds nothing to train on."""
+
+
+def split_of(document_id: str) -> str:
+    """The split of a document: a function of its id alone."""
+    bucket = int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100
+    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
+
+
+def documents(source: str, split: str, *, max_package_bytes: int = 2_000_000) -> Iterator[dict[str, str]]:
+    """The documents of one split of a source, without exact duplicates.
+
+    Args:
+        source: "python-sources", or the path of a .txt, .jsonl (key `text`) or .py file or a folder of
+            such files; .gz of any.
+        split: "train", "validation" or "held-out".
+        max_package_bytes: "python-sources" only: at most this much of each top-level package.
+
+    Raises:
+        SourceError: no such file, an unreadable row, or nothing in it.
+    """
+    if split not in SPLITS:
+        raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
+    found = python_sources(max_package_bytes) if source == PYTHON_SOURCES else local_files(Path(source))
+    seen: set[bytes] = set()
+    for row in found:
+        # Duplicates are dropped before the split, or a copy could sit on both sides of it.
+        digest = hashlib.sha256(row["text"].encode(errors="surrogatepass")).digest()
+        if digest not in seen:
+            seen.add(digest)
+            if split_of(row["id"]) == split:
+                yield row
+
+
+def python_sources(max_package_bytes: int) -> Iterator[dict[str, str]]:
+    """The running interpreter's standard library and installed packages: real text on every machine.
+
+    Left out: tests, files outside 1-200 kB, generated tables (more than a tenth of the characters are
+    digits), text that is not UTF-8. Ids are module paths ("json/decoder.py"). Within a package files come
+    in the order of their ids' hashes, so the byte cap picks the same ones everywhere.
+    """
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    files: dict[str, Path] = {}
+    for root in sorted(roots):
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
+                files.setdefault(relative.as_posix(), path)
+    taken: Counter[str] = Counter()
+    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        package, size = name.split("/")[0], files[name].stat().st_size
+        if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
+            continue
+        try:
+            raw = files[name].read_bytes()
+            text = raw.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        digits = size - len(raw.translate(None, b"0123456789"))
+        if digits <= _MAX_DIGIT_SHARE * size:
+            taken[package] += size
+            yield {"id": name, "text": text}
+
+
+def local_files(path: Path) -> Iterator[dict[str, str]]:
+    """Documents of a local file or folder: .jsonl row by row, .txt and .py whole; .gz of any."""
+    if not path.exists():
+        raise SourceError(f"no such source: {path} (a local file or folder, or {PYTHON_SOURCES!r})")
+    paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    for file in paths:
+        suffix = Path(file.name.removesuffix(".gz")).suffix
+        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+        if suffix == ".jsonl":
+            yield from _jsonl(file, name)
+        elif suffix in (".txt", ".py", ".md", ".rst"):
+            yield {"id": name, "text": _read(file)}
+        elif not path.is_dir():
+            raise SourceError(f"{file}: don't know how to read {suffix or 'a file without a suffix'}: .jsonl or .txt")
+
+
+def _read(file: Path) -> str:
+    opener = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rt", encoding="utf-8") as stream:
+            return stream.read()
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise SourceError(f"{file}: {error}") from None
+
+
+def _jsonl(file: Path, name: str) -> Iterator[dict[str, str]]:
+    for number, line in enumerate(_read(file).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise SourceError(f'{file}:{number}: not a row of the shape {{"text": ...}}') from None
+        yield {"id": f"{name}:{number}", "text": text}

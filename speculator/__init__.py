@@ -1,0 +1,21 @@
+"""Draft heads that make a language model generate faster without changing what it says."""
+
+from speculator.decoding.generate import Generation, Step, generate
+from speculator.decoding.sampling import Sampling
+from speculator.drafters import HeadDrafter, NgramDrafter
+from speculator.errors import UserError
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.target import Target
+
+__all__ = [
+    "Generation",
+    "HeadDrafter",
+    "MLPSpeculator",
+    "MLPSpeculatorConfig",
+    "NgramDrafter",
+    "Sampling",
+    "Step",
+    "Target",
+    "UserError",
+    "generate",
+]

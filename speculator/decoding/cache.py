@@ -1,0 +1,149 @@
+"""A preallocated key/value cache whose rows have lengths of their own, and the attention that reads it.
+
+A row's slots below its length are committed; what lies above is dead and will be overwritten. So a verify pass
+writes its tokens behind each row's length, and keeping n of them, or none, is one addition to `lengths`.
+
+transformers' models are used unmodified: their layers write through `RowCache` and attend through `attention`,
+registered under `ATTENTION`. The function finds the cache that is being written in a context variable, because
+keyword arguments given to a model do not reach its attention in every family (GPT-2, OPT and StableLM drop them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+ATTENTION = "speculator"
+_writing: ContextVar[RowCache | None] = ContextVar("_writing", default=None)
+
+
+class _RowLayer(CacheLayerMixin):
+    """One layer's buffers [B, H, capacity, Dh], allocated when the layer is first written."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, cache: RowCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self.cache.lengths.shape[0], self.cache.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write [B, H, T, Dh] behind each row's length; return every slot that may be live."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, slots, extent = self.cache.rows, self.cache.slots, self.cache.extent
+        self.keys[rows, :, slots] = key_states.transpose(1, 2)
+        self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, :extent], self.values[:, :, :extent]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.extent - self.cache.width
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class RowCache(Cache):
+    """The cache of one generation.
+
+    Args:
+        layers: the target's layer count.
+        rows: B.
+        capacity: slots per row: the longest row at its end, plus one verify pass.
+        device: where the lengths live; the buffers follow the model's own keys and values.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device):
+        self.capacity = capacity
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.longest = 0  # an upper bound of `lengths` that the host knows without asking the device
+        self.extent = self.width = 0
+        self.rows = torch.arange(rows, device=device)[:, None]
+        super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
+
+    @contextmanager
+    def writing(self, width: int) -> Iterator[Tensor]:
+        """Let the model write `width` tokens a row; gives their positions [B, width].
+
+        Raises:
+            ValueError: the tokens would not fit.
+        """
+        if self.longest + width > self.capacity:
+            raise ValueError(f"{self.longest} + {width} tokens do not fit a cache of {self.capacity}")
+        self.width, self.extent = width, self.longest + width
+        self.slots = self.lengths[:, None] + torch.arange(width, device=self.lengths.device)
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        token = _writing.set(self)
+        try:
+            yield self.slots
+        finally:
+            _writing.reset(token)
+
+    def commit(self, counts: Tensor, longest: int) -> None:  # [B]
+        """Keep the first `counts` tokens of the last write in each row; `longest` bounds the new lengths."""
+        self.lengths += counts
+        self.longest = longest
+
+    def mask(self, groups: int, window: int | None) -> Tensor | None:  # [B, 1, groups * width, extent] bool
+        """Who sees what in the write under way: a token sees its own row's slots up to its own.
+
+        None where every token sees every slot. `groups` query heads share a key head and are laid end to end.
+        """
+        if self.rows.shape[0] == 1 and self.width == 1 and (window is None or self.extent <= window):
+            return None
+        if (groups, window) not in self._masks:
+            slot = torch.arange(self.extent, device=self.lengths.device)
+            seen = slot <= self.slots[:, :, None]
+            if window is not None:
+                seen &= slot > self.slots[:, :, None] - window
+            self._masks[groups, window] = seen.repeat(1, groups, 1)[:, None]
+        return self._masks[groups, window]
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [B, Hq, T, Dh]
+    key: Tensor,  # [B, H, M, Dh]
+    value: Tensor,  # [B, H, M, Dh]
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention over the cache that is being written, or causal over the tokens alone.
+
+    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
+    """
+    cache = _writing.get()
+    rows, query_heads, width, size = query.shape
+    groups = query_heads // key.shape[1]
+    if cache is None:
+        position = torch.arange(width, device=query.device)
+        seen = position <= position[:, None]
+        if sliding_window is not None:
+            seen &= position > position[:, None] - sliding_window
+        mask: Tensor | None = seen.repeat(groups, 1)
+    else:
+        mask = cache.mask(groups, sliding_window)
+    stacked = query.reshape(rows, key.shape[1], groups * width, size)
+    out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
+    return out.view(rows, query_heads, width, size).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attention)

@@ -1,0 +1,96 @@
+"""From logits to a law, from a law to a token, with counter-based randomness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculator.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits. The same settings shape the target's law p and a drafter's law q.
+
+    Attributes:
+        temperature: 0 for greedy decoding.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens with this much probability.
+        min_p: keep tokens at least this share as likely as the likeliest.
+        seed: row r draws from a stream of its own, `seed + r`.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise UserError(f"temperature must not be negative, got {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must not be negative, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"min_p must be in [0, 1), got {self.min_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def law(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
+        """The law that a token is drawn from, in float32 at least. Not for temperature 0."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
+        if self.top_p < 1:
+            ordered, index = logits.softmax(-1).sort(descending=True)
+            outside = (ordered.cumsum(-1) - ordered) >= self.top_p
+            logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, index, outside), -torch.inf)
+        law = logits.softmax(-1)
+        if self.min_p > 0:
+            law = law.masked_fill(law < self.min_p * law.amax(-1, keepdim=True), 0)
+            law = law / law.sum(-1, keepdim=True)
+        return law
+
+
+def _shr(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: every input bit moves every output bit."""
+    x = (x ^ _shr(x, 30)) * -4658895280553007687
+    x = (x ^ _shr(x, 27)) * -7723592293110705685
+    return x ^ _shr(x, 31)
+
+
+def uniforms(
+    seeds: Tensor,  # [B] one per row
+    positions: Tensor,  # [B] committed length at the start of the step: grows every step
+    count: int,
+) -> Tensor:  # [B, count] float64 in [0, 1)
+    """A function of (row seed, position, slot): no state, so a row draws the same beside any batch-mates."""
+    slots = torch.arange(count, device=seeds.device)
+    bits = _mix(_mix(_mix(seeds)[:, None] + positions[:, None]) + slots)
+    return _shr(bits, 11).double() * 2.0**-53
+
+
+def draw(
+    law: Tensor,  # [B, V] need not be normalised
+    uniform: Tensor,  # [B]
+) -> Tensor:  # [B]
+    """One token a row by inversion: the first whose cumulative law exceeds `uniform` times the total."""
+    cumulative = law.double().cumsum(-1)
+    token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
+    # Rounding can put the last bound a hair below the total; the last token of positive law takes that sliver.
+    last = cumulative.shape[-1] - 1 - (law > 0).flip(-1).to(torch.uint8).argmax(-1)
+    return torch.minimum(token, last)

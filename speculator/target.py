@@ -1,0 +1,193 @@
+"""A frozen causal LM, seen through the few calls that drafting and training need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from speculator.decoding.cache import ATTENTION, RowCache
+from speculator.errors import UserError
+
+_PROBE_LENGTH = 16
+# Of the logits' standard deviation: rounding stays below, a wrong mask or position does not.
+_PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+class _Given(nn.Module):
+    """Stands in for a model's body: returns hidden states that were computed before."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args, **kwargs) -> BaseModelOutputWithPastAndCrossAttentions:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+
+
+class Target:
+    """The model whose output law speculation keeps.
+
+    `hidden` is always the state after the final norm, [B, T, D]: what the lm_head reads. The model's own code
+    does all the maths, logit scaling and soft-capping included; nothing of it is copied here.
+
+    Args:
+        model: a transformers causal LM whose layers are attention.
+        tokenizer: its tokenizer.
+
+    Raises:
+        UserError: the model's layers are not attention, or its logits through this class are not its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.name = model.config.name_or_path or type(model).__name__
+        self._body, self._given = model.base_model, _Given()
+        self._refuse_unsupported()
+        self._refuse_inexact()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+    ) -> Target:
+        """Load a hub id or a local folder.
+
+        Args:
+            name: hub id or folder.
+            revision: hub branch, tag or commit.
+            dtype: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16" or "float16".
+            device: default: the accelerator if there is one, else the CPU.
+
+        Raises:
+            UserError: no such model, or no causal LM in it, or no such device here.
+        """
+        place = resolve_device(device)
+        # bf16 on a CPU without bf16 units is slower than fp32 and only less exact.
+        wanted = "float32" if dtype == "auto" and place.type == "cpu" else dtype
+        if (name.startswith((".", "/")) or Path(name).exists()) and not (Path(name) / "config.json").is_file():
+            raise UserError(f"{name}: no config.json there, so not a model folder")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+            model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
+        except (OSError, ValueError, KeyError) as error:
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"can't load the target {name!r}: {first_line}") from None
+        return cls(model.to(place), tokenizer)
+
+    def _refuse_unsupported(self) -> None:
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        foreign = kinds - {"full_attention", "sliding_attention"}
+        if foreign:
+            raise UserError(
+                f"{self.name}: layers of kind {', '.join(sorted(foreign))} can't be rolled back after a rejected "
+                "draft; only full and sliding-window attention is supported"
+            )
+        if getattr(self.config, "attn_logit_softcapping", None):
+            raise UserError(f"{self.name}: attention with soft-capping is not supported yet")
+
+    @torch.no_grad()
+    def _refuse_inexact(self) -> None:
+        """Compare the logits that this class gives with the model's own on a probe, cut into prefill and verify."""
+        probe = torch.arange(_PROBE_LENGTH, device=self.device)[None] % self.vocab_size
+        half = _PROBE_LENGTH // 2
+        own = self.model(probe, use_cache=False).logits.float()
+        self.model.set_attn_implementation(ATTENTION)
+        cache = self.cache(1, _PROBE_LENGTH)
+        try:
+            first = self.extend(cache, probe[:, :half])
+            cache.commit(torch.tensor([half], device=self.device), half)
+            ours = self.logits(torch.cat([first, self.extend(cache, probe[:, half:])], dim=1)).float()
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
+        gap = ((own - ours).abs().max() / own.std()).item()
+        if not gap < _PROBE_TOLERANCE[self.dtype]:
+            raise UserError(
+                f"{self.name}: {type(self.model).__name__} can't be verified exactly: its logits through a "
+                f"preallocated cache differ from its own by {gap:.2g} standard deviations"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """V, as in the model's config: the tokenizer may use fewer."""
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.config.hidden_size
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence that the model has positions for."""
+        return getattr(self.config, "max_position_embeddings", None) or 2**31
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        """The tokens that end a generation, from the generation config."""
+        ids = self.model.generation_config.eos_token_id
+        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+    def cache(self, rows: int, capacity: int) -> RowCache:
+        """An empty cache of `rows` rows of `capacity` slots."""
+        return RowCache(self.config.num_hidden_layers, rows, capacity, self.device)
+
+    @torch.no_grad()
+    def hidden(self, tokens: Tensor) -> Tensor:  # [B, S] -> [B, S, D]
+        """Hidden states of whole rows, without a cache: what training reads."""
+        return self._body(input_ids=tokens, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def extend(self, cache: RowCache, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, D]
+        """Hidden states of `tokens` appended to the cache: prefill and verify alike. `cache.commit` keeps them.
+
+        A draft may reach past the context's end; such tokens are never kept, so their positions don't matter.
+        """
+        with cache.writing(tokens.shape[1]) as slots:
+            positions = slots.clamp(max=self.context_length - 1)
+            output = self._body(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+        return output.last_hidden_state
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
+        """The model's own logits of hidden states: its forward runs with the body stubbed out."""
+        self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
+        prefix = self.model.base_model_prefix
+        setattr(self.model, prefix, self._given)
+        try:
+            logits = self.model(inputs_embeds=self._given.hidden, use_cache=False).logits
+        finally:
+            setattr(self.model, prefix, self._body)
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+def resolve_device(device: str | torch.device | None = None) -> torch.device:
+    """The device asked for, or the accelerator if there is one, else the CPU.
+
+    Raises:
+        UserError: CUDA asked for where there is none.
+    """
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {device!r} asked for, but this machine has no CUDA device")
+    return place

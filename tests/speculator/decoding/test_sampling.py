@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from speculator.decoding.sampling import Sampling, draw, uniforms
+from speculator.errors import UserError
+
+
+def test_uniforms_are_uniform_and_differ_by_seed_position_and_slot():
+    seeds, positions = torch.arange(200).repeat_interleave(50), torch.arange(50).repeat(200)
+    u = uniforms(seeds, positions, 20).flatten()
+    assert u.unique().numel() == u.numel()
+    assert 0 <= u.min() and u.max() < 1
+    counts = torch.histc(u, 100, 0, 1)
+    expected = u.numel() / 100
+    assert ((counts - expected) ** 2 / expected).sum() < 160  # chi-square, 99 degrees: p = 1e-4
+
+
+def test_a_uniform_is_a_function_of_its_counters_alone():
+    alone = uniforms(torch.tensor([7]), torch.tensor([30]), 4)
+    among = uniforms(torch.tensor([1, 7, 2]), torch.tensor([5, 30, 9]), 9)
+    assert torch.equal(alone[0], among[1, :4])
+
+
+def test_neighbouring_streams_are_not_correlated():
+    u = uniforms(torch.arange(20000), torch.zeros(20000, dtype=torch.long), 2)
+    for a, b in ((u[:-1, 0], u[1:, 0]), (u[:, 0], u[:, 1])):
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.03
+
+
+def test_draw_inverts_the_cumulative_law():
+    law = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(5, 1)
+    tokens = draw(law, torch.tensor([0.0, 0.2499, 0.25, 0.9, 1 - 1e-16], dtype=torch.float64))
+    assert tokens.tolist() == [1, 1, 3, 3, 3]
+
+
+def test_warpers_keep_what_they_say():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert (Sampling(1.0, top_k=2).law(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(1.0, top_p=0.65).law(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(1.0, top_p=0.75).law(logits) > 0).tolist() == [[True, True, True, False]]
+    assert (Sampling(1.0, min_p=0.6).law(logits) > 0).tolist() == [[True, True, False, False]]
+    torch.testing.assert_close(Sampling(0.5).law(logits), torch.tensor([[16, 9, 4, 1]]) / 30)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 1}])
+def test_values_out_of_range_are_refused_by_name(bad):
+    with pytest.raises(UserError, match=next(iter(bad))):
+        Sampling(**bad)

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModel
+
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def load(name: str) -> tuple[MLPSpeculator, dict[str, torch.Tensor]]:
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+        published = json.loads(file.metadata()["config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    fields = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input")
+    head = MLPSpeculator(MLPSpeculatorConfig(**{key: published[key] for key in fields}))
+    head.load_state_dict({k.removeprefix("speculator."): v for k, v in tensors.items() if k.startswith("speculator.")})
+    return head, tensors
+
+
+@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
+def test_reproduces_the_published_logits(name):
+    head, tensors = load(name)
+    logits = head.logits(tensors["io.hidden_states"], tensors["io.tokens"])
+    torch.testing.assert_close(logits, tensors["io.logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
+def test_alpha_of_another_n_predict_is_another_function(name):
+    """The known trap: alpha follows n_predict. The golden test would see it."""
+    head, tensors = load(name)
+    head.alpha *= 1.01
+    logits = head.logits(tensors["io.hidden_states"], tensors["io.tokens"])
+    assert (logits - tensors["io.logits"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
+def test_save_and_auto_load_keep_every_logit(name, tmp_path):
+    head, tensors = load(name)
+    head.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(again, MLPSpeculator)
+    inputs = tensors["io.hidden_states"], tensors["io.tokens"]
+    assert torch.equal(again.logits(*inputs), head.logits(*inputs))
+
+
+def test_tied_head_stores_each_tensor_once():
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=8, emb_dim=4, inner_dim=6, n_predict=3, tie_weights=True))
+    names = ["emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight", "proj.1.weight"]
+    assert sorted(head.state_dict()) == names
+
+
+def test_inner_dim_zero_means_emb_dim():
+    assert MLPSpeculatorConfig(emb_dim=24, inner_dim=0).inner_dim == 24
+
+
+def test_a_single_head_has_nothing_to_tie():
+    with pytest.raises(ValueError, match="nothing to tie"):
+        MLPSpeculatorConfig(n_predict=1, tie_weights=True)
