@@ -71,7 +71,7 @@ class RowCache(Cache):
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device):
         self.capacity = capacity
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.longest = 0  # an upper bound of `lengths` that the host knows without asking the device
+        self.longest = 0  # max of `lengths` over the rows in use, known to the host without asking the device
         self.extent = self.width = 0
         self.rows = torch.arange(rows, device=device)[:, None]
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
@@ -95,7 +95,10 @@ class RowCache(Cache):
             _writing.reset(token)
 
     def commit(self, counts: Tensor, longest: int) -> None:  # [B]
-        """Keep the first `counts` tokens of the last write in each row; `longest` bounds the new lengths."""
+        """Keep the first `counts` tokens of the last write in each row; `longest` is at least the new maximum.
+
+        The host sets `longest` right once it knows the counts; with a single row it must be exact by the next write.
+        """
         self.lengths += counts
         self.longest = longest
 

@@ -136,8 +136,9 @@ def generate(
                 rows.steps[row].append(Step(drafted, accepted, emitted))
                 if on_step:
                     on_step(row, rows.tokens[row][before:])
+        # All but the newest token of a row are in the cache.
         cache.longest = max(
-            (n + len(rows.tokens[row]) for row, n in enumerate(lengths) if not rows.finished[row]), default=0
+            (n + len(rows.tokens[row]) - 1 for row, n in enumerate(lengths) if not rows.finished[row]), default=0
         )
     ended = time.perf_counter()
     return Generation(rows.tokens, rows.steps, decoding - started, ended - decoding)
