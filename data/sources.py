@@ -15,16 +15,19 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from speculator.errors import UserError
+
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
 
 PYTHON_SOURCES = "python-sources"
 _TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
+_TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _FILE_BYTES = range(1_000, 200_000)
 _MAX_DIGIT_SHARE = 0.10
 
 
-class SourceError(ValueError):
+class SourceError(UserError):
     """A source that can't be read, or that holds nothing to train on."""
 
 
@@ -59,6 +62,25 @@ def documents(source: str, split: str, *, max_package_bytes: int = 2_000_000) ->
                 yield row
 
 
+def fingerprint(source: str) -> str:
+    """Changes whenever the content of a source does: names, sizes and modification times, not the bytes."""
+    files = _python_files() if source == PYTHON_SOURCES else {p.as_posix(): p for p in _local_paths(Path(source))}
+    stats = ((name, path.stat()) for name, path in sorted(files.items()))
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _python_files() -> dict[str, Path]:
+    """Module path -> file, over the standard library and installed packages, tests left out."""
+    files: dict[str, Path] = {}
+    for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
+                files.setdefault(relative.as_posix(), path)
+    return files
+
+
 def python_sources(max_package_bytes: int) -> Iterator[dict[str, str]]:
     """The running interpreter's standard library and installed packages: real text on every machine.
 
@@ -66,13 +88,7 @@ def python_sources(max_package_bytes: int) -> Iterator[dict[str, str]]:
     digits), text that is not UTF-8. Ids are module paths ("json/decoder.py"). Within a package files come
     in the order of their ids' hashes, so the byte cap picks the same ones everywhere.
     """
-    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    files: dict[str, Path] = {}
-    for root in sorted(roots):
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
-                files.setdefault(relative.as_posix(), path)
+    files = _python_files()
     taken: Counter[str] = Counter()
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         package, size = name.split("/")[0], files[name].stat().st_size
@@ -89,20 +105,25 @@ def python_sources(max_package_bytes: int) -> Iterator[dict[str, str]]:
             yield {"id": name, "text": text}
 
 
-def local_files(path: Path) -> Iterator[dict[str, str]]:
-    """Documents of a local file or folder: .jsonl row by row, .txt and .py whole; .gz of any."""
+def _local_paths(path: Path) -> list[Path]:
     if not path.exists():
         raise SourceError(f"no such source: {path} (a local file or folder, or {PYTHON_SOURCES!r})")
-    paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    for file in paths:
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def local_files(path: Path) -> Iterator[dict[str, str]]:
+    """Documents of a local file or folder: .jsonl row by row, text files whole; .gz of any."""
+    for file in _local_paths(path):
         suffix = Path(file.name.removesuffix(".gz")).suffix
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
         if suffix == ".jsonl":
             yield from _jsonl(file, name)
-        elif suffix in (".txt", ".py", ".md", ".rst"):
+        elif suffix in _TEXT_SUFFIXES:
             yield {"id": name, "text": _read(file)}
         elif not path.is_dir():
-            raise SourceError(f"{file}: don't know how to read {suffix or 'a file without a suffix'}: .jsonl or .txt")
+            raise SourceError(
+                f"{file}: can't read {suffix or 'a file without a suffix'}: .jsonl or .txt, .gz of either"
+            )
 
 
 def _read(file: Path) -> str:

@@ -126,9 +126,17 @@ def generate(
     while not all(rows.finished):
         alive = torch.tensor([not done for done in rows.finished], device=device)
         cache.lengths *= alive  # a finished row writes at its start: nothing reads it again
-        draft, kept, pending = _step(target, drafter, cache, pending, sampling, seeds, alive)
+        # Slots 0..G-1 draw the draft, G..2G-1 test it, 2G draws the token after it.
+        u = uniforms(seeds, cache.lengths, 2 * draft_length + 1)
+        draft = drafter.propose(pending, sampling, u[:, :draft_length]) if drafter else _no_draft(pending)
+        step = verify(target, cache, pending, draft, sampling, u[:, draft_length:])
+        counts = (step.kept + 1) * alive
+        cache.commit(counts, cache.longest + step.tokens.shape[1])
+        if drafter:
+            drafter.commit(step.tokens, step.hidden, counts)
+        pending = step.following
         # The step's one copy to the host: the draft, how much of it was kept, and the token after it.
-        packed = torch.cat([draft.tokens, draft.lengths[:, None], kept[:, None], pending[:, None]], dim=1).tolist()
+        packed = torch.cat([draft.tokens, draft.lengths[:, None], step.kept[:, None], pending[:, None]], 1).tolist()
         for row, (*proposed, drafted, accepted, token) in enumerate(packed):
             if not rows.finished[row]:
                 before = len(rows.tokens[row])
@@ -142,6 +150,10 @@ def generate(
         )
     ended = time.perf_counter()
     return Generation(rows.tokens, rows.steps, decoding - started, ended - decoding)
+
+
+def _no_draft(pending: Tensor) -> Draft:
+    return Draft(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
 
 
 def _check_prompts(target: Target, lengths: list[int]) -> None:
@@ -176,33 +188,31 @@ def _prefill(
     return draw(sampling.law(logits), uniforms(seeds, torch.zeros_like(lengths), 1)[:, 0])
 
 
-def _step(
+@dataclass
+class Verified:
+    """A verify pass: what went through the target, and what the accept rule made of it."""
+
+    tokens: Tensor  # [B, T] the pending token and the draft
+    hidden: Tensor  # [B, T, D]
+    kept: Tensor  # [B] draft tokens accepted
+    following: Tensor  # [B] the token after them
+
+
+def verify(
     target: Target,
-    drafter: Drafter | None,
     cache: RowCache,
-    pending: Tensor,  # [B]
+    pending: Tensor,  # [B] the newest token of each row
+    draft: Draft,
     sampling: Sampling,
-    seeds: Tensor,  # [B]
-    alive: Tensor,  # [B] bool
-) -> tuple[Draft, Tensor, Tensor]:  # the draft, [B] kept, [B] the next pending
-    """Draft, verify, accept, commit: one forward pass of the target."""
-    slots = drafter.draft_length if drafter else 0
-    # Slots 0..G-1 draw the draft, G..2G-1 test it, 2G draws the token after it.
-    u = uniforms(seeds, cache.lengths, 2 * slots + 1)
-    if drafter:
-        draft = drafter.propose(pending, sampling, u[:, :slots])
-    else:
-        draft = Draft(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
+    u: Tensor,  # [B, ...] the first columns test the draft, the last draws the token after it
+) -> Verified:
+    """One forward pass over the pending token and its draft. Commits nothing."""
     tokens = torch.cat([pending[:, None], draft.tokens], dim=1)
     hidden = target.extend(cache, tokens)
     logits = target.logits(hidden)
     if sampling.greedy:
         kept, following = rules.greedy(logits.argmax(-1), draft)
     else:
-        kept, law = rules.token(sampling.law(logits), draft, u[:, slots : slots + draft.tokens.shape[1]])
+        kept, law = rules.token(sampling.law(logits), draft, u[:, : draft.tokens.shape[1]])
         following = draw(law, u[:, -1])
-    counts = (kept + 1) * alive
-    cache.commit(counts, cache.longest + tokens.shape[1])
-    if drafter:
-        drafter.commit(tokens, hidden, counts)
-    return draft, kept, following
+    return Verified(tokens, hidden, kept, following)

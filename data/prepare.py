@@ -1,0 +1,81 @@
+"""Prepared rows: made once, kept in a cache folder, shared by every process of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from datasets import Dataset, Features, Sequence, Value
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from data.packing import pack
+from data.sources import SourceError, documents, fingerprint
+
+_FEATURES = Features({"input_ids": Sequence(Value("int32")), "document_ids": Sequence(Value("int32"))})
+_CODE = sorted(Path(__file__).parent.glob("*.py"))
+
+
+def cache_folder() -> Path:
+    """$SPECULATOR_CACHE, or `speculator` under the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(os.environ.get("SPECULATOR_CACHE", Path(home) / "speculator"))
+
+
+def token_rows(
+    sources: list[str],
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    *,
+    max_tokens: int | None = None,
+    max_package_bytes: int = 2_000_000,
+) -> Dataset:
+    """Packed rows of one split of some sources, as `data.packing.pack` makes them.
+
+    The cache key covers the sources' content, every argument, the tokenizer and this package's code, none of
+    which the library's own fingerprint follows. The first process to come makes the rows under a file lock; the
+    others wait there, outside any collective, so a long preparation can't run into a collective's time-out.
+
+    Raises:
+        SourceError: a source that can't be read, or too little text for a single row.
+    """
+    identity = {
+        "sources": [fingerprint(source) for source in sources],
+        "arguments": [split, length, max_tokens, max_package_bytes],
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE],
+    }
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
+    folder = cache_folder() / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            _make(folder, sources, split, tokenizer, length, max_tokens, max_package_bytes)
+    return Dataset.load_from_disk(str(folder))
+
+
+def _make(
+    folder: Path,
+    sources: list[str],
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    max_tokens: int | None,
+    max_package_bytes: int,
+) -> None:
+    def rows() -> Iterator[dict[str, list[int]]]:
+        texts = (row for s in sources for row in documents(s, split, max_package_bytes=max_package_bytes))
+        return pack(texts, tokenizer, length, max_tokens)
+
+    scratch = folder.with_suffix(".partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    made = Dataset.from_list(list(rows()), features=_FEATURES)
+    if len(made) == 0:
+        raise SourceError(f"the {split} split of {', '.join(sources)} does not fill one row of {length} tokens")
+    made.save_to_disk(str(scratch))
+    scratch.rename(folder)

@@ -1,0 +1,1 @@
+"""Measuring: acceptance, speed, the report and its plots."""

@@ -1,0 +1,164 @@
+"""An evaluation: suites x temperatures x decoders, measured in turns, written as report.json, report.md and plots."""
+
+from __future__ import annotations
+
+import platform
+import random
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from eval.acceptance import acceptance
+from eval.plots import draw_plots
+from eval.report import write
+from eval.speed import Timed, step_costs, time_ours, time_transformers
+from eval.suites import Suite
+from speculator import HeadDrafter, NgramDrafter, Sampling
+from speculator.drafters import Drafter
+from speculator.heads import MLPSpeculator
+from speculator.target import Target
+
+_RESAMPLES = 2000
+
+
+def evaluate(
+    target: Target,
+    head: MLPSpeculator,
+    suites: list[Suite],
+    output: Path,
+    *,
+    temperatures: list[float],
+    max_new_tokens: int,
+    speculator_name: str,
+    seed: int = 0,
+) -> dict:
+    """Measure and write the report; gives report.json's content.
+
+    Every prompt goes through every decoder before the next prompt comes, in an order that rotates, so that a machine
+    whose speed drifts slows all of them alike. EOS is ignored: all texts are equally long.
+    """
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
+        "head": HeadDrafter(head),
+        "ngram": NgramDrafter(head.n_predict),
+    }
+    rows: list[dict] = []
+    for suite in suites:
+        for temperature in temperatures:
+            sampling = Sampling(temperature, seed=seed)
+            timed = _decode(target, drafters, suite, sampling, max_new_tokens)
+            rows += [_row(target, name, drafters[name], suite, sampling, timed, max_new_tokens) for name in drafters]
+    report = {
+        "schema": 1,
+        "target": target.name,
+        "speculator": speculator_name,
+        "hardware": _hardware(target),
+        "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
+        "settings": {
+            "batch_size": 1,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "ignore_eos": True,
+            "seed": seed,
+            "draft_length": head.n_predict,
+            "prompt_tokens": sorted({len(prompt) for suite in suites for prompt in suite.prompts}),
+        },
+        "suites": rows,
+    }
+    write(report, output)
+    draw_plots(report, output)
+    return report
+
+
+def _decode(
+    target: Target, drafters: dict[str, Drafter | None], suite: Suite, sampling: Sampling, count: int
+) -> dict[str, Timed]:
+    timed = {name: Timed() for name in [*drafters, "hf_generate"]}
+    warm_up = suite.prompts[0]
+    for drafter in drafters.values():
+        time_ours(target, drafter, warm_up, sampling, 8, Timed())
+    time_transformers(target, warm_up, sampling, 8, Timed())
+    order = list(timed)
+    for prompt in tqdm(suite.prompts, desc=f"{suite.name}, temperature {sampling.temperature:g}", unit="prompt"):
+        order = order[1:] + order[:1]
+        for name in order:
+            if name == "hf_generate":
+                time_transformers(target, prompt, sampling, count, timed[name])
+            else:
+                time_ours(target, drafters[name], prompt, sampling, count, timed[name])
+    return timed
+
+
+def _row(
+    target: Target,
+    name: str,
+    drafter: Drafter | None,
+    suite: Suite,
+    sampling: Sampling,
+    timed: dict[str, Timed],
+    max_new_tokens: int,
+) -> dict:
+    own = timed[name]
+    baselines = {"same_loop": timed["none"], "hf_generate": timed["hf_generate"]}
+    row = {
+        "name": suite.name,
+        "prompts": len(suite.prompts),
+        "temperature": sampling.temperature,
+        "max_new_tokens": max_new_tokens,
+        "drafter": name,
+        "rule": "greedy" if sampling.greedy else "token",
+        "lossy": False,
+        **acceptance(own.steps, drafter.draft_length if drafter else 0),
+        "tokens_per_second": {
+            "speculative": own.tokens_per_second if drafter else None,
+            **{baseline: timed_as.tokens_per_second for baseline, timed_as in baselines.items()},
+        },
+        "end_to_end_tokens_per_second": {
+            "speculative": own.end_to_end_tokens_per_second if drafter else None,
+            **{baseline: timed_as.end_to_end_tokens_per_second for baseline, timed_as in baselines.items()},
+        },
+    }
+    if sampling.greedy:
+        row["identical_to_greedy"] = {
+            "identical": sum(a == b for a, b in zip(own.tokens, timed["hf_generate"].tokens, strict=True)),
+            "of": len(own.tokens),
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
+    if drafter:
+        row["speedup"] = {baseline: speedup(own, timed_as) for baseline, timed_as in baselines.items()}
+        costs = step_costs(target, drafter, suite.prompts[0], sampling)
+        row["cost"] = {key: costs[key] for key in ("draft_over_decode", "verify_over_decode")}
+        step = drafter.draft_length * costs["draft_over_decode"] + costs["verify_over_decode"]
+        row["predicted_speedup"] = row["tokens_per_step"] / step
+    return row
+
+
+def speedup(ours: Timed, baseline: Timed) -> dict[str, float]:
+    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap over prompts."""
+    samples = [
+        (len(a) - 1, a_seconds, len(b) - 1, b_seconds)
+        for a, a_seconds, b, b_seconds in zip(
+            ours.tokens, ours.decode_seconds, baseline.tokens, baseline.decode_seconds, strict=True
+        )
+    ]
+
+    def ratio(sample: list[tuple[int, float, int, float]]) -> float:
+        a, sa, b, sb = (sum(column) for column in zip(*sample, strict=True))
+        return (a / sa) / (b / sb)
+
+    generator = random.Random(0)
+    resampled = sorted(ratio(generator.choices(samples, k=len(samples))) for _ in range(_RESAMPLES))
+    low, high = resampled[int(0.025 * _RESAMPLES)], resampled[int(0.975 * _RESAMPLES) - 1]
+    return {"value": ratio(samples), "low": low, "high": high}
+
+
+def _hardware(target: Target) -> str:
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"CPU {model or platform.machine()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,136 @@
+"""Wall clock: the same prompts through each decoder in turn, and the cost of a step's parts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from speculator.decoding.cache import ATTENTION
+from speculator.decoding.generate import Step, generate, verify
+from speculator.decoding.rules import Draft
+from speculator.decoding.sampling import Sampling, uniforms
+from speculator.drafters import Drafter
+from speculator.target import Target
+
+
+@dataclass
+class Timed:
+    """One decoder over a suite, a list entry per prompt."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding alone: the prefill and the token that it gives are left out."""
+        return sum(len(row) - 1 for row in self.tokens) / sum(self.decode_seconds)
+
+    @property
+    def end_to_end_tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / (sum(self.prefill_seconds) + sum(self.decode_seconds))
+
+
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def time_ours(
+    target: Target, drafter: Drafter | None, prompt: list[int], sampling: Sampling, count: int, out: Timed
+) -> None:
+    """Decode one prompt with the built-in loop."""
+    synchronize()
+    generation = generate(target, drafter, [prompt], sampling, max_new_tokens=count, ignore_eos=True)
+    out.tokens += generation.tokens
+    out.steps += generation.steps[0]
+    out.prefill_seconds.append(generation.prefill_seconds)
+    out.decode_seconds.append(generation.decode_seconds)
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token came: transformers hands over the prompt, then token by token."""
+
+    def __init__(self):
+        self.calls, self.at = 0, 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def time_transformers(target: Target, prompt: list[int], sampling: Sampling, count: int, out: Timed) -> None:
+    """Decode one prompt with transformers' own generate: its dynamic cache and its default attention."""
+    target.model.set_attn_implementation("sdpa")
+    ids = torch.tensor([prompt], device=target.device)
+    how = GenerationConfig(
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=not sampling.greedy,
+        temperature=sampling.temperature or None,
+        top_k=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    streamer = _FirstToken()
+    torch.manual_seed(sampling.seed)
+    synchronize()
+    started = time.perf_counter()
+    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how, streamer=streamer)
+    synchronize()
+    ended = time.perf_counter()
+    target.model.set_attn_implementation(ATTENTION)
+    out.tokens.append(output[0, len(prompt) :].tolist())
+    out.prefill_seconds.append(streamer.at - started)
+    out.decode_seconds.append(ended - streamer.at)
+
+
+def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling, repeats: int = 40) -> dict:
+    """c and v, measured apart from any generation: one drafted token, and one verify pass, over one plain step.
+
+    A plain step and a verify pass do all that the loop does in them (forward, law, rule, next token) behind the same
+    prompt; they take turns, and the medians are compared.
+    """
+    ids = torch.tensor([prompt], device=target.device)
+    length = torch.tensor([len(prompt)], device=target.device)
+    cache = target.cache(1, len(prompt) + drafter.draft_length + 1)
+    hidden = target.extend(cache, ids)
+    cache.commit(length, len(prompt))
+    drafter.start(ids, hidden, length)
+    pending = ids[:, -1]
+    u = uniforms(torch.tensor([sampling.seed], device=target.device), length, 2 * drafter.draft_length + 1)
+    draft = drafter.propose(pending, sampling, u[:, : drafter.draft_length])
+    nothing = Draft(pending.new_empty(1, 0), torch.zeros_like(pending))
+
+    def clock(work: Callable[[], object]) -> float:
+        synchronize()
+        started = time.perf_counter()
+        work()
+        synchronize()
+        return time.perf_counter() - started
+
+    seconds: dict[str, list[float]] = {"draft": [], "verify": [], "decode": []}
+    for _ in range(repeats):
+        seconds["decode"].append(clock(lambda: verify(target, cache, pending, nothing, sampling, u[:, -1:])))
+        seconds["draft"].append(clock(lambda: drafter.propose(pending, sampling, u[:, : drafter.draft_length])))
+        seconds["verify"].append(
+            clock(lambda: verify(target, cache, pending, draft, sampling, u[:, drafter.draft_length :]))
+        )
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    drafted = max(1, draft.tokens.shape[1])
+    return {
+        "draft_over_decode": median["draft"] / drafted / median["decode"],
+        "verify_over_decode": median["verify"] / median["decode"],
+        "decode_milliseconds": median["decode"] * 1e3,
+    }

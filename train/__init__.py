@@ -1,0 +1,1 @@
+"""Training a speculator: the run's config, losses, the trainer, the stages."""

@@ -1,0 +1,188 @@
+"""The one typed config of a run: dataclasses <- YAML <- command line. Imports no torch, so mistakes show at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+@dataclass
+class TargetConfig:
+    """The model to draft for."""
+
+    name_or_path: str = "examples/stdlib_target"
+    """Hub id or local folder of a causal LM."""
+    revision: str | None = None
+    """Hub branch, tag or commit."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 on a CPU."""
+
+
+@dataclass
+class SpeculatorConfig:
+    """The head's shape."""
+
+    n_predict: int = 4
+    """How many tokens it drafts: one head each."""
+    inner_dim: int = 0
+    """Width of the heads; 0 takes the target's hidden size."""
+    tie_weights: bool = True
+    """Share embedding, norm and output matrix among the heads."""
+    scale_input: bool = True
+    """Normalise the hidden state before the first head."""
+
+
+@dataclass
+class DataConfig:
+    """What to train on."""
+
+    sources: list[str] = field(default_factory=lambda: ["python-sources"])
+    """Each a local .jsonl or .txt file (.gz too), a folder of them, or python-sources."""
+    seq_length: int = 256
+    """Tokens per row."""
+    max_tokens: int | None = None
+    """Use at most this many tokens."""
+    max_package_bytes: int = 2_000_000
+    """python-sources: at most this much of each top-level package."""
+
+
+@dataclass
+class LossConfig:
+    """Weights of the losses, which are summed over heads."""
+
+    cross_entropy: float = 0.0
+    """Of the token that the text goes on with: the published recipe."""
+    kl: float = 1.0
+    """Of the divergence from the target's own law of that token."""
+
+
+@dataclass
+class StageConfig:
+    """One stage of training, in transformers' names."""
+
+    max_steps: int = 1000
+    """Optimiser steps."""
+    learning_rate: float = 5e-3
+    """At its peak."""
+    lr_scheduler_type: str = "cosine"
+    """One of transformers' schedules."""
+    warmup_steps: int = 50
+    """Steps until the peak."""
+    per_device_train_batch_size: int = 8
+    """Rows per process and forward pass."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimiser step."""
+    weight_decay: float = 0.0
+    """On matrices; never on norms or biases."""
+    adam_beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    max_grad_norm: float = 1.0
+    """Clip gradients to this norm."""
+    bf16: bool = False
+    """Autocast to bfloat16; the master weights stay float32."""
+    logging_steps: int = 10
+    """Steps between log lines."""
+    eval_steps: int = 200
+    """Steps between evaluations."""
+    save_steps: int = 200
+    """Steps between checkpoints: a multiple of eval_steps."""
+    save_total_limit: int = 3
+    """Checkpoints to keep, the best among them; at least 2."""
+
+
+@dataclass
+class EvalConfig:
+    """What is measured, while training and after it."""
+
+    validation_rows: int = 64
+    """Rows for the loss and accuracies at each evaluation."""
+    validation_prompts: int = 16
+    """Prompts decoded for the real tokens_per_step at each evaluation."""
+    prompt_tokens: int = 64
+    """Tokens of each prompt cut from held-out text."""
+    max_prompts: int = 32
+    """Prompts of the final report."""
+    max_new_tokens: int = 128
+    """New tokens per prompt."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures of the final report."""
+
+
+@dataclass
+class RunConfig:
+    """Everything that decides a run's result."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    speculator: SpeculatorConfig = field(default_factory=SpeculatorConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    stage1: StageConfig = field(default_factory=StageConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    output_dir: str = "runs/quickstart"
+    """Where everything goes."""
+    overwrite_output_dir: bool = False
+    """Delete what is there and start again."""
+    seed: int = 0
+    """Of the weights, the order of the data and the sampled drafts."""
+    report_to: str = "wandb"
+    """wandb (offline unless a key is set) or none."""
+
+
+def _fail(message: str) -> None:
+    print(f"train.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def build_parser() -> ArgumentParser:
+    """One flag per field, `--section.field`, with its docstring as help."""
+    parser = ArgumentParser(
+        prog="train.py",
+        description="Train a speculator. Without arguments: configs/quickstart.yaml.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="a YAML file with any of the fields below")
+    parser.add_class_arguments(RunConfig, None, fail_untyped=True)
+    return parser
+
+
+# What jsonargparse says of a key that no field has, on the command line and in a file.
+_UNKNOWN = [
+    re.compile(r"unrecognized arguments: --(?P<key>[\w.]+)", re.IGNORECASE),
+    re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'"),
+    re.compile(r"(?:Key|option) '(?P<key>[\w.]+)' is not (?:expected|accepted)", re.IGNORECASE),
+]
+
+
+def _explain(parser: ArgumentParser, error: str) -> str:
+    """The parser's complaint in one line, with the nearest valid key for an unknown one."""
+    found = next((match.groupdict() for pattern in _UNKNOWN if (match := pattern.search(error))), None)
+    if found is None:
+        return " ".join(error.split())
+    key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
+    known = [action.dest for action in parser._actions]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else ": --help lists the valid ones")
+
+
+def parse(argv: list[str]) -> RunConfig:
+    """The config of a command line.
+
+    Raises:
+        SystemExit: 2 with one line on stderr for an unknown key or an unusable value; 0 after --help.
+    """
+    parser = build_parser()
+    if not any(word == "--config" or word.startswith("--config=") for word in argv):
+        argv = [f"--config={QUICKSTART}", *argv]
+    try:
+        parsed: Namespace = parser.parse_args(argv)
+    except ArgumentError as error:
+        _fail(_explain(parser, str(error)))
+    return parser.instantiate_classes(parsed)

@@ -1,0 +1,143 @@
+"""transformers' Trainer, told how a speculator's loss is made and what a good speculator is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from speculator.errors import UserError
+from speculator.heads import MLPSpeculator
+from speculator.target import Target
+from train.checkpoint import seal
+from train.config import LossConfig
+from train.losses import IGNORE, Measure, align, summarise
+
+
+class Collator:
+    """Rows into tensors, with every head's labels: `labels` [B, N, S] is also what the Trainer counts."""
+
+    def __init__(self, n_predict: int):
+        self.n_predict = n_predict
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        input_ids = torch.tensor([row["input_ids"] for row in rows])
+        document_ids = torch.tensor([row["document_ids"] for row in rows])
+        return {"input_ids": input_ids, "labels": align(input_ids, document_ids, self.n_predict)}
+
+
+class SpeculatorTrainer(Trainer):
+    """Trains a head against a frozen target.
+
+    The target is neither a parameter nor a submodule: the optimiser, the checkpoints and the data-parallel wrapper
+    see the head alone. Losses and metrics are sums and counts, reduced over accumulation steps and processes before
+    any division, so how a global batch is cut does not change a result.
+
+    Args:
+        target: the model to draft for.
+        loss: weights of the losses.
+        decode: gives the real figures of the head as it is now, from the decoding loop; called at each evaluation.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        loss: LossConfig,
+        decode: Callable[[MLPSpeculator], dict[str, float]],
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.target, self.loss_weights, self.decode = target, loss, decode
+        # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
+        self.model_accepts_loss_kwargs = True
+        self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        input_ids, labels = inputs["input_ids"], inputs["labels"]
+        length = labels.shape[-1]
+        hidden = self.target.hidden(input_ids)
+        teacher = self.target.logits(hidden) if self.loss_weights.kl or not model.training else None
+        sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], Measure(labels, teacher, self.loss_weights))
+        self._add("train" if model.training else "eval", sums)
+        heads = labels.shape[1]
+        items = (labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+        scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
+        loss = sums["loss"].sum() * heads * scale / items  # the sum over heads of their mean losses
+        if model.training and not torch.isfinite(loss):
+            raise UserError(
+                f"the loss became {loss.item()} at step {self.state.global_step}: the last checkpoint is good; "
+                "go on from it with a smaller learning_rate"
+            )
+        return (loss, sums) if return_outputs else loss
+
+    def _add(self, phase: str, sums: dict[str, Tensor]) -> None:
+        for name, value in sums.items():
+            value = value.detach().double()
+            self._sums[phase][name] = self._sums[phase].get(name, torch.zeros_like(value)) + value
+
+    def _take(self, phase: str) -> dict[str, float]:
+        """The figures of a phase since they were last taken, over all processes."""
+        sums = self.accelerator.reduce(self._sums[phase], "sum")
+        self._sums[phase] = {}
+        return summarise(sums) if sums else {}
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and "learning_rate" in logs:
+            logs |= self._take("train")
+        super().log(logs, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        head = self.accelerator.unwrap_model(self.model)
+        figures = self._take("eval") | self.decode(head)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off here
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            seal(folder)
+        self.accelerator.wait_for_everyone()
+
+
+def arguments(**fields: Any) -> TrainingArguments:
+    """TrainingArguments with what every stage shares."""
+    return TrainingArguments(
+        eval_strategy="steps",
+        save_strategy="steps",
+        load_best_model_at_end=True,
+        metric_for_best_model="tokens_per_step",
+        greater_is_better=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_drop_last=True,
+        ddp_find_unused_parameters=False,
+        **fields,
+    )
