@@ -30,7 +30,7 @@ def pack(
     count = 0
     stream = iter(documents)
     while batch := list(islice(stream, _DOCUMENTS_AT_ONCE)):
-        for tokens in tokenizer([row["text"] for row in batch], add_special_tokens=False)["input_ids"]:
+        for tokens in tokenizer([row["text"] for row in batch], add_special_tokens=False, verbose=False)["input_ids"]:
             ids += [*tokens, tokenizer.eos_token_id]
             document_ids += [count] * (len(tokens) + 1)
             count += 1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from datasets import Dataset, Features, Sequence, Value
 from filelock import FileLock
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.packing import pack
@@ -74,8 +75,8 @@ def _make(
 
     scratch = folder.with_suffix(".partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    made = Dataset.from_list(list(rows()), features=_FEATURES)
-    if len(made) == 0:
+    made = list(tqdm(rows(), desc=f"preparing {split} rows", unit=" rows"))
+    if not made:
         raise SourceError(f"the {split} split of {', '.join(sources)} does not fill one row of {length} tokens")
-    made.save_to_disk(str(scratch))
+    Dataset.from_list(made, features=_FEATURES).save_to_disk(str(scratch))
     scratch.rename(folder)

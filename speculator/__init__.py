@@ -4,7 +4,7 @@ from speculator.decoding.generate import Generation, Step, generate
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter, NgramDrafter
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
 from speculator.target import Target
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "Target",
     "UserError",
     "generate",
+    "load_head",
 ]

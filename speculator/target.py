@@ -82,7 +82,7 @@ class Target:
         except (OSError, ValueError, KeyError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"can't load the target {name!r}: {first_line}") from None
-        return cls(model.to(place), tokenizer)
+        return cls(model.to(place), tokenizer)  # type: ignore[arg-type]
 
     def _refuse_unsupported(self) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])

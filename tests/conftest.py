@@ -1,24 +1,35 @@
 """Tiny real models, built from their configs: nothing is downloaded."""
 
+import argparse
 import copy
+import doctest
+import inspect
+import json
+import tarfile
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.target import Target
 
+torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 VOCAB = 32
-_SHAPE = dict(
+_SHAPE = dict(  # noqa: C408
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=64,
@@ -75,3 +86,34 @@ def tiny_head(n_predict: int = 3) -> MLPSpeculator:
     torch.manual_seed(1)
     config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, n_predict=n_predict)
     return MLPSpeculator(config)
+
+
+def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on the text of a standard module."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator([inspect.getsource(textwrap)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory) -> Path:
+    """A tiny Llama with its tokenizer, as a user has one on disk."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**_SHAPE, "vocab_size": 300, "eos_token_id": 0})).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """Real text: the functions of some standard modules, a row each."""
+    file = tmp_path_factory.mktemp("text") / "functions.jsonl"
+    members = [member for module in (argparse, inspect, textwrap, tarfile, doctest) for member in vars(module).values()]
+    sources = [inspect.getsource(m) for m in members if inspect.isfunction(m) or inspect.isclass(m)]
+    file.write_text("".join(json.dumps({"text": source}) + "\n" for source in sources))
+    return file

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -185,4 +187,5 @@ def parse(argv: list[str]) -> RunConfig:
         parsed: Namespace = parser.parse_args(argv)
     except ArgumentError as error:
         _fail(_explain(parser, str(error)))
-    return parser.instantiate_classes(parsed)
+    built = parser.instantiate(parsed)
+    return RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)})

@@ -12,10 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import yaml
 from accelerate import PartialState
-from datasets import Dataset
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +24,7 @@ from eval.acceptance import real_acceptance
 from eval.run import evaluate
 from eval.suites import held_out
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
 from speculator.target import Target
 from train import checkpoint
 from train.config import ROOT, RunConfig
@@ -52,6 +52,9 @@ def _run(config: RunConfig) -> int:
         if first:
             print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
         return 0
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     use_all_cores()
     state = PartialState(cpu=not torch.accelerator.is_available())
     set_seed(config.seed)
@@ -61,7 +64,7 @@ def _run(config: RunConfig) -> int:
         train_stage1(config, target, head_folder)
     state.wait_for_everyone()
     if state.is_main_process:
-        head = MLPSpeculator.from_pretrained(head_folder).to(target.device)
+        head = load_head(head_folder, target)
         suite = held_out(
             config.data.sources, target.tokenizer, config.eval.prompt_tokens, config.eval.max_prompts, split="held-out"
         )
@@ -149,7 +152,7 @@ def new_head(config: RunConfig, target: Target) -> MLPSpeculator:
     )
 
 
-def rows(config: RunConfig, target: Target, split: str) -> Dataset:
+def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
     return token_rows(
         config.data.sources,
         split,
@@ -167,6 +170,7 @@ def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
     _check_stage(config)
     train_rows, validation_rows = rows(config, target, "train"), rows(config, target, "validation")
     validation_rows = validation_rows.select(range(min(config.eval.validation_rows, len(validation_rows))))
+    share = len(validation_rows) // PartialState().num_processes
     prompts = held_out(
         config.data.sources,
         target.tokenizer,
@@ -176,7 +180,6 @@ def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
     ).prompts
 
     _set_up_tracking(config)
-    transformers_logging.set_verbosity_error()
     trainer = SpeculatorTrainer(
         model=new_head(config, target),
         target=target,
@@ -187,7 +190,7 @@ def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
             run_name=Path(config.output_dir).name,
             report_to=config.report_to,
             seed=config.seed,
-            per_device_eval_batch_size=config.stage1.per_device_train_batch_size,
+            per_device_eval_batch_size=max(1, min(config.stage1.per_device_train_batch_size, share)),
             **settings,
         ),
         data_collator=Collator(config.speculator.n_predict),

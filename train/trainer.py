@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainingArguments
 
 from speculator.errors import UserError
 from speculator.heads import MLPSpeculator
@@ -53,6 +53,8 @@ class SpeculatorTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        self.remove_callback(ProgressCallback)
+        self.add_callback(ProgressLine)
         self.target, self.loss_weights, self.decode = target, loss, decode
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
@@ -124,6 +126,28 @@ class SpeculatorTrainer(Trainer):
         if self.args.should_save:
             seal(folder)
         self.accelerator.wait_for_everyone()
+
+
+class ProgressLine(ProgressCallback):
+    """The progress bar, and one line per log that says what matters."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self.training_bar is None or not logs or "train_runtime" in logs:
+            return
+        prefix = "eval_" if "eval_loss" in logs else ""
+        heads = [f"{v:.2f}" for k, v in logs.items() if k.startswith(f"{prefix}head") and k.endswith("/accuracy")]
+        parts = [
+            f"{'eval' if prefix else 'step'} {state.global_step:>5}/{state.max_steps}",
+            f"loss {logs[f'{prefix}loss']:.3f}",
+            f"head accuracy {' '.join(heads)}",
+            f"simulated tokens/step {logs[f'{prefix}simulated_tokens_per_step']:.2f}",
+        ]
+        if prefix:
+            real, sampled = logs["eval_tokens_per_step"], logs["eval_tokens_per_step_sampled"]
+            parts.append(f"real tokens/step {real:.2f} greedy, {sampled:.2f} at temperature 1")
+        else:
+            parts.append(f"lr {logs['learning_rate']:.1e}")
+        self.training_bar.write(" | ".join(parts))
 
 
 def arguments(**fields: Any) -> TrainingArguments:

@@ -98,6 +98,10 @@ def new_model(eos_token_id: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def pieces(row: dict, length: int) -> list[list[int]]:
+    return [row["input_ids"][i : i + length] for i in range(0, LENGTH, length)]
+
+
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     ids = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": ids, "labels": ids}
@@ -176,14 +180,7 @@ def main() -> None:
         part = full["train"].select(range(start, min(start + count, len(full["train"]))))
         start += count
         cut = {
-            split: rows.map(
-                lambda batch: {
-                    "input_ids": [
-                        r[i : i + phase.length] for r in batch["input_ids"] for i in range(0, LENGTH, phase.length)
-                    ]
-                },
-                batched=True,
-            )
+            split: Dataset.from_list([{"input_ids": piece} for row in rows for piece in pieces(row, phase.length)])
             for split, rows in {"train": part, "validation": full["validation"]}.items()
         }
         train(model, phase, cut, args)

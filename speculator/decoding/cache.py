@@ -43,6 +43,8 @@ class _RowLayer(CacheLayerMixin):
         """Write [B, H, T, Dh] behind each row's length; return every slot that may be live."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         rows, slots, extent = self.cache.rows, self.cache.slots, self.cache.extent
         self.keys[rows, :, slots] = key_states.transpose(1, 2)
         self.values[rows, :, slots] = value_states.transpose(1, 2)
@@ -137,10 +139,11 @@ def attention(
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     if cache is None:
-        position = torch.arange(width, device=query.device)
-        seen = position <= position[:, None]
+        slot = torch.arange(key.shape[2], device=query.device)
+        own = slot[-width:, None]
+        seen = slot <= own
         if sliding_window is not None:
-            seen &= position > position[:, None] - sliding_window
+            seen &= slot > own - sliding_window
         mask: Tensor | None = seen.repeat(groups, 1)
     else:
         mask = cache.mask(groups, sliding_window)

@@ -59,11 +59,8 @@ def token(
     norm((p_{n+1} - q_{n+1})_+), with q = 0 where nothing was drafted, so p itself after a whole draft.
     """
     rows, width, size = p.shape[0], p.shape[1] - 1, p.shape[2]
-    if draft.probs is None:
-        q = torch.nn.functional.one_hot(draft.tokens, size).to(p.dtype)
-    else:
-        q = draft.probs.to(p.dtype)
-    q = torch.cat([q * draft.drafted[:, :, None], p.new_zeros(rows, 1, size)], dim=1)  # [B, G+1, V]
+    q = torch.nn.functional.one_hot(draft.tokens, size) if draft.probs is None else draft.probs
+    q = torch.cat([q.to(p.dtype) * draft.drafted[:, :, None], p.new_zeros(rows, 1, size)], dim=1)  # [B, G+1, V]
     chosen = draft.tokens[:, :, None]
     p_x, q_x = p[:, :width].gather(2, chosen)[..., 0], q[:, :width].gather(2, chosen)[..., 0]
     kept = _leading((u * q_x < p_x) & draft.drafted)

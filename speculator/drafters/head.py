@@ -9,7 +9,6 @@ from speculator.decoding.rules import Draft
 from speculator.decoding.sampling import Sampling, draw
 from speculator.errors import UserError
 from speculator.heads import MLPSpeculator
-from speculator.target import Target
 
 
 def _last(hidden: Tensor, counts: Tensor) -> Tensor:  # [B, T, D], [B] -> [B, D]
@@ -35,7 +34,7 @@ class HeadDrafter:
         self.head = head.eval()
         self.draft_length = head.n_predict if draft_length is None else draft_length
         if not 1 <= self.draft_length <= head.n_predict:
-            raise UserError(f"draft length {draft_length} is not in 1..{head.n_predict}, what the head can draft")
+            raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
 
     def start(self, tokens: Tensor, hidden: Tensor, lengths: Tensor) -> None:
         self._hidden = _last(hidden, lengths)
@@ -59,19 +58,3 @@ class HeadDrafter:
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         # A row that keeps nothing is finished: any state will do.
         self._hidden = _last(hidden, counts.clamp_min(1))
-
-
-def check_head(head: MLPSpeculator, target: Target) -> None:
-    """Refuse a head that was not made for this target.
-
-    Raises:
-        UserError: another hidden size or vocabulary.
-    """
-    if head.config.emb_dim != target.hidden_size:
-        raise UserError(
-            f"the speculator reads hidden states of size {head.config.emb_dim}, {target.name} has {target.hidden_size}"
-        )
-    if head.config.vocab_size != target.vocab_size:
-        raise UserError(
-            f"the speculator drafts from {head.config.vocab_size} tokens, {target.name} has {target.vocab_size}"
-        )

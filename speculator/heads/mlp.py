@@ -42,7 +42,7 @@ class MLPSpeculatorConfig(PreTrainedConfig):
     """
 
     model_type = "mlp_speculator"
-    attribute_map = {"hidden_size": "emb_dim"}
+    attribute_map = {"hidden_size": "emb_dim"}  # noqa: RUF012 (transformers reads it so)
 
     vocab_size: int = 32000
     emb_dim: int = 4096

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 def load(name: str) -> tuple[MLPSpeculator, dict[str, torch.Tensor]]:
     with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
         published = json.loads(file.metadata()["config"])
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     fields = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input")
     head = MLPSpeculator(MLPSpeculatorConfig(**{key: published[key] for key in fields}))
     head.load_state_dict({k.removeprefix("speculator."): v for k, v in tensors.items() if k.startswith("speculator.")})

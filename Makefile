@@ -1,0 +1,23 @@
+# Everything runs in .venv, made on first use; nothing needs to be there before.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test check
+
+quickstart: .venv/installed
+	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) test
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
