@@ -44,12 +44,11 @@ def real_acceptance(target: Target, head: MLPSpeculator, prompts: list[list[int]
     state = PartialState()
     drafter = HeadDrafter(head)
     was_training = head.training
-    share = prompts[state.process_index :: state.num_processes]
+    start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
+    share = prompts[start:stop]
     figures = {}
-    for name, sampling in (
-        ("tokens_per_step", Sampling(seed=seed)),
-        ("tokens_per_step_sampled", Sampling(1.0, seed=seed)),
-    ):
+    for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):
+        sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if share:
             generation = generate(target, drafter, share, sampling, max_new_tokens=_NEW_TOKENS, ignore_eos=True)

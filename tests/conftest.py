@@ -27,6 +27,7 @@ from transformers import (
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.target import Target
 
+_CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 VOCAB = 32
 _SHAPE = dict(  # noqa: C408
@@ -113,7 +114,9 @@ def target_folder(tmp_path_factory) -> Path:
 def text_file(tmp_path_factory) -> Path:
     """Real text: the functions of some standard modules, a row each."""
     file = tmp_path_factory.mktemp("text") / "functions.jsonl"
-    members = [member for module in (argparse, inspect, textwrap, tarfile, doctest) for member in vars(module).values()]
-    sources = [inspect.getsource(m) for m in members if inspect.isfunction(m) or inspect.isclass(m)]
+    modules = (argparse, inspect, textwrap, tarfile, doctest)
+    members = [member for module in modules for member in vars(module).values() if inspect.getmodule(member) is module]
+    sources = [inspect.getsource(member) for member in members if inspect.isfunction(member)]
+    sources += [inspect.getsource(module.__dict__[name]) for module, name in _CLASSES]
     file.write_text("".join(json.dumps({"text": source}) + "\n" for source in sources))
     return file

@@ -203,6 +203,9 @@ def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
             print(line, file=sys.stderr)
         if resume:
             print(f"going on from {resume}", file=sys.stderr)
+        shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows)} rows"
+        count = trainer.accelerator.num_processes
+        print(f"stage 1: {shape}, {count} process{'es' if count > 1 else ''}", file=sys.stderr)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if trainer.is_world_process_zero():
         scratch = head_folder.with_name("speculator.partial")

@@ -1,0 +1,77 @@
+"""The measurement can tell: a slowed drafter is reported slower, a wrong text is counted as different."""
+
+import json
+import time
+
+import pytest
+from conftest import VOCAB, tiny_head, tiny_model
+
+from eval import run as evaluation
+from eval.report import markdown
+from eval.run import evaluate, speedup
+from eval.speed import Timed
+from eval.suites import Suite
+from speculator import HeadDrafter, Target
+
+SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def report_of(tmp_path, target=None):
+    target = target or Target(tiny_model(), tokenizer=None)
+    options = {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "speculator_name": "test"}
+    return evaluate(target, tiny_head(), [SUITE], tmp_path, **options)
+
+
+def test_report_files_agree_and_name_every_baseline(tmp_path):
+    report = report_of(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    text = (tmp_path / "report.md").read_text()
+    for label in ("speculator", "n-gram lookup", "plain decoding, same loop", "transformers generate"):
+        assert f"| {label} |" in text
+    assert (tmp_path / "acceptance.png").stat().st_size > 10_000
+    assert markdown(report) == text
+
+
+def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
+    def head_row(report):
+        return next(row for row in report["suites"] if row["drafter"] == "head" and row["temperature"] == 0)
+
+    honest = head_row(report_of(tmp_path))
+    propose = HeadDrafter.propose
+
+    def slowly(self, *args):
+        time.sleep(0.03)
+        return propose(self, *args)
+
+    monkeypatch.setattr(HeadDrafter, "propose", slowly)
+    slowed = head_row(report_of(tmp_path))
+    assert slowed["tokens_per_step"] == honest["tokens_per_step"]
+    assert slowed["speedup"]["same_loop"]["high"] < honest["speedup"]["same_loop"]["low"]
+    assert slowed["cost"]["draft_over_decode"] > 2 * honest["cost"]["draft_over_decode"]
+    assert slowed["predicted_speedup"] < 0.8 * honest["predicted_speedup"]
+
+
+def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
+    honest = evaluation.time_ours
+
+    def corrupted(target, drafter, prompt, sampling, count, out):
+        honest(target, drafter, prompt, sampling, count, out)
+        if isinstance(drafter, HeadDrafter) and prompt == SUITE.prompts[1]:
+            out.tokens[-1][-1] = (out.tokens[-1][-1] + 1) % VOCAB
+
+    monkeypatch.setattr(evaluation, "time_ours", corrupted)
+    rows = [row for row in report_of(tmp_path)["suites"] if row["temperature"] == 0]
+    assert {row["drafter"]: row["identical_to_greedy"]["identical"] for row in rows} == {
+        "none": 3,
+        "head": 2,
+        "ngram": 3,
+    }
+
+
+def test_speedup_is_the_ratio_of_totals_with_its_interval():
+    ours = Timed(tokens=[[0] * 11, [0] * 11], decode_seconds=[1.0, 1.0], prefill_seconds=[0.0, 0.0])
+    baseline = Timed(tokens=[[0] * 11, [0] * 11], decode_seconds=[2.0, 4.0], prefill_seconds=[0.0, 0.0])
+    ratio = speedup(ours, baseline)
+    assert ratio["value"] == pytest.approx(3.0)
+    assert ratio["low"] == pytest.approx(2.0)
+    assert ratio["high"] == pytest.approx(4.0)

@@ -1,0 +1,179 @@
+"""The command as users type it: a real run of a tiny target, killed, damaged, repeated, on two processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    "data.seq_length": 64,
+    "data.max_tokens": 40_000,
+    "stage1.max_steps": 20,
+    "stage1.per_device_train_batch_size": 8,
+    "stage1.warmup_steps": 2,
+    "stage1.logging_steps": 5,
+    "stage1.eval_steps": 5,
+    "stage1.save_steps": 5,
+    "eval.validation_rows": 16,
+    "eval.validation_prompts": 4,
+    "eval.prompt_tokens": 16,
+    "eval.max_prompts": 2,
+    "eval.max_new_tokens": 12,
+    "speculator.n_predict": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def command(target_folder, text_file, tmp_path_factory):
+    """Builds the command line of a run: (output folder, processes, overrides) -> argv."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def build(output: Path, processes: int = 1, **overrides) -> tuple[list[str], dict]:
+        settings = {**SIZES, "target.name_or_path": target_folder, "data.sources": f"[{text_file}]", **overrides}
+        flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run"]
+        if processes > 1:
+            launcher += ["--nproc_per_node", str(processes), "--master_port", "0", "--rdzv-backend", "c10d"]
+            launcher += ["--rdzv-endpoint", "localhost:0"]
+        environment = {**os.environ, "SPECULATOR_CACHE": str(cache)}
+        environment.pop("WANDB_API_KEY", None)
+        return [*launcher, "train.py", "--output_dir", str(output), *flags], environment
+
+    return build
+
+
+def run(built) -> subprocess.CompletedProcess:
+    argv, environment = built
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def finished(command, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    done = run(command(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def state_of(folder: Path, step: int) -> tuple[dict, list[dict]]:
+    checkpoint = folder / "stage1" / f"checkpoint-{step}"
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    timing = ("runtime", "per_second")
+    clean = [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in history]
+    return load_file(checkpoint / "model.safetensors"), clean
+
+
+def test_a_run_leaves_its_folder_as_documented(finished):
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert config["settings"]["stage1"]["max_steps"] == 20
+    assert {"versions", "git_commit", "argv"} <= config.keys()
+    assert {path.name for path in (finished / "speculator").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (finished / "eval").iterdir()} == {
+        "report.json",
+        "report.md",
+        "acceptance.png",
+        "speed.png",
+    }
+    assert list((finished / "wandb").glob("offline-run-*")), "wandb keeps its files in the run's folder, offline"
+
+
+def test_the_report_holds_what_scripts_read(finished):
+    report = json.loads((finished / "eval" / "report.json").read_text())
+    assert report["schema"] == 1
+    assert {(row["drafter"], row["temperature"]) for row in report["suites"]} == {
+        (drafter, temperature) for drafter in ("none", "head", "ngram") for temperature in (0.0, 1.0)
+    }
+    for row in report["suites"]:
+        if row["temperature"] == 0:
+            assert row["identical_to_greedy"] == {"identical": 2, "of": 2, "dtype": "float32"}
+        if row["drafter"] != "none":
+            assert row["speedup"]["same_loop"].keys() == {"value", "low", "high"}
+
+
+def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
+    _, history = state_of(finished, 20)
+    evaluation = next(entry for entry in history if "eval_loss" in entry)
+    for name in ("eval_head2/accuracy", "eval_head0/prefix_accuracy", "eval_head1/overlap"):
+        assert 0 <= evaluation[name] <= 1
+    assert 1 <= evaluation["eval_tokens_per_step"] <= 4
+    assert 1 <= evaluation["eval_simulated_tokens_per_step"] <= 4
+
+
+def test_the_same_command_again_says_that_it_is_done(finished, command):
+    before = (finished / "eval" / "report.json").stat().st_mtime_ns
+    done = run(command(finished))
+    assert done.returncode == 0
+    assert "is done" in done.stdout
+    assert (finished / "eval" / "report.json").stat().st_mtime_ns == before
+
+
+def test_another_config_in_the_same_folder_is_refused_by_key(finished, command):
+    done = run(command(finished, **{"stage1.learning_rate": 0.1}))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "stage1.learning_rate" in done.stderr
+    assert "--overwrite_output_dir" in done.stderr
+
+
+def test_killed_and_resumed_past_a_damaged_checkpoint_is_bit_identical(finished, command, tmp_path):
+    folder = tmp_path / "killed"
+    argv, environment = command(folder)
+    process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    seal = folder / "stage1" / "checkpoint-10" / "checksums.json"
+    deadline = time.monotonic() + 240
+    while not seal.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    damaged = max((folder / "stage1").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000] if weights.exists() else b"")
+
+    done = run(command(folder))
+    assert done.returncode == 0, done.stderr
+    assert f"passing over {damaged}" in done.stderr
+    assert "going on from" in done.stderr
+    weights, history = state_of(folder, 20)
+    expected_weights, expected_history = state_of(finished, 20)
+    assert history == expected_history
+    assert all((weights[name] == value).all() for name, value in expected_weights.items())
+
+
+def test_two_processes_train_as_one_on_the_same_global_batch(finished, command, tmp_path):
+    folder = tmp_path / "two"
+    done = run(command(folder, processes=2, **{"stage1.per_device_train_batch_size": 4}))
+    assert done.returncode == 0, done.stderr
+    weights, history = state_of(folder, 20)
+    expected_weights, expected_history = state_of(finished, 20)
+    assert "2 processes" in done.stderr
+    for ours, expected in zip(history, expected_history, strict=True):
+        for name, value in expected.items():
+            assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-3), name
+    for name, value in expected_weights.items():
+        assert (weights[name] - value).abs().max() < 2e-3, name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"target.name_or_path": "./configs"}, "no config.json"),
+        ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),
+        ({"stage1.save_steps": 7}, "stage1.save_steps"),
+        ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
+        ({"loss.kl": 0.0}, "nothing to train on"),
+    ],
+)
+def test_wrong_input_is_one_line(command, tmp_path, overrides, message):
+    done = run(command(tmp_path / "run", **overrides))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
