@@ -113,6 +113,8 @@ def generate(
     eos: set[int] = set() if ignore_eos else target.eos_token_ids
     rows = _Rows(limits, eos, [[] for _ in prompts], [[] for _ in prompts], [False] * count)
     seeds = sampling.seed + torch.arange(count, device=device)
+    slots = 2 * draft_length + 1
+    unused = torch.zeros(count, slots, device=device)
     capacity = max(n + limit for n, limit in zip(lengths, limits, strict=True)) + draft_length + 1
     cache = target.cache(count, capacity)
 
@@ -127,7 +129,7 @@ def generate(
         alive = torch.tensor([not done for done in rows.finished], device=device)
         cache.lengths *= alive  # a finished row writes at its start: nothing reads it again
         # Slots 0..G-1 draw the draft, G..2G-1 test it, 2G draws the token after it.
-        u = uniforms(seeds, cache.lengths, 2 * draft_length + 1)
+        u = unused if sampling.greedy else uniforms(seeds, cache.lengths, slots)
         draft = drafter.propose(pending, sampling, u[:, :draft_length]) if drafter else _no_draft(pending)
         step = verify(target, cache, pending, draft, sampling, u[:, draft_length:])
         counts = (step.kept + 1) * alive

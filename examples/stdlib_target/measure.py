@@ -1,0 +1,76 @@
+"""How good the embedded target is: its held-out loss, and how much of its greedy text repeats itself.
+
+    python examples/stdlib_target/measure.py
+
+An under-trained model loops, and loops flatter every drafter, so both figures stand beside its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from data.packing import pack  # noqa: E402
+from data.sources import PYTHON_SOURCES, documents  # noqa: E402
+from eval.suites import held_out  # noqa: E402
+from speculator import Target, generate  # noqa: E402
+
+ROWS, LENGTH = 400, 256
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 64, 128, 8
+
+
+def held_out_loss(target: Target) -> dict[str, float]:
+    """Mean loss per token over packed held-out rows, in nats, and the same in bits per byte of text."""
+    rows = list(pack(documents(PYTHON_SOURCES, "held-out"), target.tokenizer, LENGTH, ROWS * LENGTH))
+    total = 0.0
+    for start in range(0, len(rows), 8):
+        ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]])
+        logits = target.logits(target.hidden(ids))[:, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
+    count = len(rows) * (LENGTH - 1)
+    text_bytes = sum(len(target.tokenizer.decode(row["input_ids"][1:]).encode()) for row in rows)
+    return {"tokens": count, "nats_per_token": total / count, "bits_per_byte": total / text_bytes / 0.6931471805599453}
+
+
+def repeated_share(texts: list[list[int]]) -> float:
+    """Share of a text's n-grams that it contained already."""
+    repeated = total = 0
+    for text in texts:
+        seen: set[tuple[int, ...]] = set()
+        for i in range(len(text) - NGRAM + 1):
+            gram = tuple(text[i : i + NGRAM])
+            repeated += gram in seen
+            total += 1
+            seen.add(gram)
+    return repeated / total
+
+
+def main() -> None:
+    torch.set_num_threads(os.cpu_count() or 1)
+    target = Target.load(str(Path(__file__).parent))
+    prompts = held_out([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, PROMPTS, split="held-out").prompts
+    greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True).tokens
+    originals = []
+    for row in documents(PYTHON_SOURCES, "held-out"):
+        ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= NEW_TOKENS:
+            originals.append(ids[:NEW_TOKENS])
+    figures = {
+        "parameters": target.model.num_parameters(),
+        "held_out": held_out_loss(target),
+        f"greedy_{NGRAM}_grams_repeated": repeated_share(greedy),
+        f"real_text_{NGRAM}_grams_repeated": repeated_share(originals[:PROMPTS]),
+    }
+    (Path(__file__).parent / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+import pytest
+import torch
+from conftest import CONFIGS, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    MambaConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen3NextConfig,
+)
+
+from speculator import Target, UserError
+from speculator.decoding import cache as cache_module
+
+TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
+SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_hidden_and_logits_apart_are_the_models_own(family):
+    model = tiny_model(family)
+    with torch.no_grad():
+        expected = model(TOKENS, output_hidden_states=True)
+    target = Target(model, tokenizer=None)
+    hidden = target.hidden(TOKENS)
+    torch.testing.assert_close(hidden, expected.hidden_states[-1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(target.logits(hidden), expected.logits, atol=1e-4, rtol=1e-5)
+
+
+def test_logit_scaling_is_honoured():
+    model = AutoModelForCausalLM.from_config(GraniteConfig(**SMALL, logits_scaling=5.0)).eval()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    target = Target(model, tokenizer=None)
+    torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8), "soft-capping"),
+        (MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2), "MambaForCausalLM"),
+        (
+            Qwen3NextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_experts=2, num_experts_per_tok=1),
+            "linear_attention",
+        ),
+    ],
+    ids=["gemma2", "mamba", "qwen3-next"],
+)
+def test_what_cannot_be_verified_exactly_is_refused_by_name(config, message):
+    with pytest.raises(UserError, match=message):
+        Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTConfig(
+            vocab_size=32,
+            hidden_size=32,
+            num_hidden_layers=2,
+            ffn_dim=64,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+        ),
+        PhiConfig(**SMALL),
+    ],
+)
+def test_other_families_decode_exactly_or_are_refused(config):
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    try:
+        target = Target(model, tokenizer=None)
+    except UserError:
+        return
+    torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_wrong_mask_is_seen_at_load(monkeypatch):
+    """The probe has teeth: an attention that sees the future is refused."""
+    monkeypatch.setattr(cache_module.RowCache, "mask", lambda self, groups, window: None)
+    with pytest.raises(UserError, match="can't be verified exactly"):
+        Target(tiny_model(), tokenizer=None)
+
+
+def test_a_model_still_generates_through_transformers_after_loading():
+    model = tiny_model()
+    expected = model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False)
+    target = Target(model, tokenizer=None)
+    assert torch.equal(target.model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False), expected)
