@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datasets import Dataset, Features, Sequence, Value
+from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.packing import pack
@@ -71,12 +71,22 @@ def _make(
 ) -> None:
     def rows() -> Iterator[dict[str, list[int]]]:
         texts = (row for s in sources for row in documents(s, split, max_package_bytes=max_package_bytes))
-        return pack(texts, tokenizer, length, max_tokens)
+        empty = True
+        for row in pack(texts, tokenizer, length, max_tokens):
+            empty = False
+            yield row
+        if empty:
+            raise SourceError(f"the {split} split of {', '.join(sources)} does not fill one row of {length} tokens")
 
-    scratch = folder.with_suffix(".partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    made = list(tqdm(rows(), desc=f"preparing {split} rows", unit=" rows"))
-    if not made:
-        raise SourceError(f"the {split} split of {', '.join(sources)} does not fill one row of {length} tokens")
-    Dataset.from_list(made, features=_FEATURES).save_to_disk(str(scratch))
-    scratch.rename(folder)
+    # Written row by row: a corpus need not fit in memory. The work folder holds the only other copy.
+    work, scratch = folder.with_suffix(".work"), folder.with_suffix(".partial")
+    for leftover in (work, scratch):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        made = Dataset.from_generator(rows, features=_FEATURES, cache_dir=str(work), fingerprint=folder.name)
+        made.save_to_disk(str(scratch))
+        scratch.rename(folder)
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -54,7 +54,6 @@ def _run(config: RunConfig) -> int:
         return 0
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     use_all_cores()
     state = PartialState(cpu=not torch.accelerator.is_available())
     set_seed(config.seed)
