@@ -42,8 +42,8 @@ def acceptance(steps: Iterable[Step], draft_length: int) -> dict:
 def real_acceptance(target: Target, head: MLPSpeculator, prompts: list[list[int]], seed: int) -> dict[str, float]:
     """tokens_per_step of a head on prompts, greedy and sampled, from the decoding loop. Processes share the prompts."""
     state = PartialState()
-    drafter = HeadDrafter(head)
     was_training = head.training
+    drafter = HeadDrafter(head)  # puts the head in eval mode
     start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
     share = prompts[start:stop]
     figures = {}

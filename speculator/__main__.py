@@ -58,7 +58,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    sampling = Sampling(arguments.temperature, seed=arguments.seed)
+    Sampling(arguments.temperature)  # refuse a bad one before the target is loaded
     target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
     drafter = _drafter(arguments, target)
     ids = [_encode(target.tokenizer, row) for row in rows]
@@ -67,6 +67,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
     for start in range(0, len(rows), arguments.batch_size):
         batch = slice(start, start + arguments.batch_size)
+        sampling = Sampling(arguments.temperature, seed=arguments.seed + start)  # every row a stream of its own
         generation = generate(target, drafter, ids[batch], sampling, max_new_tokens=arguments.max_new_tokens)
         for row, tokens, row_steps in zip(rows[batch], generation.tokens, generation.steps, strict=True):
             whole = [step.accepted + 1 for step in row_steps if not step.cut]
@@ -121,7 +122,7 @@ def _drafter(arguments: argparse.Namespace, target):
 
     if arguments.speculator:
         return HeadDrafter(load_head(arguments.speculator, target), arguments.draft_length)
-    return NgramDrafter(arguments.draft_length or 4) if arguments.ngram else None
+    return NgramDrafter(4 if arguments.draft_length is None else arguments.draft_length) if arguments.ngram else None
 
 
 if __name__ == "__main__":

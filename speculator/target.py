@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.utils import ModelOutput
 
 from speculator.decoding.cache import ATTENTION, RowCache
 from speculator.errors import UserError
@@ -17,6 +19,18 @@ _PROBE_LENGTH = 16
 _PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
+@dataclass
+class _BodyOutput(ModelOutput):
+    """What some family's head reads of its body's output; all but the hidden states are absent."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+
 class _Given(nn.Module):
     """Stands in for a model's body: returns hidden states that were computed before."""
 
@@ -24,8 +38,8 @@ class _Given(nn.Module):
         super().__init__()
         self.hidden: Tensor | None = None
 
-    def forward(self, *args, **kwargs) -> BaseModelOutputWithPastAndCrossAttentions:
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+    def forward(self, *args, **kwargs) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=self.hidden)
 
 
 class Target:
@@ -37,6 +51,9 @@ class Target:
     Args:
         model: a transformers causal LM whose layers are attention.
         tokenizer: its tokenizer.
+
+    The model is changed: frozen, in eval mode, and attending through `speculator.decoding.cache.attention`, which
+    knows no padding; batches go through this class.
 
     Raises:
         UserError: the model's layers are not attention, or its logits through this class are not its own.
@@ -79,7 +96,7 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
             model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"can't load the target {name!r}: {first_line}") from None
         return cls(model.to(place), tokenizer)  # type: ignore[arg-type]
@@ -97,23 +114,27 @@ class Target:
 
     @torch.no_grad()
     def _refuse_inexact(self) -> None:
-        """Compare the logits that this class gives with the model's own on a probe, cut into prefill and verify."""
-        probe = torch.arange(_PROBE_LENGTH, device=self.device)[None] % self.vocab_size
-        half = _PROBE_LENGTH // 2
-        own = self.model(probe, use_cache=False).logits.float()
-        self.model.set_attn_implementation(ATTENTION)
-        cache = self.cache(1, _PROBE_LENGTH)
+        """Compare this class's logits with the model's own: two rows of unequal prompts, then a verify pass."""
+        first, second = _PROBE_LENGTH // 2, _PROBE_LENGTH // 4
+        texts = torch.arange(2 * _PROBE_LENGTH, device=self.device).view(2, -1) * 7 % self.vocab_size
+        lengths = torch.tensor([first, second], device=self.device)
+        width = _PROBE_LENGTH - first
         try:
-            first = self.extend(cache, probe[:, :half])
-            cache.commit(torch.tensor([half], device=self.device), half)
-            ours = self.logits(torch.cat([first, self.extend(cache, probe[:, half:])], dim=1)).float()
-        except (AttributeError, TypeError, RuntimeError) as error:
+            own = self.model(texts, use_cache=False).logits.float()
+            self.model.set_attn_implementation(ATTENTION)
+            cache = self.cache(2, _PROBE_LENGTH)
+            prefill = self.logits(self.extend(cache, texts[:, :first])).float()
+            cache.commit(lengths, first)
+            following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
+            verify = self.logits(self.extend(cache, following)).float()
+        except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
-        gap = ((own - ours).abs().max() / own.std()).item()
-        if not gap < _PROBE_TOLERANCE[self.dtype]:
+        expected = torch.stack([row[n : n + width] for row, n in zip(own, (first, second), strict=True)])
+        gap = max((prefill - own[:, :first]).abs().max().item(), (verify - expected).abs().max().item())
+        if not gap / own.std().item() < _PROBE_TOLERANCE[self.dtype]:
             raise UserError(
                 f"{self.name}: {type(self.model).__name__} can't be verified exactly: its logits through a "
-                f"preallocated cache differ from its own by {gap:.2g} standard deviations"
+                f"preallocated cache differ from its own by {gap / own.std().item():.2g} standard deviations"
             )
 
     @property

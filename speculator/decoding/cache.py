@@ -129,12 +129,16 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention over the cache that is being written, or causal over the tokens alone.
 
     Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError("attention with soft-capping or sinks is not supported")
     cache = _writing.get()
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]

@@ -43,7 +43,6 @@ class Generation:
         tokens: the new tokens of each row, EOS included, the prompt not.
         steps: the verify passes of each row, the prefill left out.
         prefill_seconds, decode_seconds: wall clock of the whole batch.
-        draft_seconds, verify_seconds: the parts of `decode_seconds`, when asked for.
     """
 
     tokens: list[list[int]]

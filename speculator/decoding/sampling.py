@@ -61,6 +61,9 @@ class Sampling:
         return law
 
 
+_GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone maps 0 to 0
+
+
 def _shr(x: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64 (torch's is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -80,7 +83,7 @@ def uniforms(
 ) -> Tensor:  # [B, count] float64 in [0, 1)
     """A function of (row seed, position, slot): no state, so a row draws the same beside any batch-mates."""
     slots = torch.arange(count, device=seeds.device)
-    bits = _mix(_mix(_mix(seeds)[:, None] + positions[:, None]) + slots)
+    bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + slots + _GAMMA)
     return _shr(bits, 11).double() * 2.0**-53
 
 

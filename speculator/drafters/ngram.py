@@ -7,6 +7,7 @@ from torch import Tensor
 
 from speculator.decoding.rules import Draft
 from speculator.decoding.sampling import Sampling
+from speculator.errors import UserError
 
 
 class NgramDrafter:
@@ -22,6 +23,8 @@ class NgramDrafter:
     name = "ngram"
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
+        if draft_length < 1:
+            raise UserError(f"draft length {draft_length} is not at least 1")
         self.draft_length = draft_length
         self.max_ngram = max_ngram
 

@@ -23,7 +23,9 @@ def load_head(folder: str | Path, target: Target) -> MLPSpeculator:
     try:
         loaded: Any = MLPSpeculator.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"can't load the speculator {folder}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(
+            f"can't load the speculator {folder}: {(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from None
     head, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
