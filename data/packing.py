@@ -18,6 +18,8 @@ def pack(
 ) -> Iterator[dict[str, list[int]]]:
     """Tokenise documents, end each with EOS, lay them end to end and cut the stream into rows.
 
+    Special tokens in front of a document (BOS) are those that the tokenizer adds itself.
+
     Every row is {"input_ids": [length], "document_ids": [length]}: two positions belong to the same
     document iff their document ids agree, e.g. (length 8, EOS 0)
         input_ids     5 9 0 7 7 3 0 4
@@ -30,9 +32,10 @@ def pack(
     count = 0
     stream = iter(documents)
     while batch := list(islice(stream, _DOCUMENTS_AT_ONCE)):
-        for tokens in tokenizer([row["text"] for row in batch], add_special_tokens=False, verbose=False)["input_ids"]:
-            ids += [*tokens, tokenizer.eos_token_id]
-            document_ids += [count] * (len(tokens) + 1)
+        for tokens in tokenizer([row["text"] for row in batch], verbose=False)["input_ids"]:
+            ended = tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
+            ids += ended
+            document_ids += [count] * len(ended)
             count += 1
         while len(ids) >= length:
             if max_tokens is not None and emitted + length > max_tokens:

@@ -38,16 +38,19 @@ def token_rows(
 ) -> Dataset:
     """Packed rows of one split of some sources, as `data.packing.pack` makes them.
 
-    The cache key covers the sources' content, every argument, the tokenizer and this package's code, none of
-    which the library's own fingerprint follows. The first process to come makes the rows under a file lock; the
-    others wait there, outside any collective, so a long preparation can't run into a collective's time-out.
+    The cache key covers the sources (names, sizes, modification times), every argument, the tokenizer and this
+    package's code, none of which the library's own fingerprint follows. The first process to come makes the rows
+    under a file lock; the others wait there, outside any collective, so a long preparation can't run into a time-out.
 
     Raises:
-        SourceError: a source that can't be read, or too little text for a single row.
+        SourceError: a source that can't be read, too little text for a single row, or a tokenizer without EOS.
     """
+    if tokenizer.eos_token_id is None:
+        raise SourceError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end documents with")
     identity = {
         "sources": [fingerprint(source) for source in sources],
         "arguments": [split, length, max_tokens, max_package_bytes],
+        "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE],
     }
@@ -70,7 +73,7 @@ def _make(
     max_package_bytes: int,
 ) -> None:
     def rows() -> Iterator[dict[str, list[int]]]:
-        texts = (row for s in sources for row in documents(s, split, max_package_bytes=max_package_bytes))
+        texts = documents(sources, split, max_package_bytes=max_package_bytes)
         empty = True
         for row in pack(texts, tokenizer, length, max_tokens):
             empty = False

@@ -12,7 +12,7 @@ import json
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from speculator.errors import UserError
@@ -23,6 +23,7 @@ SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(
 PYTHON_SOURCES = "python-sources"
 _TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
+_PIECE_CHARACTERS = 10_000
 _FILE_BYTES = range(1_000, 200_000)
 _MAX_DIGIT_SHARE = 0.10
 
@@ -37,29 +38,31 @@ def split_of(document_id: str) -> str:
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
-def documents(source: str, split: str, *, max_package_bytes: int = 2_000_000) -> Iterator[dict[str, str]]:
-    """The documents of one split of a source, without exact duplicates.
+def documents(
+    sources: Sequence[str], split: str | None, *, max_package_bytes: int = 2_000_000
+) -> Iterator[dict[str, str]]:
+    """The documents of one split of some sources, without exact duplicates among all of them.
 
     Args:
-        source: "python-sources", or the path of a .txt, .jsonl (key `text`) or .py file or a folder of
-            such files; .gz of any.
-        split: "train", "validation" or "held-out".
+        sources: each "python-sources", or the path of a .txt or .jsonl (key `text`) file, or a folder of such
+            files; .gz of any.
+        split: "train", "validation" or "held-out"; None for all three.
         max_package_bytes: "python-sources" only: at most this much of each top-level package.
 
     Raises:
-        SourceError: no such file, an unreadable row, or nothing in it.
+        SourceError: no such file, or an unreadable row.
     """
-    if split not in SPLITS:
+    if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
-    found = python_sources(max_package_bytes) if source == PYTHON_SOURCES else local_files(Path(source))
     seen: set[bytes] = set()
-    for row in found:
-        # Duplicates are dropped before the split, or a copy could sit on both sides of it.
-        digest = hashlib.sha256(row["text"].encode(errors="surrogatepass")).digest()
-        if digest not in seen:
-            seen.add(digest)
-            if split_of(row["id"]) == split:
-                yield row
+    for source in sources:
+        for row in python_sources(max_package_bytes) if source == PYTHON_SOURCES else local_files(Path(source)):
+            # Duplicates are dropped before the split, or a copy could sit on both sides of it.
+            digest = hashlib.sha256(row["text"].encode(errors="surrogatepass")).digest()
+            if digest not in seen and row["text"].strip():
+                seen.add(digest)
+                if split is None or split_of(row["id"]) == split:
+                    yield row
 
 
 def fingerprint(source: str) -> str:
@@ -112,14 +115,14 @@ def _local_paths(path: Path) -> list[Path]:
 
 
 def local_files(path: Path) -> Iterator[dict[str, str]]:
-    """Documents of a local file or folder: .jsonl row by row, text files whole; .gz of any."""
+    """Documents of a local file or folder: .jsonl row by row, text files in pieces of some 10 kB; .gz of any."""
     for file in _local_paths(path):
         suffix = Path(file.name.removesuffix(".gz")).suffix
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
         if suffix == ".jsonl":
             yield from _jsonl(file, name)
         elif suffix in _TEXT_SUFFIXES:
-            yield {"id": name, "text": _read(file)}
+            yield from _pieces(_read(file), name)
         elif not path.is_dir():
             raise SourceError(
                 f"{file}: can't read {suffix or 'a file without a suffix'}: .jsonl or .txt, .gz of either"
@@ -135,12 +138,29 @@ def _read(file: Path) -> str:
         raise SourceError(f"{file}: {error}") from None
 
 
+def _pieces(text: str, name: str) -> Iterator[dict[str, str]]:
+    """Cut a text at line ends, so that one long file has a share in every split."""
+    piece: list[str] = []
+    count = size = 0
+    for line in text.splitlines(keepends=True):
+        piece.append(line)
+        size += len(line)
+        if size >= _PIECE_CHARACTERS:
+            yield {"id": f"{name}:{count}", "text": "".join(piece)}
+            piece, size, count = [], 0, count + 1
+    if piece:
+        yield {"id": f"{name}:{count}", "text": "".join(piece)}
+
+
 def _jsonl(file: Path, name: str) -> Iterator[dict[str, str]]:
-    for number, line in enumerate(_read(file).splitlines(), start=1):
+    # Not splitlines: JSON strings may hold line separators other than the newline.
+    for number, line in enumerate(_read(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise SourceError(f'{file}:{number}: not a row of the shape {{"text": ...}}') from None
+            text = None
+        if not isinstance(text, str):
+            raise SourceError(f'{file}:{number}: not a row of the shape {{"text": "..."}}')
         yield {"id": f"{name}:{number}", "text": text}

@@ -1,4 +1,4 @@
-"""`python -m eval --target T --speculator S --output DIR`: acceptance and speed on held-out text, as a report."""
+"""`python -m eval --target T --speculator S --output DIR`: acceptance and speed on text, as a report."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import argparse
 import sys
 from pathlib import Path
 
-from speculator.errors import UserError
+from speculator.errors import OneLineParser, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
     arguments = build_parser().parse_args(argv)
-    try:
-        run(arguments)
-    except UserError as error:
-        print(f"eval: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("eval", lambda: run(arguments))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """The flags."""
-    parser = argparse.ArgumentParser(prog="python -m eval", description=__doc__)
+    parser = OneLineParser(prog="python -m eval", description=__doc__)
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     parser.add_argument("--speculator", required=True, help="folder of a trained head")
     parser.add_argument(
         "--suite",
         action="append",
-        help="python-sources (the default) or a local .jsonl or .txt file; prompts are cut from its held-out documents",
+        help="python-sources (the default): its held-out split; or a local .jsonl or .txt file: all of its documents",
     )
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--max_prompts", type=int, default=32)
@@ -44,8 +39,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluate and say where the report is."""
     from transformers.utils import logging
 
+    from data.sources import PYTHON_SOURCES
     from eval.run import evaluate
-    from eval.suites import held_out
+    from eval.suites import from_text
     from speculator import Target, load_head
 
     logging.set_verbosity_error()
@@ -53,8 +49,14 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, dtype=arguments.dtype)
     head = load_head(arguments.speculator, target)
     suites = [
-        held_out([source], target.tokenizer, arguments.prompt_tokens, arguments.max_prompts, split="held-out")
-        for source in arguments.suite or ["python-sources"]
+        from_text(
+            [source],
+            target.tokenizer,
+            arguments.prompt_tokens,
+            arguments.max_prompts,
+            split="held-out" if source == PYTHON_SOURCES else None,
+        )
+        for source in arguments.suite or [PYTHON_SOURCES]
     ]
     evaluate(
         target,

@@ -10,7 +10,6 @@ _LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model
 
 def write(report: dict, folder: Path) -> None:
     """Write both files, each whole or not at all; report.json last, since it marks an evaluation as done."""
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("report.md", markdown(report)), ("report.json", json.dumps(report, indent=1))):
         scratch = folder / f"{name}.partial"
         scratch.write_text(text)

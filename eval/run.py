@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from eval.plots import draw_plots
 from eval.report import write
 from eval.speed import Timed, step_costs, time_ours, time_transformers
 from eval.suites import Suite
-from speculator import HeadDrafter, NgramDrafter, Sampling
+from speculator import HeadDrafter, NgramDrafter, Sampling, UserError
 from speculator.drafters import Drafter
 from speculator.heads import MLPSpeculator
 from speculator.target import Target
@@ -39,6 +40,7 @@ def evaluate(
     Every prompt goes through every decoder before the next prompt comes, in an order that rotates, so that a machine
     whose speed drifts slows all of them alike. EOS is ignored: all texts are equally long.
     """
+    _check_lengths(target, suites, max_new_tokens)
     drafters: dict[str, Drafter | None] = {
         "none": None,
         "head": HeadDrafter(head),
@@ -67,9 +69,21 @@ def evaluate(
         },
         "suites": rows,
     }
-    write(report, output)
+    output.mkdir(parents=True, exist_ok=True)
     draw_plots(report, output)
+    write(report, output)
     return report
+
+
+def _check_lengths(target: Target, suites: list[Suite], max_new_tokens: int) -> None:
+    if max_new_tokens < 2:
+        raise UserError("max_new_tokens must be at least 2: the first new token is the prefill's")
+    longest = max(len(prompt) for suite in suites for prompt in suite.prompts)
+    if longest + max_new_tokens > target.context_length:
+        raise UserError(
+            f"prompts of {longest} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a context "
+            f"of {target.context_length}"
+        )
 
 
 def _decode(
@@ -81,13 +95,15 @@ def _decode(
         time_ours(target, drafter, warm_up, sampling, 8, Timed())
     time_transformers(target, warm_up, sampling, 8, Timed())
     order = list(timed)
-    for prompt in tqdm(suite.prompts, desc=f"{suite.name}, temperature {sampling.temperature:g}", unit="prompt"):
+    progress = tqdm(suite.prompts, desc=f"{suite.name}, temperature {sampling.temperature:g}", unit="prompt")
+    for index, prompt in enumerate(progress):
+        own = replace(sampling, seed=sampling.seed + index)
         order = order[1:] + order[:1]
         for name in order:
             if name == "hf_generate":
-                time_transformers(target, prompt, sampling, count, timed[name])
+                time_transformers(target, prompt, own, count, timed[name])
             else:
-                time_ours(target, drafters[name], prompt, sampling, count, timed[name])
+                time_ours(target, drafters[name], prompt, own, count, timed[name])
     return timed
 
 
@@ -128,9 +144,8 @@ def _row(
         }
     if drafter:
         row["speedup"] = {baseline: speedup(own, timed_as) for baseline, timed_as in baselines.items()}
-        costs = step_costs(target, drafter, suite.prompts[0], sampling)
-        row["cost"] = {key: costs[key] for key in ("draft_over_decode", "verify_over_decode")}
-        step = drafter.draft_length * costs["draft_over_decode"] + costs["verify_over_decode"]
+        cost = row["cost"] = step_costs(target, drafter, suite.prompts[0], sampling)
+        step = drafter.draft_length * cost["draft_over_decode"] + cost["verify_over_decode"]
         row["predicted_speedup"] = row["tokens_per_step"] / step
     return row
 

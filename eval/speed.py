@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -70,27 +71,37 @@ class _FirstToken(BaseStreamer):
         pass
 
 
-def time_transformers(target: Target, prompt: list[int], sampling: Sampling, count: int, out: Timed) -> None:
-    """Decode one prompt with transformers' own generate: its dynamic cache and its default attention."""
+@contextmanager
+def _as_loaded(target: Target) -> Iterator[None]:
+    """The model as transformers would run it: its default attention, and no settings of a generation config."""
+    settings = target.model.generation_config
+    target.model.generation_config = GenerationConfig()
     target.model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        target.model.generation_config = settings
+        target.model.set_attn_implementation(ATTENTION)
+
+
+def time_transformers(target: Target, prompt: list[int], sampling: Sampling, count: int, out: Timed) -> None:
+    """Decode one prompt with transformers' own generate and its dynamic cache."""
     ids = torch.tensor([prompt], device=target.device)
-    how = GenerationConfig(
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=not sampling.greedy,
-        temperature=sampling.temperature or None,
-        top_k=0,
-        eos_token_id=None,
-        pad_token_id=0,
+    how = (
+        {"do_sample": False}
+        if sampling.greedy
+        else {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
     )
     streamer = _FirstToken()
     torch.manual_seed(sampling.seed)
-    synchronize()
-    started = time.perf_counter()
-    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how, streamer=streamer)
-    synchronize()
-    ended = time.perf_counter()
-    target.model.set_attn_implementation(ATTENTION)
+    with _as_loaded(target):
+        synchronize()
+        started = time.perf_counter()
+        output = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, pad_token_id=0, streamer=streamer, **how
+        )
+        synchronize()
+        ended = time.perf_counter()
     out.tokens.append(output[0, len(prompt) :].tolist())
     out.prefill_seconds.append(streamer.at - started)
     out.decode_seconds.append(ended - streamer.at)
@@ -100,18 +111,21 @@ def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sa
     """c and v, measured apart from any generation: one drafted token, and one verify pass, over one plain step.
 
     A plain step and a verify pass do all that the loop does in them (forward, law, rule, next token) behind the same
-    prompt; they take turns, and the medians are compared.
+    prompt; the pass is over a whole draft. They take turns, and the medians are compared.
     """
     ids = torch.tensor([prompt], device=target.device)
     length = torch.tensor([len(prompt)], device=target.device)
-    cache = target.cache(1, len(prompt) + drafter.draft_length + 1)
+    count = drafter.draft_length
+    cache = target.cache(1, len(prompt) + count + 1)
     hidden = target.extend(cache, ids)
     cache.commit(length, len(prompt))
     drafter.start(ids, hidden, length)
-    pending = ids[:, -1]
-    u = uniforms(torch.tensor([sampling.seed], device=target.device), length, 2 * drafter.draft_length + 1)
-    draft = drafter.propose(pending, sampling, u[:, : drafter.draft_length])
+    pending = target.logits(hidden[:, -1]).argmax(-1)
+    u = uniforms(torch.tensor([sampling.seed], device=target.device), length, 2 * count + 1)
     nothing = Draft(pending.new_empty(1, 0), torch.zeros_like(pending))
+    draft = drafter.propose(pending, sampling, u[:, :count])
+    if draft.tokens.shape[1] < count:  # a lookup that found nothing: any tokens cost the same to verify
+        draft = Draft(pending[:, None].expand(-1, count), torch.full_like(pending, count))
 
     def clock(work: Callable[[], object]) -> float:
         synchronize()
@@ -123,14 +137,10 @@ def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sa
     seconds: dict[str, list[float]] = {"draft": [], "verify": [], "decode": []}
     for _ in range(repeats):
         seconds["decode"].append(clock(lambda: verify(target, cache, pending, nothing, sampling, u[:, -1:])))
-        seconds["draft"].append(clock(lambda: drafter.propose(pending, sampling, u[:, : drafter.draft_length])))
-        seconds["verify"].append(
-            clock(lambda: verify(target, cache, pending, draft, sampling, u[:, drafter.draft_length :]))
-        )
+        seconds["draft"].append(clock(lambda: drafter.propose(pending, sampling, u[:, :count])))
+        seconds["verify"].append(clock(lambda: verify(target, cache, pending, draft, sampling, u[:, count:])))
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    drafted = max(1, draft.tokens.shape[1])
     return {
-        "draft_over_decode": median["draft"] / drafted / median["decode"],
+        "draft_over_decode": median["draft"] / count / median["decode"],
         "verify_over_decode": median["verify"] / median["decode"],
-        "decode_milliseconds": median["decode"] * 1e3,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,32 +20,40 @@ class Suite:
     prompts: list[list[int]]
 
 
-def held_out(
-    sources: list[str], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, max_prompts: int, *, split: str
+def from_text(
+    sources: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    max_prompts: int,
+    *,
+    split: str | None,
+    max_package_bytes: int = 2_000_000,
 ) -> Suite:
-    """The beginnings of lines in documents that training never saw: one window per document.
+    """Prompts cut from text: in each document, `prompt_tokens` tokens from the beginning of some line.
 
     Args:
         sources: as `data.sources.documents` takes them.
-        prompt_tokens: the length of every prompt.
-        max_prompts: how many.
-        split: "validation" while training, "held-out" for a report.
+        prompt_tokens: the length of every prompt, what the tokenizer puts in front included.
+        max_prompts: at most one a document, and no more than this.
+        split: "validation" or "held-out", which training never sees; None takes every document.
+        max_package_bytes: as the training used it.
 
     Raises:
-        UserError: no document is long enough.
+        UserError: no document is long enough, or a length that is not positive.
     """
+    if prompt_tokens < 1 or max_prompts < 1:
+        raise UserError("prompt_tokens and max_prompts must be at least 1")
+    name = ", ".join(Path(source).name for source in sources)
     prompts: list[list[int]] = []
-    for source in sources:
-        for row in documents(source, split):
-            lines = row["text"].splitlines(keepends=True)
-            # Where in the document: a function of its id, so the same prompt everywhere.
-            start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
-            text = "".join(lines[start:])[: prompt_tokens * 16]
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(ids) >= prompt_tokens:
-                prompts.append(ids[:prompt_tokens])
-            if len(prompts) == max_prompts:
-                return Suite(f"{split} text", prompts)
+    for row in documents(sources, split, max_package_bytes=max_package_bytes):
+        lines = row["text"].splitlines(keepends=True)
+        # Where in the document: a function of its id, so the same prompt everywhere.
+        start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
+        ids = tokenizer("".join(lines[start:])[: prompt_tokens * 16], verbose=False)["input_ids"]
+        if len(ids) >= prompt_tokens:
+            prompts.append(ids[:prompt_tokens])
+        if len(prompts) == max_prompts:
+            break
     if not prompts:
-        raise UserError(f"no {split} document of {', '.join(sources)} has {prompt_tokens} tokens for a prompt")
-    return Suite(f"{split} text", prompts)
+        raise UserError(f"no {split or ''} document of {name} has {prompt_tokens} tokens for a prompt")
+    return Suite(f"{name} ({split})" if split else name, prompts)

@@ -8,23 +8,18 @@ import sys
 import time
 from pathlib import Path
 
-from speculator.errors import UserError
+from speculator.errors import OneLineParser, UserError, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
     arguments = build_parser().parse_args(argv)
-    try:
-        run_generate(arguments)
-    except UserError as error:
-        print(f"speculator: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("speculator", lambda: run_generate(arguments))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """The commands and their flags."""
-    parser = argparse.ArgumentParser(prog="python -m speculator")
+    parser = OneLineParser(prog="python -m speculator")
     commands = parser.add_subparsers(dest="command", required=True)
     generate = commands.add_parser("generate", help="continue prompts; the text is the target's own, whoever drafts")
     generate.add_argument("--target", required=True, help="hub id or folder of a causal LM")
@@ -48,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
 def run_generate(arguments: argparse.Namespace) -> None:
     """Generate for every prompt, print or write the rows, then say how it went."""
     rows = _read_prompts(arguments)
+    if arguments.output and not arguments.output.parent.is_dir():
+        raise UserError(f"--output {arguments.output}: no folder {arguments.output.parent}")
     if arguments.batch_size < 1 or arguments.max_new_tokens < 1:
         raise UserError("--batch_size and --max_new_tokens must be at least 1")
 
@@ -91,9 +88,9 @@ def _read_prompts(arguments: argparse.Namespace) -> list[dict]:
     if arguments.prompts is None:
         return [{"prompt": arguments.prompt}]
     try:
-        lines = arguments.prompts.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"--prompts {arguments.prompts}: {error.strerror}") from None
+        lines = arguments.prompts.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {arguments.prompts}: {error}") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -101,8 +98,9 @@ def _read_prompts(arguments: argparse.Namespace) -> list[dict]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{arguments.prompts}:{number}: not JSON: {error.msg}") from None
-            if not isinstance(row, dict) or not ({"prompt", "messages"} & row.keys()):
-                raise UserError(f'{arguments.prompts}:{number}: a row needs "prompt" or "messages"')
+            is_row = isinstance(row, dict)
+            if not is_row or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
+                raise UserError(f'{arguments.prompts}:{number}: a row needs "prompt" (text) or "messages" (a list)')
             rows.append(row)
     if not rows:
         raise UserError(f"--prompts {arguments.prompts}: no rows in it")
@@ -110,7 +108,7 @@ def _read_prompts(arguments: argparse.Namespace) -> list[dict]:
 
 
 def _encode(tokenizer, row: dict) -> list[int]:
-    if "prompt" in row:
+    if isinstance(row.get("prompt"), str):
         return tokenizer(row["prompt"])["input_ids"]
     if tokenizer.chat_template is None:
         raise UserError('a row has "messages", but the target\'s tokenizer has no chat template')

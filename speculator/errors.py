@@ -1,5 +1,29 @@
 """What a user can do something about: shown as one line, without a traceback."""
 
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 
 class UserError(Exception):
     """Wrong input. The message says what is wrong, where, and what to do."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help explains)\n")
+
+
+def run_command(name: str, work: Callable[[], None]) -> int:
+    """Run a command; gives its exit code. A UserError is one line on stderr and 2."""
+    try:
+        work()
+    except UserError as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0

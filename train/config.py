@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -24,7 +25,7 @@ class TargetConfig:
     """Hub id or local folder of a causal LM."""
     revision: str | None = None
     """Hub branch, tag or commit."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 on a CPU."""
 
 
@@ -74,8 +75,8 @@ class StageConfig:
     """Optimiser steps."""
     learning_rate: float = 5e-3
     """At its peak."""
-    lr_scheduler_type: str = "cosine"
-    """One of transformers' schedules."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    """How the learning rate falls."""
     warmup_steps: int = 50
     """Steps until the peak."""
     per_device_train_batch_size: int = 8
@@ -134,7 +135,7 @@ class RunConfig:
     """Delete what is there and start again."""
     seed: int = 0
     """Of the weights, the order of the data and the sampled drafts."""
-    report_to: str = "wandb"
+    report_to: Literal["wandb", "none"] = "wandb"
     """wandb (offline unless a key is set) or none."""
 
 
@@ -183,6 +184,7 @@ def parse(argv: list[str]) -> RunConfig:
     parser = build_parser()
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [f"--config={QUICKSTART}", *argv]
+    argv = [f"{word}=true" if word == "--overwrite_output_dir" else word for word in argv]
     try:
         parsed: Namespace = parser.parse_args(argv)
     except ArgumentError as error:

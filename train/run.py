@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 from data.prepare import token_rows
 from eval.acceptance import real_acceptance
 from eval.run import evaluate
-from eval.suites import held_out
-from speculator.errors import UserError
+from eval.suites import Suite, from_text
+from speculator.errors import UserError, run_command
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
 from speculator.target import Target
 from train import checkpoint
@@ -35,42 +35,46 @@ _NOT_SETTINGS = ("output_dir", "overwrite_output_dir")
 
 def main(config: RunConfig) -> int:
     """Run; gives the exit code. Wrong input is one line on stderr and 2."""
-    try:
-        return _run(config)
-    except UserError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+    return run_command("train.py", lambda: _run(config))
 
 
-def _run(config: RunConfig) -> int:
+def _run(config: RunConfig) -> None:
     folder = Path(config.output_dir)
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    _check_settings(config)
+    if state.is_main_process:
+        _refuse_foreign(folder, config)
+    state.wait_for_everyone()
     report = folder / "eval" / "report.json"
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        _claim(folder, config)
-    if report.exists():
-        if first:
-            print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
-        return 0
+    if report.exists() and not config.overwrite_output_dir:
+        state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
+        return
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     use_all_cores()
-    state = PartialState(cpu=not torch.accelerator.is_available())
     set_seed(config.seed)
     target = Target.load(config.target.name_or_path, revision=config.target.revision, dtype=config.target.dtype)
+    _check_target(config, target)
+    train_rows, validation_rows = rows(config, target, "train"), rows(config, target, "validation")
+    prompts = {
+        "validation": prompts_of(config, target, "validation", config.eval.validation_prompts),
+        "held-out": prompts_of(config, target, "held-out", config.eval.max_prompts),
+    }
+    _check_rows(config, train_rows, validation_rows, state.num_processes)
+
+    # Everything that can be wrong with the input has been looked at: the folder is taken now.
+    if state.is_main_process:
+        _claim(folder, config)
+    state.wait_for_everyone()
     head_folder = folder / "speculator"
     if not head_folder.exists():
-        train_stage1(config, target, head_folder)
+        train_stage1(config, target, train_rows, validation_rows, prompts["validation"].prompts, head_folder)
     state.wait_for_everyone()
     if state.is_main_process:
-        head = load_head(head_folder, target)
-        suite = held_out(
-            config.data.sources, target.tokenizer, config.eval.prompt_tokens, config.eval.max_prompts, split="held-out"
-        )
         evaluate(
             target,
-            head,
-            [suite],
+            load_head(head_folder, target),
+            [prompts["held-out"]],
             folder / "eval",
             temperatures=config.eval.temperatures,
             max_new_tokens=config.eval.max_new_tokens,
@@ -78,8 +82,6 @@ def _run(config: RunConfig) -> int:
             seed=config.seed,
         )
         print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
-    state.wait_for_everyone()
-    return 0
 
 
 def use_all_cores() -> None:
@@ -89,23 +91,36 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+
+
+def _refuse_foreign(folder: Path, config: RunConfig) -> None:
+    """Refuse a folder that holds something else than this run, finished or not."""
+    record = folder / "config.yaml"
+    try:
+        before = yaml.safe_load(record.read_text())["settings"]
+    except FileNotFoundError:
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir") from None
+        return
+    except (OSError, TypeError, KeyError, yaml.YAMLError):
+        raise UserError(f"{record} was not written by train.py; choose another --output_dir") from None
+    difference = _first_difference(before, _settings(config))
+    if difference and not config.overwrite_output_dir:
+        raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
+
+
 def _claim(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml, or refuse the folder of a run with other settings."""
-    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+    """Make the folder this run's: drop what --overwrite_output_dir replaces, and write config.yaml."""
     record = folder / "config.yaml"
     if config.overwrite_output_dir:
         shutil.rmtree(folder, ignore_errors=True)
     if record.exists():
-        before = yaml.safe_load(record.read_text())["settings"]
-        difference = _first_difference(before, settings)
-        if difference:
-            raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
         return
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir")
     folder.mkdir(parents=True, exist_ok=True)
     facts = {
-        "settings": settings,
+        "settings": _settings(config),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "python": sys.version.split()[0],
         "git_commit": _git_commit(),
@@ -152,6 +167,7 @@ def new_head(config: RunConfig, target: Target) -> MLPSpeculator:
 
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
+    """The packed rows of one split."""
     return token_rows(
         config.data.sources,
         split,
@@ -162,23 +178,33 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
     )
 
 
-def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
-    """Train on text; leaves the best head in `head_folder`."""
-    stage = Path(config.output_dir) / "stage1"
-    settings = dataclasses.asdict(config.stage1)
-    _check_stage(config)
-    train_rows, validation_rows = rows(config, target, "train"), rows(config, target, "validation")
-    validation_rows = validation_rows.select(range(min(config.eval.validation_rows, len(validation_rows))))
-    share = len(validation_rows) // PartialState().num_processes
-    prompts = held_out(
+def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
+    """Prompts cut from one split."""
+    return from_text(
         config.data.sources,
         target.tokenizer,
         config.eval.prompt_tokens,
-        config.eval.validation_prompts,
-        split="validation",
-    ).prompts
+        count,
+        split=split,
+        max_package_bytes=config.data.max_package_bytes,
+    )
 
+
+def train_stage1(
+    config: RunConfig,
+    target: Target,
+    train_rows: datasets.Dataset,
+    validation_rows: datasets.Dataset,
+    prompts: list[list[int]],
+    head_folder: Path,
+) -> None:
+    """Train on text; leaves the best head in `head_folder`."""
+    stage = Path(config.output_dir) / "stage1"
     _set_up_tracking(config)
+    processes = PartialState().num_processes
+    count = min(config.eval.validation_rows, len(validation_rows))
+    batch = max(1, min(config.stage1.per_device_train_batch_size, count // processes))
+    count -= count % (batch * processes)  # whole batches: a short one would be filled up with rows seen before
     trainer = SpeculatorTrainer(
         model=new_head(config, target),
         target=target,
@@ -189,12 +215,12 @@ def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
             run_name=Path(config.output_dir).name,
             report_to=config.report_to,
             seed=config.seed,
-            per_device_eval_batch_size=max(1, min(config.stage1.per_device_train_batch_size, share)),
-            **settings,
+            per_device_eval_batch_size=batch,
+            **dataclasses.asdict(config.stage1),
         ),
         data_collator=Collator(config.speculator.n_predict),
         train_dataset=train_rows,
-        eval_dataset=validation_rows,
+        eval_dataset=validation_rows.select(range(count)),
     )
     resume, passed_over = checkpoint.newest(stage)
     if trainer.is_world_process_zero():
@@ -203,19 +229,39 @@ def train_stage1(config: RunConfig, target: Target, head_folder: Path) -> None:
         if resume:
             print(f"going on from {resume}", file=sys.stderr)
         shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows)} rows"
-        count = trainer.accelerator.num_processes
-        print(f"stage 1: {shape}, {count} process{'es' if count > 1 else ''}", file=sys.stderr)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        print(f"stage 1: {shape}, {processes} process{'es' if processes > 1 else ''}", file=sys.stderr)
+    best = _best_of_finished(resume, config.stage1.max_steps)
+    if best is None:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if trainer.is_world_process_zero():
+        head = MLPSpeculator.from_pretrained(best) if best else trainer.accelerator.unwrap_model(trainer.model)
         scratch = head_folder.with_name("speculator.partial")
         shutil.rmtree(scratch, ignore_errors=True)
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(scratch)
-        (stage / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
+        head.save_pretrained(scratch)
         scratch.rename(head_folder)
 
 
-def _check_stage(config: RunConfig) -> None:
-    stage = config.stage1
+def _best_of_finished(newest: Path | None, max_steps: int) -> Path | None:
+    """The best checkpoint of a stage that was cut off after its last step; None if there are steps to go."""
+    if newest is None:
+        return None
+    state = json.loads((newest / "trainer_state.json").read_text())
+    return newest.with_name(Path(state["best_model_checkpoint"]).name) if state["global_step"] >= max_steps else None
+
+
+def _check_settings(config: RunConfig) -> None:
+    """What is wrong with the settings by themselves."""
+    stage, head = config.stage1, config.speculator
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    positive = {
+        "stage1": ("max_steps", "logging_steps", "eval_steps", "save_steps", *batch),
+        "eval": ("validation_rows", "validation_prompts", "prompt_tokens", "max_prompts"),
+        "speculator": ("n_predict",),
+    }
+    for section, names in positive.items():
+        for name in names:
+            if getattr(getattr(config, section), name) < 1:
+                raise UserError(f"{section}.{name} must be at least 1")
     if stage.save_total_limit < 2:
         raise UserError("stage1.save_total_limit must be at least 2: a checkpoint is not whole while it is written")
     if stage.save_steps % stage.eval_steps:
@@ -223,12 +269,39 @@ def _check_stage(config: RunConfig) -> None:
             f"stage1.save_steps ({stage.save_steps}) must be a multiple of stage1.eval_steps ({stage.eval_steps}): "
             "the best checkpoint is chosen by its evaluation"
         )
-    if config.data.seq_length < config.speculator.n_predict + 2:
-        raise UserError(
-            f"data.seq_length {config.data.seq_length} is too short for {config.speculator.n_predict} heads"
-        )
+    if head.tie_weights and head.n_predict == 1:
+        raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
+    if config.data.seq_length < head.n_predict + 2:
+        raise UserError(f"data.seq_length {config.data.seq_length} is too short for {head.n_predict} heads")
     if not config.loss.cross_entropy and not config.loss.kl:
         raise UserError("loss.cross_entropy and loss.kl are both 0: nothing to train on")
+    if config.eval.max_new_tokens < 2:
+        raise UserError("eval.max_new_tokens must be at least 2: the first new token is the prefill's")
+
+
+def _check_target(config: RunConfig, target: Target) -> None:
+    """What does not fit the target."""
+    longest = {
+        "data.seq_length": config.data.seq_length,
+        "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
+    }
+    for name, length in longest.items():
+        if length > target.context_length:
+            raise UserError(f"{name} is {length}, but {target.name} has a context of {target.context_length}")
+
+
+def _check_rows(
+    config: RunConfig, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, processes: int
+) -> None:
+    """What there is too little of."""
+    stage = config.stage1
+    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
+    if len(train_rows) < batch:
+        raise UserError(
+            f"{len(train_rows)} rows to train on are less than one batch of {batch}; take more text or a smaller batch"
+        )
+    if min(config.eval.validation_rows, len(validation_rows)) < processes:
+        raise UserError(f"{len(validation_rows)} validation rows are too few for {processes} processes")
 
 
 def _set_up_tracking(config: RunConfig) -> None:

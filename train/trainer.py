@@ -79,11 +79,12 @@ class SpeculatorTrainer(Trainer):
         heads = labels.shape[1]
         items = (labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
-        loss = sums["loss"].sum() * heads * scale / items  # the sum over heads of their mean losses
-        if model.training and not torch.isfinite(loss):
+        # Per position, summed over heads: all heads' labels are counted together, and they hardly differ in number.
+        loss = sums["loss"].sum() * heads * scale / items.clamp_min(1)
+        if not torch.isfinite(loss):
             raise UserError(
-                f"the loss became {loss.item()} at step {self.state.global_step}: the last checkpoint is good; "
-                "go on from it with a smaller learning_rate"
+                f"the loss became {loss.item()} at step {self.state.global_step}; what {self.args.output_dir} holds is "
+                "kept; start another run with a smaller learning_rate"
             )
         return (loss, sums) if return_outputs else loss
 
@@ -113,8 +114,14 @@ class SpeculatorTrainer(Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval") | self.decode(head)
+        # Not the library's mean of batches' means.
+        figures["loss"] = sum(value for name, value in figures.items() if name.endswith("/loss"))
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        # Only a step that is saved can be the best: an evaluation between checkpoints leaves nothing to load.
+        return self.control.should_save and super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
@@ -161,7 +168,6 @@ def arguments(**fields: Any) -> TrainingArguments:
         remove_unused_columns=False,
         label_names=["labels"],
         use_cpu=not torch.accelerator.is_available(),
-        dataloader_drop_last=True,
         ddp_find_unused_parameters=False,
         **fields,
     )

@@ -2,8 +2,8 @@
 
     python examples/stdlib_target/make.py
 
-Leaves the model, its tokenizer, `training_log.jsonl` and `corpus.json` beside this file. Reads the train
-split only, so that the validation and held-out files stay unseen by the target as well as by the speculator.
+Leaves the model, its tokenizer, `training_log.jsonl` and `corpus.json` beside this file. Trains on the
+train split only, so that the held-out files stay unseen by the target as well as by the speculator.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
 
     corpus = {
-        split: list(documents(PYTHON_SOURCES, split, max_package_bytes=args.max_package_bytes))
+        split: list(documents([PYTHON_SOURCES], split, max_package_bytes=args.max_package_bytes))
         for split in ("train", "validation")
     }
     tokenizer = train_tokenizer([row["text"] for row in corpus["train"][::4]])

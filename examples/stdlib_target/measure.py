@@ -19,7 +19,7 @@ import torch  # noqa: E402
 
 from data.packing import pack  # noqa: E402
 from data.sources import PYTHON_SOURCES, documents  # noqa: E402
-from eval.suites import held_out  # noqa: E402
+from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
 
 ROWS, LENGTH = 400, 256
@@ -28,14 +28,16 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 64, 128, 8
 
 def held_out_loss(target: Target) -> dict[str, float]:
     """Mean loss per token over packed held-out rows, in nats, and the same in bits per byte of text."""
-    rows = list(pack(documents(PYTHON_SOURCES, "held-out"), target.tokenizer, LENGTH, ROWS * LENGTH))
+    rows = list(pack(documents([PYTHON_SOURCES], "held-out"), target.tokenizer, LENGTH, ROWS * LENGTH))
     total = 0.0
     for start in range(0, len(rows), 8):
         ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]])
         logits = target.logits(target.hidden(ids))[:, :-1].float()
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
     count = len(rows) * (LENGTH - 1)
-    text_bytes = sum(len(target.tokenizer.decode(row["input_ids"][1:]).encode()) for row in rows)
+    text_bytes = sum(
+        len(target.tokenizer.decode(row["input_ids"][1:], skip_special_tokens=True).encode()) for row in rows
+    )
     return {"tokens": count, "nats_per_token": total / count, "bits_per_byte": total / text_bytes / 0.6931471805599453}
 
 
@@ -55,10 +57,10 @@ def repeated_share(texts: list[list[int]]) -> float:
 def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     target = Target.load(str(Path(__file__).parent))
-    prompts = held_out([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, PROMPTS, split="held-out").prompts
+    prompts = from_text([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, PROMPTS, split="held-out").prompts
     greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True).tokens
     originals = []
-    for row in documents(PYTHON_SOURCES, "held-out"):
+    for row in documents([PYTHON_SOURCES], "held-out"):
         ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= NEW_TOKENS:
             originals.append(ids[:NEW_TOKENS])

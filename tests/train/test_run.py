@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
+_PROGRESS = re.compile(r"Generating|Saving the dataset|^$")  # bars of the datasets library
 SIZES = {
     "data.seq_length": 64,
     "data.max_tokens": 40_000,
@@ -170,10 +172,25 @@ def test_two_processes_train_as_one_on_the_same_global_batch(finished, command, 
         ({"stage1.save_steps": 7}, "stage1.save_steps"),
         ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
         ({"loss.kl": 0.0}, "nothing to train on"),
+        ({"speculator.n_predict": 1}, "speculator.tie_weights"),
+        ({"data.seq_length": 4096}, "context of 128"),
+        ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
     ],
 )
-def test_wrong_input_is_one_line(command, tmp_path, overrides, message):
+def test_wrong_input_is_one_line_and_takes_no_folder(command, tmp_path, overrides, message):
     done = run(command(tmp_path / "run", **overrides))
     assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not _PROGRESS.search(line)]
+    assert len(lines) == 1, done.stderr
+    assert message in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(command, tmp_path):
+    (tmp_path / "thesis.txt").write_text("ten years of work")
+    argv, environment = command(tmp_path)
+    for flags in ([], ["--overwrite_output_dir"]):
+        done = run(([*argv, *flags], environment))
+        assert done.returncode == 2
+        assert "holds no run" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "ten years of work"

@@ -22,6 +22,14 @@ def test_a_uniform_is_a_function_of_its_counters_alone():
     assert torch.equal(alone[0], among[1, :4])
 
 
+def test_no_stream_starts_at_a_fixed_point():
+    """The finaliser alone maps 0 to 0: seed 0 would always draw the first token."""
+    first = uniforms(torch.arange(1000), torch.zeros(1000, dtype=torch.long), 1)[:, 0]
+    assert first[0] > 1e-6
+    counts = torch.histc(first, 20, 0, 1)
+    assert ((counts - 50) ** 2 / 50).sum() < 52  # chi-square, 19 degrees: p = 1e-4
+
+
 def test_neighbouring_streams_are_not_correlated():
     u = uniforms(torch.arange(20000), torch.zeros(20000, dtype=torch.long), 2)
     for a, b in ((u[:-1, 0], u[1:, 0]), (u[:, 0], u[:, 1])):
