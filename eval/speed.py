@@ -98,7 +98,13 @@ def time_transformers(target: Target, prompt: list[int], sampling: Sampling, cou
         synchronize()
         started = time.perf_counter()
         output = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, pad_token_id=0, streamer=streamer, **how
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            use_cache=True,
+            pad_token_id=0,
+            streamer=streamer,
+            **how,
         )
         synchronize()
         ended = time.perf_counter()
