@@ -41,6 +41,8 @@ class SpeculatorConfig:
     """Share embedding, norm and output matrix among the heads."""
     scale_input: bool = True
     """Normalise the hidden state before the first head."""
+    initialise: Literal["random", "target"] = "random"
+    """Start from noise, or from the target's embedding and output matrices (needs inner_dim 0)."""
 
 
 @dataclass

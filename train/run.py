@@ -28,6 +28,7 @@ from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
 from speculator.target import Target
 from train import checkpoint
 from train.config import ROOT, RunConfig
+from train.initialise import from_target
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir")
@@ -154,16 +155,20 @@ def _git_commit() -> str | None:
 def new_head(config: RunConfig, target: Target) -> MLPSpeculator:
     """A fresh head of the configured shape: float32 master weights, whatever the target's dtype."""
     torch.manual_seed(config.seed)
-    return MLPSpeculator(
+    shape = {name: value for name, value in dataclasses.asdict(config.speculator).items() if name != "initialise"}
+    head = MLPSpeculator(
         MLPSpeculatorConfig(
             vocab_size=target.vocab_size,
             emb_dim=target.hidden_size,
             base_model_name_or_path=config.target.name_or_path,
             trained_length=config.data.seq_length,
             training_data=config.data.sources,
-            **dataclasses.asdict(config.speculator),
+            **shape,
         )
     )
+    if config.speculator.initialise == "target":
+        from_target(head, target)
+    return head
 
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
@@ -281,6 +286,8 @@ def _check_settings(config: RunConfig) -> None:
 
 def _check_target(config: RunConfig, target: Target) -> None:
     """What does not fit the target."""
+    if config.speculator.initialise == "target" and config.speculator.inner_dim not in (0, target.hidden_size):
+        raise UserError("speculator.initialise target needs speculator.inner_dim 0, which takes the target's size")
     longest = {
         "data.seq_length": config.data.seq_length,
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,

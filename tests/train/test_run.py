@@ -13,6 +13,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from train.run import _best_of_finished
+
 ROOT = Path(__file__).parents[2]
 _PROGRESS = re.compile(r"Generating|Saving the dataset|^$")  # bars of the datasets library
 SIZES = {
@@ -98,6 +100,17 @@ def test_the_report_holds_what_scripts_read(finished):
             assert row["identical_to_greedy"] == {"identical": 2, "of": 2, "dtype": "float32"}
         if row["drafter"] != "none":
             assert row["speedup"]["same_loop"].keys() == {"value", "low", "high"}
+
+
+def test_the_best_of_a_stage_cut_off_after_its_last_step_is_found(finished):
+    """Nothing is trained again: the best checkpoint that the last one names is the head."""
+    last = finished / "stage1" / "checkpoint-20"
+    best = _best_of_finished(last, max_steps=20)
+    expected = load_file(finished / "speculator" / "model.safetensors")
+    found = load_file(best / "model.safetensors")
+    assert all((found[name] == value).all() for name, value in expected.items())
+    assert _best_of_finished(last, max_steps=21) is None
+    assert _best_of_finished(None, max_steps=20) is None
 
 
 def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
