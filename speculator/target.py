@@ -65,6 +65,7 @@ class Target:
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
         self._body, self._given = model.base_model, _Given()
+        self._output: nn.Module | None = None
         self._refuse_unsupported()
         self._refuse_inexact()
 
@@ -123,8 +124,12 @@ class Target:
             own = self.model(texts, use_cache=False).logits.float()
             self.model.set_attn_implementation(ATTENTION)
             cache = self.cache(2, _PROBE_LENGTH)
-            prefill = self.logits(self.extend(cache, texts[:, :first])).float()
+            hidden = self.extend(cache, texts[:, :first])
             cache.commit(lengths, first)
+            prefill = self.logits(hidden).float()
+            output = self.model.get_output_embeddings()
+            if output is not None and torch.equal(output(hidden), self.logits(hidden)):
+                self._output = output
             following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
             verify = self.logits(self.extend(cache, following)).float()
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
@@ -188,7 +193,13 @@ class Target:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
-        """The model's own logits of hidden states: its forward runs with the body stubbed out."""
+        """The model's own logits of hidden states.
+
+        Where the output matrix alone gives them, to the bit on the load's probe, it is used alone; else the model's
+        forward runs with its body stubbed out, which keeps scaling and soft-capping.
+        """
+        if self._output is not None:
+            return self._output(hidden)
         self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
         prefix = self.model.base_model_prefix
         setattr(self.model, prefix, self._given)

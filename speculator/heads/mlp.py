@@ -63,10 +63,6 @@ class MLPSpeculatorConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
 
-def _rms(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPS)
-
-
 class BiasedRMSNorm(nn.Module):
     """RMS norm (no mean subtraction) with weight and bias."""
 
@@ -76,7 +72,7 @@ class BiasedRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms(x) * self.weight + self.bias
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, _EPS) + self.bias
 
 
 class MLPSpeculator(PreTrainedModel):
@@ -119,7 +115,7 @@ class MLPSpeculator(PreTrainedModel):
         hidden: Tensor,  # [..., D] the target's, after its final norm
     ) -> Tensor:  # [..., D]
         """The state that head 0 reads."""
-        return _rms(hidden) / math.sqrt(2) if self.config.scale_input else hidden
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2) if self.config.scale_input else hidden
 
     def step(
         self,
