@@ -115,7 +115,11 @@ class MLPSpeculator(PreTrainedModel):
         hidden: Tensor,  # [..., D] the target's, after its final norm
     ) -> Tensor:  # [..., D]
         """The state that head 0 reads."""
-        return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2) if self.config.scale_input else hidden
+        return (
+            nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
+            if self.config.scale_input
+            else hidden
+        )
 
     def step(
         self,

@@ -162,18 +162,30 @@ def test_killed_and_resumed_past_a_damaged_checkpoint_is_bit_identical(finished,
     assert all((weights[name] == value).all() for name, value in expected_weights.items())
 
 
-def test_two_processes_train_as_one_on_the_same_global_batch(finished, command, tmp_path):
-    folder = tmp_path / "two"
-    done = run(command(folder, processes=2, **{"stage1.per_device_train_batch_size": 4}))
+@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (1, 2)])
+def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command, tmp_path, processes, accumulation):
+    """Losses, metrics, gradient norms (which would show a wrong scale that Adam hides) and weights."""
+    folder = tmp_path / "cut"
+    sizes = {"stage1.per_device_train_batch_size": 4, "stage1.gradient_accumulation_steps": accumulation}
+    done = run(command(folder, processes=processes, **sizes))
     assert done.returncode == 0, done.stderr
+    assert f"{processes} process" in done.stderr
     weights, history = state_of(folder, 20)
     expected_weights, expected_history = state_of(finished, 20)
-    assert "2 processes" in done.stderr
+    assert any("grad_norm" in entry for entry in expected_history)
     for ours, expected in zip(history, expected_history, strict=True):
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-3), name
     for name, value in expected_weights.items():
         assert (weights[name] - value).abs().max() < 2e-3, name
+
+
+def test_a_diverged_run_stops_with_one_line_and_keeps_its_checkpoints(command, tmp_path):
+    done = run(command(tmp_path / "run", **{"stage1.learning_rate": 1e30, "stage1.save_steps": 5}))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("the loss became nan") == 1
+    assert not (tmp_path / "run" / "speculator").exists()
 
 
 @pytest.mark.parametrize(
