@@ -251,7 +251,10 @@ def _best_of_finished(newest: Path | None, max_steps: int) -> Path | None:
     if newest is None:
         return None
     state = json.loads((newest / "trainer_state.json").read_text())
-    return newest.with_name(Path(state["best_model_checkpoint"]).name) if state["global_step"] >= max_steps else None
+    if state["global_step"] < max_steps:
+        return None
+    best = state["best_model_checkpoint"]  # none where the stage was too short for an evaluation
+    return newest.with_name(Path(best).name) if best else newest
 
 
 def _check_settings(config: RunConfig) -> None:
