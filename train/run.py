@@ -6,15 +6,11 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
-import yaml
 from accelerate import PartialState
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
@@ -27,11 +23,10 @@ from speculator.errors import UserError, run_command
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
 from speculator.target import Target
 from train import checkpoint
-from train.config import ROOT, RunConfig
+from train.config import RunConfig
+from train.folder import claim, refuse_foreign
 from train.initialise import from_target
 from train.trainer import Collator, SpeculatorTrainer, arguments
-
-_NOT_SETTINGS = ("output_dir", "overwrite_output_dir")
 
 
 def main(config: RunConfig) -> int:
@@ -44,7 +39,7 @@ def _run(config: RunConfig) -> None:
     state = PartialState(cpu=not torch.accelerator.is_available())
     _check_settings(config)
     if state.is_main_process:
-        _refuse_foreign(folder, config)
+        refuse_foreign(folder, config)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
     if report.exists() and not config.overwrite_output_dir:
@@ -65,7 +60,7 @@ def _run(config: RunConfig) -> None:
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
     if state.is_main_process:
-        _claim(folder, config)
+        claim(folder, config)
     state.wait_for_everyone()
     head_folder = folder / "speculator"
     if not head_folder.exists():
@@ -90,66 +85,6 @@ def use_all_cores() -> None:
     if not torch.accelerator.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
-
-
-def _refuse_foreign(folder: Path, config: RunConfig) -> None:
-    """Refuse a folder that holds something else than this run, finished or not."""
-    record = folder / "config.yaml"
-    try:
-        before = yaml.safe_load(record.read_text())["settings"]
-    except FileNotFoundError:
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir") from None
-        return
-    except (OSError, TypeError, KeyError, yaml.YAMLError):
-        raise UserError(f"{record} was not written by train.py; choose another --output_dir") from None
-    difference = _first_difference(before, _settings(config))
-    if difference and not config.overwrite_output_dir:
-        raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
-
-
-def _claim(folder: Path, config: RunConfig) -> None:
-    """Make the folder this run's: drop what --overwrite_output_dir replaces, and write config.yaml."""
-    record = folder / "config.yaml"
-    if config.overwrite_output_dir:
-        shutil.rmtree(folder, ignore_errors=True)
-    if record.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "settings": _settings(config),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "python": sys.version.split()[0],
-        "git_commit": _git_commit(),
-        "argv": sys.argv,
-    }
-    scratch = record.with_suffix(".partial")
-    scratch.write_text(yaml.safe_dump(facts, sort_keys=False))
-    scratch.rename(record)
-
-
-def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*now, *(key for key in before if key not in now)]:
-            found = _first_difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
-        return None
-    return None if before == now else f"{path} ({before}, not {now})"
-
-
-def _git_commit() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def new_head(config: RunConfig, target: Target) -> MLPSpeculator:
