@@ -6,6 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from transformers.utils import logging
+
+from data.sources import PYTHON_SOURCES
+from eval.run import evaluate
+from eval.suites import from_text
+from speculator import Target, load_head
 from speculator.errors import OneLineParser, run_command
 
 
@@ -37,13 +43,6 @@ def build_parser() -> OneLineParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate and say where the report is."""
-    from transformers.utils import logging
-
-    from data.sources import PYTHON_SOURCES
-    from eval.run import evaluate
-    from eval.suites import from_text
-    from speculator import Target, load_head
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, dtype=arguments.dtype)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
+from transformers.utils import logging
+
+from speculator import Drafter, HeadDrafter, NgramDrafter, Sampling, Step, Target, generate, load_head
+from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, UserError, run_command
 
 
@@ -47,12 +52,6 @@ def run_generate(arguments: argparse.Namespace) -> None:
         raise UserError(f"--output {arguments.output}: no folder {arguments.output.parent}")
     if arguments.batch_size < 1 or arguments.max_new_tokens < 1:
         raise UserError("--batch_size and --max_new_tokens must be at least 1")
-
-    # Importing torch takes seconds; the checks above need none of it.
-    from transformers.utils import logging
-
-    from speculator import Sampling, Target, generate
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     Sampling(arguments.temperature)  # refuse a bad one before the target is loaded
@@ -60,18 +59,19 @@ def run_generate(arguments: argparse.Namespace) -> None:
     drafter = _drafter(arguments, target)
     ids = [_encode(target.tokenizer, row) for row in rows]
 
-    written, steps = [], []
+    written: list[dict] = []
+    steps: list[Step] = []
     started = time.perf_counter()
     for start in range(0, len(rows), arguments.batch_size):
         batch = slice(start, start + arguments.batch_size)
         sampling = Sampling(arguments.temperature, seed=arguments.seed + start)  # every row a stream of its own
         generation = generate(target, drafter, ids[batch], sampling, max_new_tokens=arguments.max_new_tokens)
         for row, tokens, row_steps in zip(rows[batch], generation.tokens, generation.steps, strict=True):
-            whole = [step.accepted + 1 for step in row_steps if not step.cut]
             text = target.tokenizer.decode(tokens, skip_special_tokens=True)
-            mean = sum(whole) / len(whole) if whole else None
-            written.append({**row, "text": text, "tokens": tokens, "tokens_per_step": mean})
-            steps += whole
+            mean = tokens_per_step(row_steps)
+            row_mean = None if math.isnan(mean) else mean  # JSON has no nan
+            written.append({**row, "text": text, "tokens": tokens, "tokens_per_step": row_mean})
+            steps += row_steps
             if not arguments.output:
                 print(row.get("prompt", "") + text, flush=True)
     seconds = time.perf_counter() - started
@@ -80,7 +80,8 @@ def run_generate(arguments: argparse.Namespace) -> None:
         scratch.write_text("".join(json.dumps(row) + "\n" for row in written))
         scratch.rename(arguments.output)
     count = sum(len(row["tokens"]) for row in written)
-    per_step = f"{sum(steps) / len(steps):.2f} tokens per step, " if steps else ""
+    mean = tokens_per_step(steps)
+    per_step = "" if math.isnan(mean) else f"{mean:.2f} tokens per step, "
     print(f"{per_step}{count / seconds:.1f} tokens/s, prefill included", file=sys.stderr)
 
 
@@ -115,9 +116,7 @@ def _encode(tokenizer, row: dict) -> list[int]:
     return tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def _drafter(arguments: argparse.Namespace, target):
-    from speculator import HeadDrafter, NgramDrafter, load_head
-
+def _drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
     if arguments.speculator:
         return HeadDrafter(load_head(arguments.speculator, target), arguments.draft_length)
     return NgramDrafter(4 if arguments.draft_length is None else arguments.draft_length) if arguments.ngram else None

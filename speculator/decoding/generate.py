@@ -6,7 +6,7 @@ Plain decoding is this loop without a drafter, so a measured speedup compares li
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,12 @@ class Step:
         return self.emitted <= self.accepted
 
 
+def tokens_per_step(steps: Iterable[Step]) -> float:
+    """Mean of accepted + 1 over the steps that nothing cut; nan where there was none."""
+    whole = [step.accepted + 1 for step in steps if not step.cut]
+    return sum(whole) / len(whole) if whole else float("nan")
+
+
 @dataclass
 class Generation:
     """What one call of `generate` made.
@@ -52,9 +58,8 @@ class Generation:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean of accepted + 1 over all steps that nothing cut; nan where there was none."""
-        whole = [step.accepted + 1 for row in self.steps for step in row if not step.cut]
-        return sum(whole) / len(whole) if whole else float("nan")
+        """Over all rows."""
+        return tokens_per_step(step for row in self.steps for step in row)
 
 
 @dataclass
@@ -124,9 +129,12 @@ def generate(
         if on_step:
             on_step(row, [first])
     decoding = time.perf_counter()
+    done = -1
     while not all(rows.finished):
-        alive = torch.tensor([not done for done in rows.finished], device=device)
-        cache.lengths *= alive  # a finished row writes at its start: nothing reads it again
+        if sum(rows.finished) != done:
+            done = sum(rows.finished)
+            alive = torch.tensor([not finished for finished in rows.finished], device=device)
+            cache.lengths *= alive  # a finished row writes at its start: nothing reads it again
         # Slots 0..G-1 draw the draft, G..2G-1 test it, 2G draws the token after it.
         u = unused if sampling.greedy else uniforms(seeds, cache.lengths, slots)
         draft = drafter.propose(pending, sampling, u[:, :draft_length]) if drafter else _no_draft(pending)
