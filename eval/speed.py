@@ -13,9 +13,11 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from speculator.decoding.cache import ATTENTION
+from speculator.decoding.draft import Draft
 from speculator.decoding.generate import Step, generate, verify
-from speculator.decoding.rules import Draft
-from speculator.decoding.sampling import Sampling, uniforms
+from speculator.decoding.rules import RULES
+from speculator.decoding.sampling import RowSampling, Sampling, uniforms
+from speculator.decoding.session import Session
 from speculator.drafters import Drafter
 from speculator.target import Target
 
@@ -119,17 +121,16 @@ def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sa
     A plain step and a verify pass do all that the loop does in them (forward, law, rule, next token) behind the same
     prompt; the pass is over a whole draft. They take turns, and the medians are compared.
     """
-    ids = torch.tensor([prompt], device=target.device)
-    length = torch.tensor([len(prompt)], device=target.device)
-    count = drafter.draft_length
-    cache = target.cache(1, len(prompt) + count + 1)
-    hidden = target.extend(cache, ids)
-    cache.commit(length, len(prompt))
-    drafter.start(ids, hidden, length)
+    session, laws = Session(target), RowSampling([sampling], target.device)
+    hidden, length = session.prefill([prompt], room=drafter.nodes + 1)
+    drafter.start([prompt], hidden, length)
     pending = target.logits(hidden[:, -1]).argmax(-1)
-    u = uniforms(torch.tensor([sampling.seed], device=target.device), length, 2 * count + 1)
-    nothing = Draft(pending.new_empty(1, 0), torch.zeros_like(pending))
-    draft = drafter.propose(pending, sampling, u[:, :count])
+    text = [[*prompt, pending.item()]]
+    count = drafter.nodes
+    u = uniforms(laws.seeds, length, 2 * count + 1)
+    rule = RULES[drafter.rules[0]]
+    nothing = Draft.none(pending)
+    draft = drafter.propose(pending, laws, u[:, :count], text)
     if draft.tokens.shape[1] < count:  # a lookup that found nothing: any tokens cost the same to verify
         draft = Draft(pending[:, None].expand(-1, count), torch.full_like(pending, count))
 
@@ -142,11 +143,11 @@ def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sa
 
     seconds: dict[str, list[float]] = {"draft": [], "verify": [], "decode": []}
     for _ in range(repeats):
-        seconds["decode"].append(clock(lambda: verify(target, cache, pending, nothing, sampling, u[:, -1:])))
-        seconds["draft"].append(clock(lambda: drafter.propose(pending, sampling, u[:, :count])))
-        seconds["verify"].append(clock(lambda: verify(target, cache, pending, draft, sampling, u[:, count:])))
+        seconds["decode"].append(clock(lambda: verify(target, session.cache, pending, nothing, laws, rule, u[:, -1:])))
+        seconds["draft"].append(clock(lambda: drafter.propose(pending, laws, u[:, :count], text)))
+        seconds["verify"].append(clock(lambda: verify(target, session.cache, pending, draft, laws, rule, u[:, count:])))
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "draft_over_decode": median["draft"] / count / median["decode"],
+        "draft_over_decode": median["draft"] / drafter.draft_length / median["decode"],
         "verify_over_decode": median["verify"] / median["decode"],
     }

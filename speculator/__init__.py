@@ -2,21 +2,28 @@
 
 from speculator.decoding.generate import Generation, Step, generate
 from speculator.decoding.sampling import Sampling
-from speculator.drafters import Drafter, HeadDrafter, NgramDrafter
+from speculator.decoding.session import Session
+from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
 from speculator.errors import UserError
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
 from speculator.target import Target
 
 __all__ = [
+    "Candidates",
+    "Chain",
     "Drafter",
     "Generation",
     "HeadDrafter",
     "MLPSpeculator",
     "MLPSpeculatorConfig",
+    "ModelDrafter",
     "NgramDrafter",
+    "Paths",
     "Sampling",
+    "Session",
     "Step",
     "Target",
+    "Tree",
     "UserError",
     "generate",
     "load_head",

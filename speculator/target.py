@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import ModelOutput
 
 from speculator.decoding.cache import ATTENTION, RowCache
+from speculator.decoding.draft import Draft
 from speculator.errors import UserError
 
 _PROBE_LENGTH = 16
@@ -110,8 +111,6 @@ class Target:
                 f"{self.name}: layers of kind {', '.join(sorted(foreign))} can't be rolled back after a rejected "
                 "draft; only full and sliding-window attention is supported"
             )
-        if getattr(self.config, "attn_logit_softcapping", None):
-            raise UserError(f"{self.name}: attention with soft-capping is not supported yet")
 
     @torch.no_grad()
     def _refuse_inexact(self) -> None:
@@ -181,13 +180,21 @@ class Target:
         return self._body(input_ids=tokens, use_cache=False).last_hidden_state
 
     @torch.no_grad()
-    def extend(self, cache: RowCache, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, D]
+    def extend(
+        self,
+        cache: RowCache,
+        tokens: Tensor,  # [B, T]
+        tree: Draft | None = None,
+        base: int = 0,
+    ) -> Tensor:  # [B, T, D]
         """Hidden states of `tokens` appended to the cache: prefill and verify alike. `cache.commit` keeps them.
 
-        A draft may reach past the context's end; such tokens are never kept, so their positions don't matter.
+        With a `tree` they are its verify positions from `base` on; `base` positions were written before them and not
+        committed. A draft may reach past the context's end; such tokens are never kept, so their positions don't
+        matter.
         """
-        with cache.writing(tokens.shape[1]) as slots:
-            positions = slots.clamp(max=self.context_length - 1)
+        with cache.writing(tokens.shape[1], tree, base) as positions:
+            positions = positions.clamp(max=self.context_length - 1)
             output = self._body(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
         return output.last_hidden_state
 

@@ -1,7 +1,8 @@
 """A preallocated key/value cache whose rows have lengths of their own, and the attention that reads it.
 
 A row's slots below its length are committed; what lies above is dead and will be overwritten. So a verify pass
-writes its tokens behind each row's length, and keeping n of them, or none, is one addition to `lengths`.
+writes its tokens behind each row's length, and keeping n of them, or none, is one addition to `lengths`. The tokens of
+a tree see their ancestors alone; the path that is kept moves to the front of them.
 
 transformers' models are used unmodified: their layers write through `RowCache` and attend through `attention`,
 registered under `ATTENTION`. The function finds the cache that is being written in a context variable, because
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from speculator.decoding.draft import Draft
 
 ATTENTION = "speculator"
 _writing: ContextVar[RowCache | None] = ContextVar("_writing", default=None)
@@ -50,10 +53,16 @@ class _RowLayer(CacheLayerMixin):
         if cache.lengths.shape[0] == 1:  # a lone row ends where the host knows: a plain copy
             keys[:, :, -cache.width :] = key_states
             values[:, :, -cache.width :] = value_states
-        else:
-            keys[cache.rows, :, cache.slots] = key_states.transpose(1, 2)
-            values[cache.rows, :, cache.slots] = value_states.transpose(1, 2)
+        else:  # into the whole buffer: a finished row may be longer than those that go on
+            self.keys[cache.rows, :, cache.slots] = key_states.transpose(1, 2)
+            self.values[cache.rows, :, cache.slots] = value_states.transpose(1, 2)
         return keys, values
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more slots, keeping what is there."""
+        if self.is_initialized:
+            more = capacity - self.keys.shape[2]
+            self.keys, self.values = (nn.functional.pad(b, (0, 0, 0, more)) for b in (self.keys, self.values))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent, 0
@@ -84,20 +93,26 @@ class RowCache(Cache):
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 
     @contextmanager
-    def writing(self, width: int) -> Iterator[Tensor]:
+    def writing(self, width: int, tree: Draft | None = None, base: int = 0) -> Iterator[Tensor]:
         """Let the model write `width` tokens a row; gives their positions [B, width].
+
+        Without a `tree` each token follows the one before it; with one they are its verify positions from `base` on.
+        The `base` positions before them have been written, and are not committed.
 
         Raises:
             ValueError: the tokens would not fit.
         """
-        if self.longest + width > self.capacity:
-            raise ValueError(f"{self.longest} + {width} tokens do not fit a cache of {self.capacity}")
-        self.width, self.extent = width, self.longest + width
-        self.slots = self.lengths[:, None] + torch.arange(width, device=self.lengths.device)
+        if self.longest + base + width > self.capacity:
+            raise ValueError(f"{self.longest} + {base + width} tokens do not fit a cache of {self.capacity}")
+        self.width, self.extent, self.tree = width, self.longest + base + width, tree
+        self.block = self.lengths[:, None] + torch.arange(base + width, device=self.lengths.device)
+        self.slots = self.positions = self.block[:, base:]
+        if tree is not None:
+            self.positions = self.lengths[:, None] + tree.depths[:, base : base + width]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         token = _writing.set(self)
         try:
-            yield self.slots
+            yield self.positions
         finally:
             _writing.reset(token)
 
@@ -109,8 +124,23 @@ class RowCache(Cache):
         self.lengths += counts
         self.longest = longest
 
+    def gather(self, path: Tensor) -> None:  # [B, n]
+        """Put what the last write left at `path` to its front, in that order: the tokens of a tree that are kept."""
+        source = self.lengths[:, None] + path
+        for layer in self.layers:
+            for buffer in (layer.keys, layer.values):
+                assert buffer is not None
+                buffer[self.rows, :, self.block[:, : path.shape[1]]] = buffer[self.rows, :, source]
+
+    def grow(self, capacity: int) -> None:
+        """Have at least `capacity` slots a row."""
+        if capacity > self.capacity:
+            self.capacity = capacity
+            for layer in self.layers:
+                layer.grow(capacity)
+
     def mask(self, groups: int, window: int | None) -> Tensor | None:  # [B, 1, groups * width, extent] bool
-        """Who sees what in the write under way: a token sees its own row's slots up to its own.
+        """Who sees what in the write under way: a token sees the slots of what comes before it, and its own.
 
         None where every token sees every slot. `groups` query heads share a key head and are laid end to end.
         """
@@ -118,9 +148,19 @@ class RowCache(Cache):
             return None
         if (groups, window) not in self._masks:
             slot = torch.arange(self.extent, device=self.lengths.device)
-            seen = slot <= self.slots[:, :, None]
+            if self.tree is None:
+                seen = slot <= self.slots[:, :, None]
+                position = slot
+            else:
+                count = self.block.shape[1]
+                block = self.block.clamp(max=self.extent - 1)  # a finished row may be longer: what it sees is nothing
+                seen = (slot < self.lengths[:, None, None]).repeat(1, self.width, 1)
+                ancestors = self.tree.ancestors[:, count - self.width : count, :count]
+                seen = seen.scatter(2, block[:, None].expand(-1, self.width, -1), ancestors)
+                depths = self.lengths[:, None] + self.tree.depths[:, :count]
+                position = slot.repeat(self.rows.shape[0], 1).scatter(1, block, depths)[:, None]
             if window is not None:
-                seen &= slot > self.slots[:, :, None] - window
+                seen &= position > self.positions[:, :, None] - window
             self._masks[groups, window] = seen.repeat(1, groups, 1)[:, None]
         return self._masks[groups, window]
 
@@ -142,8 +182,6 @@ def attention(
 
     Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError("attention with soft-capping or sinks is not supported")
     cache = _writing.get()
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
@@ -157,8 +195,34 @@ def attention(
     else:
         mask = cache.mask(groups, sliding_window)
     stacked = query.reshape(rows, key.shape[1], groups * width, size)
-    out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
+    if softcap is None and s_aux is None:
+        out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _explicit(stacked, key, value, mask, scaling or size**-0.5, softcap, s_aux, groups)
     return out.view(rows, query_heads, width, size).transpose(1, 2), None
+
+
+def _explicit(
+    query: Tensor,  # [B, H, groups * T, Dh]
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [Hq] a logit that every softmax of the head counts, without a value of its own
+    groups: int,
+) -> Tensor:
+    """What the fused function can't do: scores squashed by tanh (Gemma 2), attention sinks (gpt-oss)."""
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    rows, heads, stacked, _ = scores.shape
+    sink = sinks.view(1, heads, groups, 1).expand(rows, -1, -1, stacked // groups).reshape(rows, heads, stacked, 1)
+    return torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
 AttentionInterface.register(ATTENTION, attention)

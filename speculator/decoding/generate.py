@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from speculator.decoding import rules
 from speculator.decoding.cache import RowCache
-from speculator.decoding.rules import Draft
-from speculator.decoding.sampling import Sampling, draw, uniforms
+from speculator.decoding.draft import Draft
+from speculator.decoding.rules import RULES, Rule
+from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
+from speculator.decoding.session import Session
 from speculator.drafters.base import Drafter
 from speculator.errors import UserError
 from speculator.target import Target
@@ -66,20 +68,51 @@ class Generation:
 class _Rows:
     """What the host knows of a batch in flight."""
 
+    prompts: list[list[int]]
     limits: list[int]
     eos: set[int]
-    tokens: list[list[int]] = field(default_factory=list)
-    steps: list[list[Step]] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)
+    stop: _StopStrings | None
+    texts: list[list[int]] = field(init=False)
+    steps: list[list[Step]] = field(init=False)
+    finished: list[bool] = field(init=False)
 
-    def take(self, row: int, new: list[int]) -> int:
-        """Append the tokens that EOS and the limit let through; gives how many."""
-        new = new[: self.limits[row] - len(self.tokens[row])]
-        end = next((i + 1 for i, token in enumerate(new) if token in self.eos), len(new))
-        self.tokens[row] += new[:end]
-        stopped = end > 0 and new[end - 1] in self.eos
-        self.finished[row] = stopped or len(self.tokens[row]) >= self.limits[row]
-        return end
+    def __post_init__(self):
+        self.texts = [list(prompt) for prompt in self.prompts]
+        self.steps = [[] for _ in self.prompts]
+        self.finished = [False] * len(self.prompts)
+
+    def new(self, row: int) -> list[int]:
+        return self.texts[row][len(self.prompts[row]) :]
+
+    def take(self, row: int, tokens: list[int]) -> list[int]:
+        """Append the tokens that EOS, stop strings and the limit let through; gives those."""
+        text, start = self.texts[row], len(self.prompts[row])
+        taken: list[int] = []
+        for token in tokens:
+            text.append(token)
+            taken.append(token)
+            ended = token in self.eos or (self.stop is not None and self.stop.ends(text[start:]))
+            if ended or len(text) - start >= self.limits[row]:
+                self.finished[row] = True
+                break
+        return taken
+
+
+class _StopStrings:
+    """Tells whether a text has just come to one of the strings."""
+
+    def __init__(self, strings: Sequence[str], tokenizer):
+        if not all(strings):
+            raise UserError("a stop string is empty")
+        if tokenizer is None:
+            raise UserError("stop strings need the target's tokenizer")
+        self.strings, self.tokenizer = strings, tokenizer
+        # A token is a byte of text at least; some room for tokens that decode to nothing.
+        self.window = max(len(string.encode()) for string in strings) + 8
+
+    def ends(self, tokens: list[int]) -> bool:
+        text = self.tokenizer.decode(tokens[-self.window :], skip_special_tokens=True)
+        return any(string in text for string in self.strings)
 
 
 @torch.no_grad()
@@ -87,82 +120,110 @@ def generate(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     *,
+    rule: str | None = None,
     max_new_tokens: int = 128,
+    stop_strings: Sequence[str] = (),
     ignore_eos: bool = False,
-    on_step: Callable[[int, list[int]], None] | None = None,
+    session: Session | None = None,
+    on_step: Callable[[int, list[int], int], None] | None = None,
 ) -> Generation:
-    """Continue prompts. Whatever drafts, the output law is the target's own.
+    """Continue prompts. Whatever drafts, the output law is the target's own, unless a rule called lossy is asked for.
 
     Args:
         target: the model that decides.
         drafter: who proposes; None decodes plainly.
         prompts: token ids, one list a row, none empty. Rows may differ in length and finish at their own time.
-        sampling: temperature and its kin; greedy by default.
+        sampling: temperature and its kin, greedy by default: one for each row, or one for all, whose row r then draws
+            from the stream `seed + r`.
+        rule: a name from `speculator.decoding.rules.RULES` that fits the drafter; by default the drafter's own. At
+            temperature 0 all are the greedy rule.
         max_new_tokens: the most new tokens per row; a row also ends at the target's context length.
+        stop_strings: a row ends with the token that completes one of them.
         ignore_eos: go on past EOS, for measurements of equal length.
-        on_step: called with (row, new tokens) as they come, the prefill's first token included.
+        session: keeps the cache for the next call, see `Session`.
+        on_step: called with (row, new tokens, how many of them were drafted) as they come, the prefill's first.
 
     Raises:
-        UserError: no prompt, an empty prompt, or one that fills the target's context.
+        UserError: no prompt, an empty prompt, or one that fills the target's context; a rule that is unknown or does
+            not fit the drafter; not one sampling for each row.
     """
-    sampling = sampling or Sampling()
-    device = target.device
+    accept = _rule(drafter, rule)
+    settings = _each(sampling or Sampling(), len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     _check_prompts(target, lengths)
-    draft_length = drafter.draft_length if drafter else 0
     limits = [min(max_new_tokens, target.context_length - n) for n in lengths]
-    count = len(prompts)
     eos: set[int] = set() if ignore_eos else target.eos_token_ids
-    rows = _Rows(limits, eos, [[] for _ in prompts], [[] for _ in prompts], [False] * count)
-    seeds = sampling.seed + torch.arange(count, device=device)
-    slots = 2 * draft_length + 1
-    unused = torch.zeros(count, slots, device=device)
-    capacity = max(n + limit for n, limit in zip(lengths, limits, strict=True)) + draft_length + 1
-    cache = target.cache(count, capacity)
+    stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
+    rows = _Rows([list(prompt) for prompt in prompts], limits, eos, stop)
+    laws = RowSampling(settings, target.device)
+    nodes = drafter.nodes if drafter else 0
+    slots = 2 * nodes + 1
+    unused = torch.zeros(len(prompts), slots, device=target.device)
+    session = session or Session(target)
 
     started = time.perf_counter()
-    pending = _prefill(target, drafter, cache, prompts, sampling, seeds)
+    # A finished row may end past its limit by a draft, and goes on writing there.
+    hidden, counts = session.prefill(rows.texts, room=max(limits) + 2 * (nodes + 1))
+    cache = session.cache
+    if drafter:
+        drafter.start(rows.texts, hidden, counts)
+    pending = _first(target, hidden, counts, laws)
     for row, first in enumerate(pending.tolist()):
-        rows.take(row, [first])
+        taken = rows.take(row, [first])
         if on_step:
-            on_step(row, [first])
+            on_step(row, taken, 0)
     decoding = time.perf_counter()
     done = -1
     while not all(rows.finished):
         if sum(rows.finished) != done:
             done = sum(rows.finished)
-            alive = torch.tensor([not finished for finished in rows.finished], device=device)
-            cache.lengths *= alive  # a finished row writes at its start: nothing reads it again
-        # Slots 0..G-1 draw the draft, G..2G-1 test it, 2G draws the token after it.
-        u = unused if sampling.greedy else uniforms(seeds, cache.lengths, slots)
-        draft = drafter.propose(pending, sampling, u[:, :draft_length]) if drafter else _no_draft(pending)
-        step = verify(target, cache, pending, draft, sampling, u[:, draft_length:])
+            alive = torch.tensor([not finished for finished in rows.finished], device=target.device)
+        # Slots 0..n-1 draw the draft, n..2n-1 test it, 2n draws the token after it.
+        u = unused if laws.greedy else uniforms(laws.seeds, cache.lengths, slots)
+        draft = drafter.propose(pending, laws, u[:, :nodes], rows.texts) if drafter else Draft.none(pending)
+        step = verify(target, cache, pending, draft, laws, accept, u[:, nodes:])
         counts = (step.kept + 1) * alive
-        cache.commit(counts, cache.longest + step.tokens.shape[1])
+        cache.commit(counts, cache.longest + draft.depth + 1)
         if drafter:
             drafter.commit(step.tokens, step.hidden, counts)
         pending = step.following
-        # The step's one copy to the host: the draft, how much of it was kept, and the token after it.
-        packed = torch.cat([draft.tokens, draft.lengths[:, None], step.kept[:, None], pending[:, None]], 1).tolist()
-        for row, (*proposed, drafted, accepted, token) in enumerate(packed):
+        # The step's one copy to the host: the path, how much was drafted and kept, and the token after it.
+        packed = torch.cat(
+            [step.tokens[:, 1:], step.drafted[:, None], step.kept[:, None], pending[:, None]], 1
+        ).tolist()
+        for row, (*path, drafted, accepted, token) in enumerate(packed):
             if not rows.finished[row]:
-                before = len(rows.tokens[row])
-                emitted = rows.take(row, [*proposed[:accepted], token])
-                rows.steps[row].append(Step(drafted, accepted, emitted))
+                taken = rows.take(row, [*path[:accepted], token])
+                rows.steps[row].append(Step(drafted, accepted, len(taken)))
                 if on_step:
-                    on_step(row, rows.tokens[row][before:])
+                    on_step(row, taken, min(accepted, len(taken)))
         # All but the newest token of a row are in the cache.
         cache.longest = max(
-            (n + len(rows.tokens[row]) - 1 for row, n in enumerate(lengths) if not rows.finished[row]), default=0
+            (len(t) - 1 for t, end in zip(rows.texts, rows.finished, strict=True) if not end), default=0
         )
     ended = time.perf_counter()
-    return Generation(rows.tokens, rows.steps, decoding - started, ended - decoding)
+    session.texts = [text[:-1] for text in rows.texts]
+    return Generation([rows.new(r) for r in range(len(prompts))], rows.steps, decoding - started, ended - decoding)
 
 
-def _no_draft(pending: Tensor) -> Draft:
-    return Draft(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
+def _rule(drafter: Drafter | None, name: str | None) -> Rule:
+    fitting = drafter.rules if drafter else tuple(RULES)
+    name = name or fitting[0]
+    if name not in RULES:
+        raise UserError(f"no accept rule {name!r}: there are {', '.join(RULES)}")
+    if name not in fitting:
+        raise UserError(f"the rule {name!r} does not fit what this drafter drafts; these do: {', '.join(fitting)}")
+    return RULES[name]
+
+
+def _each(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
+    if isinstance(sampling, Sampling):
+        return [replace(sampling, seed=sampling.seed + row) for row in range(rows)]
+    if len(sampling) != rows:
+        raise UserError(f"{len(sampling)} sampling settings for {rows} prompts")
+    return list(sampling)
 
 
 def _check_prompts(target: Target, lengths: list[int]) -> None:
@@ -174,35 +235,22 @@ def _check_prompts(target: Target, lengths: list[int]) -> None:
         raise UserError(f"a prompt of {max(lengths)} tokens leaves no room in the context of {target.context_length}")
 
 
-def _prefill(
-    target: Target,
-    drafter: Drafter | None,
-    cache: RowCache,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    seeds: Tensor,  # [B]
-) -> Tensor:  # [B]
-    """Process the prompts and choose each row's first token."""
-    longest = max(map(len, prompts))
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=target.device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
-    hidden = target.extend(cache, tokens)
-    cache.commit(lengths, longest)
-    if drafter:
-        drafter.start(tokens, hidden, lengths)
-    last = hidden.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
+def _first(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]
+    """Each row's first new token, from the prompt's last hidden state."""
+    last = hidden.gather(1, (counts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
     logits = target.logits(last)
     if sampling.greedy:
         return logits.argmax(-1)
-    return draw(sampling.law(logits), uniforms(seeds, torch.zeros_like(lengths), 1)[:, 0])
+    return draw(sampling.law(logits), uniforms(sampling.seeds, torch.zeros_like(counts), 1)[:, 0])
 
 
 @dataclass
 class Verified:
-    """A verify pass: what went through the target, and what the accept rule made of it."""
+    """A verify pass: what went through the target on the path that was kept, and what the accept rule made of it."""
 
-    tokens: Tensor  # [B, T] the pending token and the draft
-    hidden: Tensor  # [B, T, D]
+    tokens: Tensor  # [B, depth + 1] the pending token and the path
+    hidden: Tensor  # [B, depth + 1, D]
+    drafted: Tensor  # [B] the depth of the draft
     kept: Tensor  # [B] draft tokens accepted
     following: Tensor  # [B] the token after them
 
@@ -212,16 +260,24 @@ def verify(
     cache: RowCache,
     pending: Tensor,  # [B] the newest token of each row
     draft: Draft,
-    sampling: Sampling,
+    sampling: RowSampling,
+    accept: Rule,
     u: Tensor,  # [B, ...] the first columns test the draft, the last draws the token after it
 ) -> Verified:
-    """One forward pass over the pending token and its draft. Commits nothing."""
+    """One forward pass over the pending token and its draft. The kept path lies first in the cache, uncommitted."""
     tokens = torch.cat([pending[:, None], draft.tokens], dim=1)
-    hidden = target.extend(cache, tokens)
+    hidden = target.extend(cache, tokens, None if draft.parents is None else draft)
     logits = target.logits(hidden)
     if sampling.greedy:
-        kept, following = rules.greedy(logits.argmax(-1), draft)
+        last, following = rules.greedy(logits.argmax(-1), draft)
     else:
-        kept, law = rules.token(sampling.law(logits), draft, u[:, : draft.tokens.shape[1]])
+        last, law = accept(sampling.law(logits), draft, u[:, : draft.tokens.shape[1]])
         following = draw(law, u[:, -1])
-    return Verified(tokens, hidden, kept, following)
+    if draft.parents is None:
+        return Verified(tokens, hidden, draft.lengths, last, following)
+    path = draft.path(last)
+    cache.gather(path)
+    drafted = (draft.depths[:, 1:] * draft.drafted).amax(-1)
+    kept = draft.depths.gather(1, last[:, None])[:, 0]
+    hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
+    return Verified(tokens.gather(1, path), hidden, drafted, kept, following)

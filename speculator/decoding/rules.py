@@ -1,71 +1,210 @@
 """Accept rules: pure functions of the target's law, the draft and uniforms.
 
-Notation of `Draft`: draft token x_i (i = 1..G) was drawn from q_i; the target's law there is p_i, and p_{G+1} is its
-law after the whole draft. A rule gives n, how many draft tokens are kept, and the law of the token that follows them,
-so every step emits n + 1 tokens. A row's positions at and beyond its `lengths` were not drafted and are never kept.
+Notation: at verify position j (0 the pending token, i + 1 draft token i) the target's law of the next token is p[j].
+A rule gives `last`, the position where the kept path ends (0: nothing kept), and the law of the token that follows
+it, which need not be normalised. So every step emits the tokens of the path and one more.
+
+Every rule but those called lossy keeps the target's law exactly, for the drafts that it is made for. A uniform can be
+exactly 0, so a test `u * q < p` is strict: what the target never says is never kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from speculator.decoding.draft import Draft
+
 _TINY = 1e-30
 
 
-@dataclass
-class Draft:
-    """A chain of proposed tokens.
-
-    Attributes:
-        tokens: [B, G].
-        lengths: [B] how many of them each row really drafted; the rest is padding.
-        probs: [B, G, V] the law that each token was drawn from, or None for a deterministic draft (one-hot).
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    probs: Tensor | None = None
-
-    @property
-    def drafted(self) -> Tensor:  # [B, G] bool
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+def _at(laws: Tensor, position: Tensor) -> Tensor:  # [B, T, V], [B] -> [B, V]
+    return laws.gather(1, position[:, None, None].expand(-1, 1, laws.shape[-1]))[:, 0]
 
 
-def _leading(accept: Tensor) -> Tensor:  # [B, G] bool -> [B]
-    """How many accepts come before the first refusal."""
-    return accept.long().cumprod(-1).sum(-1)
+def _chosen(laws: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B, T]
+    return laws.gather(2, tokens[:, :, None])[..., 0]
+
+
+def _deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
+    """The end of the longest path whose every token is accepted."""
+    accept = accept & draft.drafted
+    if draft.parents is None:
+        return accept.long().cumprod(-1).sum(-1)
+    reached = ~(draft.ancestors[:, 1:, 1:] & ~accept[:, None, :]).any(-1)
+    best = (draft.depths[:, 1:] * reached).max(-1)
+    return torch.where(best.values > 0, best.indices + 1, 0)
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
+    """(p - q)_+, or p where rounding leaves nothing of it: only a draft from q = p can be refused by rounding."""
+    left = (p - q).clamp_min(0)
+    return torch.where(left.sum(-1, keepdim=True) > _TINY, left, p)
+
+
+def _draft_laws(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
+    """q at every position: one-hot for a deterministic draft, 0 where nothing was drafted."""
+    q = torch.nn.functional.one_hot(draft.tokens, p.shape[-1]) if draft.probs is None else draft.probs
+    return torch.nn.functional.pad(q.to(p.dtype) * draft.drafted[:, :, None], (0, 0, 0, 1))
 
 
 def greedy(
-    best: Tensor,  # [B, G+1] argmax of the target's logits
+    best: Tensor,  # [B, n + 1] argmax of the target's logits
     draft: Draft,
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
-    """Temperature 0: keep the leading tokens that the target would have chosen. Gives (n, the next token)."""
-    kept = _leading((draft.tokens == best[:, :-1]) & draft.drafted)
-    return kept, best.gather(1, kept[:, None])[:, 0]
+    """Temperature 0: keep the longest path that the target would have chosen. Gives (last, the next token)."""
+    last = _deepest(draft.tokens == best.gather(1, draft.before), draft)
+    return last, best.gather(1, last[:, None])[:, 0]
 
 
 def token(
     p: Tensor,  # [B, G+1, V]
-    draft: Draft,
+    draft: Draft,  # a chain
     u: Tensor,  # [B, G]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Modified rejection sampling (2211.17192 algorithm 1, 2302.01318 algorithm 2). Gives (n, law of the next token).
+    """Modified rejection sampling (2211.17192 algorithm 1, 2302.01318 algorithm 2).
 
-    Accept x_i iff u_i q_i(x_i) < p_i(x_i), strictly, since u can be 0. The next token follows
-    norm((p_{n+1} - q_{n+1})_+), with q = 0 where nothing was drafted, so p itself after a whole draft.
+    Accept x_i iff u_i q_i(x_i) < p_i(x_i). After a refusal the next token follows norm((p - q)_+), after a whole draft
+    p itself.
     """
-    rows, width, size = p.shape[0], p.shape[1] - 1, p.shape[2]
-    q = torch.nn.functional.one_hot(draft.tokens, size) if draft.probs is None else draft.probs
-    q = torch.cat([q.to(p.dtype) * draft.drafted[:, :, None], p.new_zeros(rows, 1, size)], dim=1)  # [B, G+1, V]
-    chosen = draft.tokens[:, :, None]
-    p_x, q_x = p[:, :width].gather(2, chosen)[..., 0], q[:, :width].gather(2, chosen)[..., 0]
-    kept = _leading((u * q_x < p_x) & draft.drafted)
-    stop = kept[:, None, None].expand(-1, 1, size)
-    p_stop = p.gather(1, stop)[:, 0]
-    residual = (p_stop - q.gather(1, stop)[:, 0]).clamp_min(0)
-    # The residual is empty only where rounding refused a draft from q = p: then p is the law.
-    return kept, torch.where(residual.sum(-1, keepdim=True) > _TINY, residual, p_stop)
+    q = _draft_laws(p, draft)
+    accept = u * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
+    last = _deepest(accept, draft)
+    return last, _residual(_at(p, last), _at(q, last))
+
+
+def block(
+    p: Tensor,  # [B, G+1, V]
+    draft: Draft,  # a chain
+    u: Tensor,  # [B, G]
+) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    """Block verification (2403.10444 algorithm 2): the longest prefix that passes, never shorter in the mean than `token`.
+
+    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)); a prefix of i < G tokens passes with h_i = S / (S + 1 - P_i), where
+    S = sum_x (P_i p_{i+1}(x) - q_{i+1}(x))_+, the whole draft with P_G. The next token follows norm((P_n p - q)_+).
+    """
+    q = _draft_laws(p, draft)
+    drawn = _chosen(q[:, :-1], draft.tokens)
+    ratio = _chosen(p[:, :-1], draft.tokens) / drawn.clamp_min(_TINY)
+    weights = [p.new_ones(len(p))]
+    for i in range(draft.depth):
+        weights.append((weights[-1] * ratio[:, i]).clamp_max(1))
+    weight = torch.stack(weights, 1)  # [B, G+1]
+    surplus = (weight[:, :, None] * p - q).clamp_min(0).sum(-1)
+    rest = surplus + 1 - weight
+    passes = torch.where(rest > 0, surplus / rest.clamp_min(_TINY), 1.0)
+    length = draft.lengths[:, None]
+    prefix = torch.arange(1, draft.depth + 1, device=p.device)
+    passes = torch.where(prefix == length, weight[:, 1:], passes[:, 1:])
+    last = ((u < passes) & draft.drafted).long().mul(prefix).amax(-1) if draft.depth else draft.lengths
+    return last, _residual(_at(p, last) * weight.gather(1, last[:, None]), _at(q, last))
+
+
+def walk(
+    p: Tensor,  # [B, n+1, V]
+    draft: Draft,  # deterministic: a chain or a tree
+    u: Tensor,  # [B, n] one per depth
+) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    """Sample and walk: at each node draw from p, and go on into the child that was drawn, if it is there.
+
+    The draw is by inversion with the children's tokens first, so a node keeps some child with the probability of the
+    set of them, the most that any rule can reach for a fixed set (SpecInfer 2305.09781 section 4.3, 2502.18779).
+    """
+    at, tokens = draft.before, draft.tokens
+    elder = (at[:, :, None] == at[:, None, :]).tril(-1)  # [B, n, n] j is an elder sibling of i
+    twin = (elder & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
+    chance = p[torch.arange(len(p), device=p.device)[:, None], at, tokens].masked_fill(twin | ~draft.drafted, 0)
+    floor = (elder * chance[:, None, :]).sum(-1)
+    threshold = u.gather(1, draft.depths[:, 1:] - 1)
+    last = _deepest((floor <= threshold) & (threshold < floor + chance), draft)
+    tried = ((at == last[:, None]) & draft.drafted).to(p.dtype)
+    taken = torch.zeros_like(p[:, 0]).scatter_reduce_(1, tokens, tried, "amax")
+    return last, _residual(_at(p, last), taken * _at(p, last))
+
+
+def multi_candidate(
+    p: Tensor,  # [B, n+1, V]
+    draft: Draft,  # siblings drawn one after the other from their parent's law, without replacement
+    u: Tensor,  # [B, n]
+) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    """Recursive rejection sampling over siblings (2401.06706 algorithm 2, 2402.14160), drawn without replacement.
+
+    With t = p and s = q at a node, accept child x iff u s(x) < t(x), else t = norm((t - s)_+), s(x) = 0, s = norm(s).
+    """
+    return _recursive(p, draft, u, replacement=False)
+
+
+def multi_candidate_replacement(
+    p: Tensor,  # [B, n+1, V]
+    draft: Draft,  # siblings drawn independently from their parent's law
+    u: Tensor,  # [B, n]
+) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    """`multi_candidate` for siblings that are drawn with replacement: s stays as it is (2401.06706 algorithm 1)."""
+    return _recursive(p, draft, u, replacement=True)
+
+
+def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
+    rows = torch.arange(len(p), device=p.device)
+    q = _draft_laws(p, draft)
+    last = torch.zeros_like(draft.lengths)
+    law = p[:, 0]
+    moving = torch.ones_like(last, dtype=torch.bool)
+    for _ in range(draft.depth):
+        child = (draft.before == last[:, None]) & draft.drafted & moving[:, None]  # [B, n]
+        rank = child.long().cumsum(-1)
+        t, entered = _at(p, last), torch.zeros_like(moving)
+        s = torch.zeros_like(t)
+        for sibling in range(draft.width):
+            here = child & (rank == sibling + 1)
+            index = here.to(torch.uint8).argmax(-1)
+            if sibling == 0:
+                s = q[rows, index]
+            x = draft.tokens[rows, index]
+            # A child that its law could not give is none: siblings had used that law up.
+            exists = here.any(-1) & ~entered & (s[rows, x] > 0)
+            accept = exists & (u[rows, index] * s[rows, x] < t[rows, x])
+            refuse = exists & ~accept
+            entered = entered | accept
+            last = torch.where(accept, index + 1, last)
+            left = _residual(t, s)
+            t = torch.where(refuse[:, None], left / left.sum(-1, keepdim=True), t)
+            if not replacement:
+                others = s.scatter(1, x[:, None], 0)
+                others = others / others.sum(-1, keepdim=True).clamp_min(_TINY)
+                s = torch.where(refuse[:, None], others, s)
+        law = torch.where((moving & ~entered)[:, None], t, law)
+        moving = moving & entered
+    return last, torch.where(moving[:, None], _at(p, last), law)
+
+
+def typical_lossy(
+    p: Tensor,  # [B, n+1, V]
+    draft: Draft,  # a chain or a tree
+    u: Tensor,  # [B, n] unused
+    threshold: float = 0.3,
+    share: float = 0.09,
+) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    """Typical acceptance (Medusa, 2401.10774 section 2.3.1): NOT the target's law.
+
+    Keep x iff p(x) > min(threshold, share exp(-H(p))): the longest path of such tokens.
+    """
+    entropy = -(p * p.clamp_min(_TINY).log()).sum(-1)
+    least = (share * torch.exp(-entropy)).clamp_max(threshold)
+    rows = torch.arange(len(p), device=p.device)[:, None]
+    last = _deepest(p[rows, draft.before, draft.tokens] > least[rows, draft.before], draft)
+    return last, _at(p, last)
+
+
+Rule = Callable[[Tensor, Draft, Tensor], tuple[Tensor, Tensor]]
+
+RULES: dict[str, Rule] = {
+    "token": token,
+    "block": block,
+    "walk": walk,
+    "multi-candidate": multi_candidate,
+    "multi-candidate-replacement": multi_candidate_replacement,
+    "typical-lossy": typical_lossy,
+}
+"""By the name that a user types. Temperature 0 is `greedy`, whichever of these is asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class Sampling:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with this much probability.
         min_p: keep tokens at least this share as likely as the likeliest.
-        seed: row r draws from a stream of its own, `seed + r`.
+        seed: of the row's own stream of uniforms.
 
     Raises:
         UserError: a value out of range.
@@ -46,18 +47,58 @@ class Sampling:
         return self.temperature == 0
 
     def law(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
-        """The law that a token is drawn from, in float32 at least. Not for temperature 0."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
-        if self.top_p < 1:
+        """The law that a token is drawn from, in float32 at least; at temperature 0 all on the likeliest token."""
+        return RowSampling([self], logits.device).law(logits.view(1, -1, logits.shape[-1])).view(logits.shape)
+
+
+class RowSampling:
+    """The settings of the rows of a batch, side by side.
+
+    Args:
+        rows: one `Sampling` a row.
+        device: where the logits will be.
+    """
+
+    def __init__(self, rows: Sequence[Sampling], device: torch.device):
+        self.rows = list(rows)
+        self.greedy = all(row.greedy for row in rows)
+        """Every row is at temperature 0: no law is needed, the likeliest token decides."""
+        self._cold = any(row.greedy for row in rows)
+        self._most = max(row.top_k for row in rows)
+
+        def column(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None, None]
+
+        self.seeds = torch.tensor([row.seed for row in rows], device=device)
+        self.temperature = column(row.temperature or 1.0 for row in rows)
+        self.top_k = column(row.top_k or 2**31 for row in rows).long()
+        self.top_p = column(row.top_p for row in rows)
+        self.min_p = column(row.min_p for row in rows)
+        self.cold = column(row.greedy for row in rows).bool()
+
+    def law(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
+        """The law that each row's tokens are drawn from: temperature, then top-k, top-p and min-p, as transformers."""
+        if logits.dim() == 2:
+            return self.law(logits[:, None])[:, 0]
+        given = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = given / self.temperature.to(given.dtype)
+        size = logits.shape[-1]
+        if self._most:
+            ordered = logits.topk(min(self._most, size)).values
+            rank = self.top_k.clamp(max=ordered.shape[-1]) - 1
+            least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
+            logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
+        if any(row.top_p < 1 for row in self.rows):
             ordered, index = logits.softmax(-1).sort(descending=True)
-            outside = (ordered.cumsum(-1) - ordered) >= self.top_p
+            outside = ((ordered.cumsum(-1) - ordered) >= self.top_p) & (self.top_p < 1)
             logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, index, outside), -torch.inf)
         law = logits.softmax(-1)
-        if self.min_p > 0:
+        if any(row.min_p > 0 for row in self.rows):
             law = law.masked_fill(law < self.min_p * law.amax(-1, keepdim=True), 0)
             law = law / law.sum(-1, keepdim=True)
+        if self._cold:
+            best = torch.nn.functional.one_hot(given.argmax(-1), size).to(law.dtype)
+            law = torch.where(self.cold, best, law)
         return law
 
 

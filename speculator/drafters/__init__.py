@@ -2,6 +2,8 @@
 
 from speculator.drafters.base import Drafter
 from speculator.drafters.head import HeadDrafter
+from speculator.drafters.model import ModelDrafter
 from speculator.drafters.ngram import NgramDrafter
+from speculator.drafters.shapes import Candidates, Chain, Paths, Tree
 
-__all__ = ["Drafter", "HeadDrafter", "NgramDrafter"]
+__all__ = ["Candidates", "Chain", "Drafter", "HeadDrafter", "ModelDrafter", "NgramDrafter", "Paths", "Tree"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculator.decoding.rules import Draft
-from speculator.decoding.sampling import Sampling, draw
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.base import Texts
+from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import MLPSpeculator
 
@@ -18,43 +20,43 @@ def _last(hidden: Tensor, counts: Tensor) -> Tensor:  # [B, T, D], [B] -> [B, D]
 
 
 class HeadDrafter:
-    """A chain drafted by a head from the target's last hidden state.
+    """A head drafts from the target's last hidden state.
 
     Args:
         head: the trained head.
-        draft_length: G, at most the head's n_predict, which is the default.
+        shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict.
 
     Raises:
-        UserError: `draft_length` out of range.
+        UserError: the shape is deeper than the head.
     """
 
     name = "head"
 
-    def __init__(self, head: MLPSpeculator, draft_length: int | None = None):
+    def __init__(self, head: MLPSpeculator, shape: Shape | int | None = None):
         self.head = head.eval()
-        self.draft_length = head.n_predict if draft_length is None else draft_length
-        if not 1 <= self.draft_length <= head.n_predict:
+        if shape is None or isinstance(shape, int):
+            shape = Chain(head.n_predict if shape is None else shape)
+        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
+        if self.draft_length > head.n_predict:
             raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
 
-    def start(self, tokens: Tensor, hidden: Tensor, lengths: Tensor) -> None:
-        self._hidden = _last(hidden, lengths)
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
+        self._hidden = _last(hidden, counts)
 
     @torch.no_grad()
-    def propose(self, pending: Tensor, sampling: Sampling, u: Tensor) -> Draft:
-        state, token = self.head.start(self._hidden.to(self.head.dtype)), pending
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for i in range(self.draft_length):
-            state, logits = self.head.step(i, state, token)
-            if sampling.greedy:
-                token = logits.argmax(-1)
-            else:
-                laws.append(sampling.law(logits))
-                token = draw(laws[-1], u[:, i])
-            tokens.append(token)
-        lengths = torch.full_like(pending, self.draft_length)
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        return self.shape.draft(self, pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         # A row that keeps nothing is finished: any state will do.
         self._hidden = _last(hidden, counts.clamp_min(1))
+
+    def first(self, pending: Tensor, texts: Texts) -> Tensor:
+        state = self.head.start(self._hidden.to(self.head.dtype))[:, None]
+        self._states, logits = self.head.step(0, state, pending[:, None])
+        return logits
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
+        states = self._states.gather(1, parents[:, :, None].expand(-1, -1, self._states.shape[-1]))
+        self._states, logits = self.head.step(level, states, tokens)
+        return logits

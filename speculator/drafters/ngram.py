@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from speculator.decoding.rules import Draft
-from speculator.decoding.sampling import Sampling
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.base import Texts
 from speculator.errors import UserError
+
+
+class _Index:
+    """Where each n-gram of a growing text last ended."""
+
+    def __init__(self, max_ngram: int):
+        self.max_ngram = max_ngram
+        self.ends: dict[tuple[int, ...], int] = {}
+        self.known = 0
+
+    def continuation(self, text: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens from behind the most recent earlier match of the longest suffix."""
+        for end in range(self.known + 1, len(text)):  # the text's own end is no match
+            for size in range(1, min(self.max_ngram, end) + 1):
+                self.ends[tuple(text[end - size : end])] = end
+        self.known = len(text) - 1
+        for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
+            end = self.ends.get(tuple(text[-size:]))
+            if end is not None:
+                return list(text[end : end + count])
+        return []
 
 
 class NgramDrafter:
     """Prompt lookup: a deterministic draft, copied from behind the most recent match of the longest suffix.
-
-    The text is kept on the host, so a step costs one more device-to-host copy than a head's.
 
     Args:
         draft_length: the most tokens to copy.
@@ -21,32 +43,23 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    rules = ("walk", "token", "block", "typical-lossy")
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
         if draft_length < 1:
             raise UserError(f"draft length {draft_length} is not at least 1")
-        self.draft_length = draft_length
+        self.draft_length = self.nodes = draft_length
         self.max_ngram = max_ngram
 
-    def start(self, tokens: Tensor, hidden: Tensor, lengths: Tensor) -> None:
-        self._texts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
+        self._indices = [_Index(self.max_ngram) for _ in texts]
 
-    def propose(self, pending: Tensor, sampling: Sampling, u: Tensor) -> Draft:
-        texts = zip(self._texts, pending.tolist(), strict=True)
-        found = [self._continuation([*text, token]) for text, token in texts]
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        found = [index.continuation(text, self.draft_length) for index, text in zip(self._indices, texts, strict=True)]
         width = max(map(len, found))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long)
         lengths = torch.tensor([len(row) for row in found])
         return Draft(tokens.view(len(found), width).to(pending.device), lengths.to(pending.device))
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        for text, row, n in zip(self._texts, tokens.tolist(), counts.tolist(), strict=True):
-            text += row[:n]
-
-    def _continuation(self, text: list[int]) -> list[int]:
-        for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
-            suffix = text[-size:]
-            for start in range(len(text) - size - 1, -1, -1):
-                if text[start : start + size] == suffix:
-                    return text[start + size : start + size + self.draft_length]
-        return []
+        """Nothing to learn: the text is read at the next draft."""

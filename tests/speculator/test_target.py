@@ -4,7 +4,6 @@ from conftest import CONFIGS, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
-    Gemma2Config,
     GPTJConfig,
     GraniteConfig,
     MambaConfig,
@@ -42,14 +41,13 @@ def test_logit_scaling_is_honoured():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8), "soft-capping"),
         (MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2), "MambaForCausalLM"),
         (
             Qwen3NextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_experts=2, num_experts_per_tok=1),
             "linear_attention",
         ),
     ],
-    ids=["gemma2", "mamba", "qwen3-next"],
+    ids=["mamba", "qwen3-next"],
 )
 def test_what_cannot_be_verified_exactly_is_refused_by_name(config, message):
     with pytest.raises(UserError, match=message):

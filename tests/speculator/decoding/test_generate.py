@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
 
 from speculator import HeadDrafter, NgramDrafter, Sampling, Target, UserError, generate
-from speculator.decoding.rules import Draft
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
@@ -17,15 +19,15 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 class Oracle:
     """Drafts what it was told the text will be: every token right, or every token wrong."""
 
-    name, draft_length = "oracle", 3
+    name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
 
     def __init__(self, continuations: list[list[int]], wrong: bool = False):
         self.continuations, self.wrong = continuations, wrong
 
-    def start(self, tokens, hidden, lengths):
-        self.position = torch.ones_like(lengths)
+    def start(self, texts, hidden, counts):
+        self.position = torch.ones_like(counts)
 
-    def propose(self, pending, sampling, u):
+    def propose(self, pending, sampling, u, texts):
         rows = [
             (text + [0] * 8)[at : at + 3] for text, at in zip(self.continuations, self.position.tolist(), strict=True)
         ]
@@ -96,8 +98,9 @@ def chi_square_p(counts: Counter, law: dict, total: int) -> float:
 class MisstatedHead(HeadDrafter):
     """The classic bug: tokens are drawn from one law and tested against another."""
 
-    def propose(self, pending, sampling, u):
-        draft = super().propose(pending, Sampling(temperature=0.5 * sampling.temperature), u)
+    def propose(self, pending, sampling, u, texts):
+        colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
+        draft = super().propose(pending, colder, u, texts)
         draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
         return draft
 
@@ -164,7 +167,7 @@ def test_statistics_leave_out_the_step_that_the_limit_cut(target):
 def test_tokens_stream_in_order(target, head):
     seen: list[list[int]] = [[] for _ in PROMPTS]
     generation = generate(
-        target, HeadDrafter(head), PROMPTS, max_new_tokens=12, on_step=lambda row, new: seen[row].extend(new)
+        target, HeadDrafter(head), PROMPTS, max_new_tokens=12, on_step=lambda row, new, accepted: seen[row].extend(new)
     )
     assert seen == generation.tokens
 

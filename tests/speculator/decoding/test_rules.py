@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speculator.decoding import rules
-from speculator.decoding.rules import Draft
+from speculator.decoding.draft import Draft
 
 V, G = 3, 2
 

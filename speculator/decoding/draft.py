@@ -1,0 +1,78 @@
+"""What a drafter proposes: a chain of tokens, or a tree of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Draft:
+    """Proposed tokens. In a verify pass position 0 is the pending token and draft token i stands at i + 1.
+
+    Attributes:
+        tokens: [B, n].
+        lengths: [B] how many of them each row really drafted; the rest is padding.
+        probs: [B, n, V] the law that each token was drawn from, or None for a deterministic draft (one-hot). Siblings
+            share the law of their parent's continuation.
+        parents: [B, n] index of each token's parent in the draft, -1 under the pending token; parents come before
+            their children. None for a chain.
+        depth: the longest path. A chain's is its n.
+        width: the most siblings.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    probs: Tensor | None = None
+    parents: Tensor | None = None
+    depth: int = 0
+    width: int = 1
+
+    def __post_init__(self):
+        if self.parents is None:
+            self.depth = self.tokens.shape[1]
+
+    @classmethod
+    def none(cls, pending: Tensor) -> Draft:  # [B]
+        """Nothing drafted: a plain step."""
+        return cls(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
+
+    @property
+    def drafted(self) -> Tensor:  # [B, n] bool
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+    @cached_property
+    def before(self) -> Tensor:  # [B, n] the verify position whose law decides over each token
+        if self.parents is None:
+            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return self.parents + 1
+
+    @cached_property
+    def ancestors(self) -> Tensor:  # [B, n + 1, n + 1] bool: verify position j is on the path from the root to i
+        rows, count = self.tokens.shape
+        if self.parents is None:
+            full = torch.ones(count + 1, count + 1, dtype=torch.bool, device=self.tokens.device)
+            return full.tril().expand(rows, -1, -1)
+        known = torch.eye(count + 1, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
+        parent = torch.nn.functional.pad(self.before, (1, 0))[:, :, None].expand(-1, -1, count + 1)
+        for _ in range(self.depth):
+            known = known | known.gather(1, parent)
+        return known
+
+    @cached_property
+    def depths(self) -> Tensor:  # [B, n + 1] of each verify position; the pending token's is 0
+        return self.ancestors.sum(-1) - 1
+
+    def path(self, last: Tensor) -> Tensor:  # [B] -> [B, depth + 1]
+        """Verify positions from the pending token to `last`; what is beyond `last` repeats position 0."""
+        if self.parents is None:
+            steps = torch.arange(self.depth + 1, device=last.device).expand(len(last), -1)
+            return torch.where(steps <= last[:, None], steps, 0)
+        on_path = self.ancestors.gather(1, last[:, None, None].expand(-1, 1, self.ancestors.shape[2]))[:, 0]
+        # Positions on the path come in order, since parents stand before their children.
+        index = torch.arange(on_path.shape[1], device=last.device)
+        order = torch.where(on_path, index, on_path.shape[1]).sort(-1).values[:, : self.depth + 1]
+        return torch.where(order < on_path.shape[1], order, 0)

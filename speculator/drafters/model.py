@@ -1,0 +1,67 @@
+"""Drafting with an independent small language model (2211.17192, 2302.01318)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
+from speculator.decoding.session import Session
+from speculator.drafters.base import Texts
+from speculator.drafters.shapes import Chain, Shape
+from speculator.errors import UserError
+from speculator.target import Target
+
+
+class ModelDrafter:
+    """A causal LM with a cache of its own drafts. It must share the target's tokenizer.
+
+    Args:
+        model: the draft model, loaded as a target is.
+        target: for whom it drafts: the tokenizers are compared, and a vocabulary of another size (padding) is cut or
+            filled up.
+        shape: what it drafts; a number is a chain of so many tokens.
+
+    Raises:
+        UserError: the tokenizers differ.
+    """
+
+    name = "model"
+
+    def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
+        self.model = model
+        self.shape = shape = Chain(shape) if isinstance(shape, int) else shape
+        self.draft_length, self.nodes, self.rules = shape.depth, shape.nodes, shape.rules
+        self._vocab_size = target.vocab_size
+        both = (model.tokenizer, target.tokenizer)
+        if None not in both and both[0].get_vocab() != both[1].get_vocab():
+            raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
+        self._session = Session(model)
+
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
+        # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
+        self._session.prefill([text[:-1] for text in texts], room=self.nodes + self.draft_length + 2)
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        return self.shape.draft(self, pending, sampling, u, texts)
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        """Nothing to learn: the next draft reads the text again from where the last one began."""
+
+    def first(self, pending: Tensor, texts: Texts) -> Tensor:
+        # Of a chain's last draft only its last token was not processed, of a tree's all may lie in other slots:
+        # what it may have kept is processed again.
+        again = 1 if isinstance(self.shape, Chain) else self.draft_length
+        hidden = self._session.catch_up(texts, again, room=self.nodes + self.draft_length + 2)
+        return self._logits(hidden[:, None])
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
+        base = 1 + draft.tokens.shape[1] - tokens.shape[1]
+        tree = None if draft.parents is None else draft
+        return self._logits(self.model.extend(self._session.cache, tokens, tree, base))
+
+    def _logits(self, hidden: Tensor) -> Tensor:  # [B, f, D] -> [B, f, V] over the target's vocabulary
+        logits = self.model.logits(hidden)[..., : self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)

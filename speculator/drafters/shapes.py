@@ -1,0 +1,244 @@
+"""Shapes of a draft: a chain, sampled candidates, the best paths, a tree of the likeliest. Any source gives the laws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling, draw
+from speculator.drafters.base import LawSource, Texts
+from speculator.errors import UserError
+
+_LOSSY = ("typical-lossy",)
+
+
+class Shape(Protocol):
+    """How a draft is built from next-token laws."""
+
+    depth: int
+    nodes: int
+    rules: tuple[str, ...]
+
+    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        """See `Drafter.propose`."""
+        ...
+
+
+class Chain:
+    """One token after the other.
+
+    Args:
+        length: the most tokens.
+        sampled: above temperature 0, draw each token from the source's law instead of taking the likeliest.
+        min_confidence: stop behind the token with which the drawn tokens' joint probability falls below this. What was
+            drawn is never dropped, so the text stays exact. Asks the device once a token.
+    """
+
+    def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
+        if length < 1:
+            raise UserError(f"draft length {length} is not at least 1")
+        self.depth = self.nodes = length
+        self.sampled, self.min_confidence = sampled, min_confidence
+        self.rules = (*(("token", "block") if sampled else ("walk", "token", "block")), *_LOSSY)
+
+    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        sampled = self.sampled and not sampling.greedy
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        lengths = torch.zeros_like(pending)
+        confidence = torch.ones_like(pending, dtype=torch.float32)
+        logits = source.first(pending, texts)[:, 0]
+        while True:
+            lengths = lengths + (confidence >= self.min_confidence)
+            if sampled:
+                laws.append(sampling.law(logits))
+                tokens.append(draw(laws[-1], u[:, len(tokens)]))
+            else:
+                tokens.append(logits.argmax(-1))
+            if self.min_confidence:
+                law = laws[-1] if sampled else logits.softmax(-1)
+                confidence = confidence * law.gather(1, tokens[-1][:, None])[:, 0]
+            if len(tokens) == self.depth or (self.min_confidence and not (confidence >= self.min_confidence).any()):
+                break
+            so_far = Draft(torch.stack(tokens, 1), lengths)
+            logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None], so_far)[:, 0]
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
+
+
+class Candidates:
+    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children, drawn from one law.
+
+    Args:
+        branches: children per token, level by level.
+        replacement: draw siblings independently instead of each from what its elders left.
+
+    At temperature 0 the children are the likeliest tokens.
+    """
+
+    def __init__(self, branches: Sequence[int], replacement: bool = False):
+        self.branches = _checked(branches)
+        self.replacement = replacement
+        self.depth, self.nodes = len(self.branches), sum(accumulate(self.branches, lambda a, b: a * b))
+        self.rules = ("multi-candidate-replacement" if replacement else "multi-candidate", *_LOSSY)
+
+    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        count, so_far = len(pending), Draft.none(pending)
+        logits = source.first(pending, texts)  # [B, f, V]
+        for level, children in enumerate(self.branches):
+            before, width = so_far.tokens.shape[1], logits.shape[1]
+            laws = None
+            if sampling.greedy:
+                tokens = logits.topk(children).indices
+            else:
+                laws = sampling.law(logits)
+                own = u[:, before : before + width * children].reshape(count * width, children)
+                tokens = _siblings(laws.flatten(0, 1), own, self.replacement)
+                laws = laws.repeat_interleave(children, 1)
+                laws = laws if so_far.probs is None else torch.cat([so_far.probs, laws], 1)
+            tokens = tokens.reshape(count, width * children)
+            place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
+            grown = before + width * children
+            so_far = Draft(
+                torch.cat([so_far.tokens, tokens], 1),
+                torch.full_like(pending, grown),
+                laws,
+                place - 1 if level == 0 else torch.cat([so_far.parents, place + before - width], 1),
+                depth=level + 1,
+                width=max(self.branches),
+            )
+            if level + 1 < self.depth:
+                logits = source.next(level + 1, tokens, place, so_far)
+        return so_far
+
+
+def _siblings(laws: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
+    """k draws from each law, one after the other."""
+    tokens: list[Tensor] = []
+    for i in range(u.shape[1]):
+        tokens.append(draw(laws, u[:, i]))
+        if not replacement:
+            laws = laws.scatter(1, tokens[-1][:, None], 0)
+    return torch.stack(tokens, 1)
+
+
+class Tree:
+    """The `nodes` likeliest tokens by joint probability (EAGLE-2, 2406.16858): another tree each step, deterministic.
+
+    Args:
+        branches: children that each expanded token offers, level by level.
+        nodes: tokens that go through the target.
+        beam: the most tokens of a level that are expanded.
+    """
+
+    def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
+        self.branches, self.beam = _checked(branches), beam
+        self.depth = len(self.branches)
+        self.nodes = nodes
+        self.rules = ("walk", *_LOSSY)
+        if not self.depth <= nodes <= self._offered:
+            raise UserError(
+                f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self._offered}"
+            )
+
+    @property
+    def _offered(self) -> int:
+        total, width = 0, 1
+        for children in self.branches:
+            total, width = total + width * children, min(self.beam, width * children)
+        return total
+
+    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        tokens, parents, scores = _expand(source, pending, self.branches, self.beam, texts)
+        keep = scores.topk(self.nodes).indices.sort(-1).values
+        return _selected(tokens, parents, keep, torch.full_like(pending, self.nodes), self)
+
+
+class Paths:
+    """The `paths` likeliest whole paths, their common beginnings verified once: the candidates of 2404.19124.
+
+    Args:
+        branches: the likeliest tokens that each head offers.
+        paths: candidates that go through the target.
+    """
+
+    def __init__(self, branches: Sequence[int], paths: int):
+        self.branches, self.paths = _checked(branches), paths
+        self.depth, self.nodes = len(self.branches), paths * len(self.branches)
+        self.rules = ("walk", *_LOSSY)
+        if not 1 <= paths <= prod(self.branches):
+            raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
+
+    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        tokens, parents, scores = _expand(source, pending, self.branches, prod(self.branches), texts)
+        leaves = prod(self.branches)
+        keep = scores[:, -leaves:].topk(self.paths).indices + scores.shape[1] - leaves
+        on_path = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, keep, True)
+        for _ in range(self.depth - 1):
+            keep = parents.gather(1, keep)
+            on_path = on_path.scatter(1, keep, True)
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        order = torch.where(on_path, index, tokens.shape[1]).sort(-1).values[:, : self.nodes]
+        return _selected(tokens, parents, order.clamp(max=tokens.shape[1] - 1), on_path.sum(-1), self)
+
+
+def _expand(
+    source: LawSource, pending: Tensor, branches: Sequence[int], beam: int, texts: Texts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
+
+    A child comes after its parent and never scores above it, so the best `nodes` hang together.
+    """
+    count = len(pending)
+    logits = source.first(pending, texts)
+    score = logits.new_zeros(count, 1, dtype=torch.float32)
+    place = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
+    fed = Draft.none(pending)  # the expanded tokens: a tree of their own
+    all_tokens, all_parents, all_scores = [], [], []
+    offered = 0
+    for level, children in enumerate(branches):
+        best = logits.float().log_softmax(-1).topk(children)
+        width = logits.shape[1]
+        tokens = best.indices.flatten(1)
+        scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
+        all_tokens.append(tokens)
+        all_parents.append(place.repeat_interleave(children, 1))
+        all_scores.append(scores)
+        if level + 1 == len(branches):
+            break
+        top = scores.topk(min(beam, scores.shape[1]))
+        score, chosen = top.values, top.indices
+        place = chosen + offered
+        offered += scores.shape[1]
+        parent = chosen // children
+        newest = tokens.gather(1, chosen)
+        before = fed.tokens.shape[1]
+        root = torch.full_like(parent, -1)
+        fed = Draft(
+            torch.cat([fed.tokens, newest], 1),
+            torch.full_like(pending, before + newest.shape[1]),
+            None,
+            root if level == 0 else torch.cat([fed.parents, parent + before - width], 1),
+            depth=level + 1,
+        )
+        logits = source.next(level + 1, newest, parent, fed)
+    return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
+
+
+def _selected(tokens: Tensor, parents: Tensor, keep: Tensor, lengths: Tensor, shape: Tree | Paths) -> Draft:
+    """The draft of the tokens at `keep` [B, n], in order; their parents are among them."""
+    place = torch.zeros_like(tokens).scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
+    kept = parents.gather(1, keep)
+    renamed = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
+    return Draft(tokens.gather(1, keep), lengths, None, renamed, depth=shape.depth, width=max(shape.branches))
+
+
+def _checked(branches: Sequence[int]) -> tuple[int, ...]:
+    if not branches or min(branches) < 1:
+        raise UserError(f"branches {tuple(branches)}: give at least one level, and at least one child on each")
+    return tuple(branches)
