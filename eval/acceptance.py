@@ -51,7 +51,7 @@ def real_acceptance(target: Target, head: MLPSpeculator, prompts: list[list[int]
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if share:
-            generation = generate(target, drafter, share, sampling, max_new_tokens=_NEW_TOKENS, ignore_eos=True)
+            generation = generate(target, drafter, share, sampling, max_new_tokens=_NEW_TOKENS, eos_token_ids=())
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
     head.train(was_training)

@@ -51,7 +51,7 @@ def time_ours(
 ) -> None:
     """Decode one prompt with the built-in loop."""
     synchronize()
-    generation = generate(target, drafter, [prompt], sampling, max_new_tokens=count, ignore_eos=True)
+    generation = generate(target, drafter, [prompt], sampling, max_new_tokens=count, eos_token_ids=())
     out.tokens += generation.tokens
     out.steps += generation.steps[0]
     out.prefill_seconds.append(generation.prefill_seconds)

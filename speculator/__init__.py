@@ -1,5 +1,6 @@
 """Draft heads that make a language model generate faster without changing what it says."""
 
+from speculator.custom_generate import speculative
 from speculator.decoding.generate import Generation, Step, generate
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
@@ -27,4 +28,5 @@ __all__ = [
     "UserError",
     "generate",
     "load_head",
+    "speculative",
 ]

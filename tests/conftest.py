@@ -14,14 +14,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
@@ -42,24 +50,27 @@ _SHAPE = dict(  # noqa: C408
     eos_token_id=None,
     pad_token_id=None,
 )
+_HEADS_OF_8 = dict(head_dim=8)  # noqa: C408
+_EXPERTS = dict(num_experts_per_tok=2)  # noqa: C408
 CONFIGS = {
     "llama": LlamaConfig(**_SHAPE),
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=8),
+    "qwen2": Qwen2Config(**_SHAPE),
+    "qwen3": Qwen3Config(**_SHAPE, **_HEADS_OF_8),
     "mistral": MistralConfig(**_SHAPE, sliding_window=6),
-    "gemma3": Gemma3TextConfig(**_SHAPE, head_dim=8, sliding_window=6),
+    "gemma2": Gemma2Config(
+        **_SHAPE, **_HEADS_OF_8, sliding_window=6, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
+    ),
+    "gemma3": Gemma3TextConfig(**_SHAPE, **_HEADS_OF_8, sliding_window=6),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=None, eos_token_id=None
     ),
-    "gpt_neox": GPTNeoXConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
+    "gpt_neox": GPTNeoXConfig(**{k: v for k, v in _SHAPE.items() if k != "num_key_value_heads"}),
+    "phi3": Phi3Config(**_SHAPE, sliding_window=6),
+    "granite": GraniteConfig(**_SHAPE, logits_scaling=4.0, attention_multiplier=0.5, residual_multiplier=0.8),
+    "olmo2": Olmo2Config(**_SHAPE),
+    "mixtral": MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**_SHAPE, **_HEADS_OF_8, **_EXPERTS, num_experts=4, moe_intermediate_size=16),
+    "gpt_oss": GptOssConfig(**_SHAPE, **_HEADS_OF_8, **_EXPERTS, num_local_experts=4, sliding_window=6),
 }
 
 

@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     target = Target.load(str(Path(__file__).parent))
     prompts = from_text([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, PROMPTS, split="held-out").prompts
-    greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True).tokens
+    greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).tokens
     originals = []
     for row in documents([PYTHON_SOURCES], "held-out"):
         ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]

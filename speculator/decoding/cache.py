@@ -61,6 +61,8 @@ class _RowLayer(CacheLayerMixin):
     def grow(self, capacity: int) -> None:
         """Make room for more slots, keeping what is there."""
         if self.is_initialized:
+            assert self.keys is not None
+            assert self.values is not None
             more = capacity - self.keys.shape[2]
             self.keys, self.values = (nn.functional.pad(b, (0, 0, 0, more)) for b in (self.keys, self.values))
 
@@ -128,16 +130,18 @@ class RowCache(Cache):
         """Put what the last write left at `path` to its front, in that order: the tokens of a tree that are kept."""
         source = self.lengths[:, None] + path
         for layer in self.layers:
+            assert isinstance(layer, _RowLayer)
             for buffer in (layer.keys, layer.values):
                 assert buffer is not None
                 buffer[self.rows, :, self.block[:, : path.shape[1]]] = buffer[self.rows, :, source]
 
     def grow(self, capacity: int) -> None:
-        """Have at least `capacity` slots a row."""
+        """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare."""
         if capacity > self.capacity:
-            self.capacity = capacity
+            self.capacity = max(capacity, self.capacity + self.capacity // 2)
             for layer in self.layers:
-                layer.grow(capacity)
+                assert isinstance(layer, _RowLayer)
+                layer.grow(self.capacity)
 
     def mask(self, groups: int, window: int | None) -> Tensor | None:  # [B, 1, groups * width, extent] bool
         """Who sees what in the write under way: a token sees the slots of what comes before it, and its own.

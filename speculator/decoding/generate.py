@@ -6,7 +6,7 @@ Plain decoding is this loop without a drafter, so a measured speedup compares li
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -125,7 +125,7 @@ def generate(
     rule: str | None = None,
     max_new_tokens: int = 128,
     stop_strings: Sequence[str] = (),
-    ignore_eos: bool = False,
+    eos_token_ids: Collection[int] | None = None,
     session: Session | None = None,
     on_step: Callable[[int, list[int], int], None] | None = None,
 ) -> Generation:
@@ -141,7 +141,7 @@ def generate(
             temperature 0 all are the greedy rule.
         max_new_tokens: the most new tokens per row; a row also ends at the target's context length.
         stop_strings: a row ends with the token that completes one of them.
-        ignore_eos: go on past EOS, for measurements of equal length.
+        eos_token_ids: tokens that end a row, by default the target's own; none for measurements of equal length.
         session: keeps the cache for the next call, see `Session`.
         on_step: called with (row, new tokens, how many of them were drafted) as they come, the prefill's first.
 
@@ -154,7 +154,7 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     _check_prompts(target, lengths)
     limits = [min(max_new_tokens, target.context_length - n) for n in lengths]
-    eos: set[int] = set() if ignore_eos else target.eos_token_ids
+    eos = target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
     stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
     rows = _Rows([list(prompt) for prompt in prompts], limits, eos, stop)
     laws = RowSampling(settings, target.device)

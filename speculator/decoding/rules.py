@@ -80,7 +80,7 @@ def block(
     draft: Draft,  # a chain
     u: Tensor,  # [B, G]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Block verification (2403.10444 algorithm 2): the longest prefix that passes, never shorter in the mean than `token`.
+    """Block verification (2403.10444 algorithm 2): the longest prefix that passes, in the mean at least `token`'s.
 
     P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)); a prefix of i < G tokens passes with h_i = S / (S + 1 - P_i), where
     S = sum_x (P_i p_{i+1}(x) - q_{i+1}(x))_+, the whole draft with P_G. The next token follows norm((P_n p - q)_+).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +34,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise UserError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be a number from 0 on, got {self.temperature}")
         if self.top_k < 0:
             raise UserError(f"top_k must not be negative, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -30,12 +30,12 @@ class Session:
         self.texts: list[list[int]] = []
         self.processed = 0
 
-    def prefill(self, texts: Sequence[Sequence[int]], room: int) -> tuple[Tensor, Tensor]:  # [B, S, D], [B]
+    def prefill(self, texts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Tensor]:  # [B, S, D], [B]
         """Process what is new in each text; gives its hidden states and how many of them, from the left, there are.
 
         Args:
             texts: token ids. Of each at least the last token is processed.
-            room: slots to have behind the longest.
+            room: slots to have behind the longest; a cache can also grow later.
         """
         device = self.target.device
         known = [0] * len(texts)
@@ -59,7 +59,7 @@ class Session:
         self.processed += sum(map(len, new))
         return hidden, counts
 
-    def catch_up(self, texts: Sequence[Sequence[int]], again: int, room: int) -> Tensor:  # [B, D]
+    def catch_up(self, texts: Sequence[Sequence[int]], again: int) -> Tensor:  # [B, D]
         """Process the last token of each text, and the `again` tokens before it once more, whatever is in their slots.
 
         Gives the last token's hidden state. The last token stays uncommitted: a draft's verify position 0.
@@ -67,7 +67,7 @@ class Session:
         device = self.target.device
         ends = [len(text) - 1 for text in texts]
         starts = [max(0, end - again) for end in ends]
-        self.cache.grow(max(ends) + 1 + room)
+        self.cache.grow(max(max(ends), max(starts) + again) + 1)
         window = [list(text[start : start + again + 1]) for text, start in zip(texts, starts, strict=True)]
         tokens = torch.tensor([row + [0] * (again + 1 - len(row)) for row in window], device=device)
         self.cache.lengths = torch.tensor(starts, device=device)

@@ -41,7 +41,7 @@ class ModelDrafter:
 
     def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
         # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
-        self._session.prefill([text[:-1] for text in texts], room=self.nodes + self.draft_length + 2)
+        self._session.prefill([text[:-1] for text in texts])
 
     @torch.no_grad()
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
@@ -54,13 +54,14 @@ class ModelDrafter:
         # Of a chain's last draft only its last token was not processed, of a tree's all may lie in other slots:
         # what it may have kept is processed again.
         again = 1 if isinstance(self.shape, Chain) else self.draft_length
-        hidden = self._session.catch_up(texts, again, room=self.nodes + self.draft_length + 2)
-        return self._logits(hidden[:, None])
+        return self._logits(self._session.catch_up(texts, again)[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
         base = 1 + draft.tokens.shape[1] - tokens.shape[1]
         tree = None if draft.parents is None else draft
-        return self._logits(self.model.extend(self._session.cache, tokens, tree, base))
+        cache = self._session.cache
+        cache.grow(cache.longest + base + tokens.shape[1])
+        return self._logits(self.model.extend(cache, tokens, tree, base))
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [B, f, D] -> [B, f, V] over the target's vocabulary
         logits = self.model.logits(hidden)[..., : self._vocab_size]

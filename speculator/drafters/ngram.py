@@ -28,9 +28,9 @@ class _Index:
                 self.ends[tuple(text[end - size : end])] = end
         self.known = len(text) - 1
         for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
-            end = self.ends.get(tuple(text[-size:]))
-            if end is not None:
-                return list(text[end : end + count])
+            match = self.ends.get(tuple(text[-size:]))
+            if match is not None:
+                return list(text[match : match + count])
         return []
 
 
@@ -43,7 +43,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    rules = ("walk", "token", "block", "typical-lossy")
+    rules: tuple[str, ...] = ("walk", "token", "block", "typical-lossy")
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
         if draft_length < 1:

@@ -1,4 +1,4 @@
-"""Shapes of a draft: a chain, sampled candidates, the best paths, a tree of the likeliest. Any source gives the laws."""
+"""Shapes of a draft: chain, sampled candidates, tree of the likeliest, best paths. Any source gives the laws."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Chain:
             raise UserError(f"draft length {length} is not at least 1")
         self.depth = self.nodes = length
         self.sampled, self.min_confidence = sampled, min_confidence
-        self.rules = (*(("token", "block") if sampled else ("walk", "token", "block")), *_LOSSY)
+        self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *_LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         sampled = self.sampled and not sampling.greedy
@@ -85,7 +85,7 @@ class Candidates:
         self.branches = _checked(branches)
         self.replacement = replacement
         self.depth, self.nodes = len(self.branches), sum(accumulate(self.branches, lambda a, b: a * b))
-        self.rules = ("multi-candidate-replacement" if replacement else "multi-candidate", *_LOSSY)
+        self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *_LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         count, so_far = len(pending), Draft.none(pending)
@@ -108,7 +108,7 @@ class Candidates:
                 torch.cat([so_far.tokens, tokens], 1),
                 torch.full_like(pending, grown),
                 laws,
-                place - 1 if level == 0 else torch.cat([so_far.parents, place + before - width], 1),
+                torch.cat([so_far.before, place + 1 + before - width], 1) - 1,
                 depth=level + 1,
                 width=max(self.branches),
             )
@@ -140,7 +140,7 @@ class Tree:
         self.branches, self.beam = _checked(branches), beam
         self.depth = len(self.branches)
         self.nodes = nodes
-        self.rules = ("walk", *_LOSSY)
+        self.rules: tuple[str, ...] = ("walk", *_LOSSY)
         if not self.depth <= nodes <= self._offered:
             raise UserError(
                 f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self._offered}"
@@ -170,7 +170,7 @@ class Paths:
     def __init__(self, branches: Sequence[int], paths: int):
         self.branches, self.paths = _checked(branches), paths
         self.depth, self.nodes = len(self.branches), paths * len(self.branches)
-        self.rules = ("walk", *_LOSSY)
+        self.rules: tuple[str, ...] = ("walk", *_LOSSY)
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
 
@@ -218,12 +218,11 @@ def _expand(
         parent = chosen // children
         newest = tokens.gather(1, chosen)
         before = fed.tokens.shape[1]
-        root = torch.full_like(parent, -1)
         fed = Draft(
             torch.cat([fed.tokens, newest], 1),
             torch.full_like(pending, before + newest.shape[1]),
             None,
-            root if level == 0 else torch.cat([fed.parents, parent + before - width], 1),
+            torch.cat([fed.before, parent + 1 + before - width], 1) - 1,
             depth=level + 1,
         )
         logits = source.next(level + 1, newest, parent, fed)

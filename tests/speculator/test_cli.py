@@ -1,12 +1,22 @@
+import io
 import json
+import random
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import tiny_head
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import tiny_head, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from speculator import Candidates, Chain, Paths, Sampling, Session, Tree
 from speculator.__main__ import main
+from speculator.commands import generate as command
+from speculator.streaming import Detokenizer, TextStream, decode
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
@@ -18,20 +28,35 @@ def head_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"]])
+@pytest.fixture(scope="module")
+def chat_folder(target_folder, tmp_path_factory):
+    """The target with a chat template."""
+    folder = shutil.copytree(target_folder, tmp_path_factory.mktemp("chat") / "target")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def greedy(folder, ids: list[int], count: int) -> list[int]:
+    import torch
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"]])
 def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    drafting = [*drafting, str(head_folder)] if drafting == ["--speculator"] else drafting
+    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)]}
+    drafting = [part for flag in drafting for part in (flag, *folders.get(flag, []))]
     flags = ["--prompts", str(prompts), "--output", str(output), "--max_new_tokens", "20", "--batch_size", "2"]
     assert main(["generate", "--target", str(target_folder), *drafting, *flags]) == 0
-    tokenizer, model = AutoTokenizer.from_pretrained(target_folder), AutoModelForCausalLM.from_pretrained(target_folder)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == texts
     for row in rows:
-        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
-        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
+        expected = greedy(target_folder, tokenizer(row["prompt"])["input_ids"], 20)
         assert row["tokens"] == expected
         assert row["text"] == tokenizer.decode(expected, skip_special_tokens=True)
         assert row["tokens_per_step"] is None or row["tokens_per_step"] >= 1
@@ -50,15 +75,285 @@ def test_a_prompt_is_continued_on_the_terminal(target_folder):
     [
         (["--prompt", "x", "--speculator", "nowhere"], "nowhere"),
         (["--prompt", ""], "prompt 1 is empty"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature"),
-        (["--prompt", "x", "--max_new_tokens", "0"], "--max_new_tokens"),
+        (["--prompt", "x", "--chat"], "no chat template"),
+        (["--prompt", "x", "--draft_model", "nowhere"], "nowhere"),
     ],
 )
 def test_wrong_input_is_one_line(target_folder, capsys, flags, message):
     assert main(["generate", "--target", str(target_folder), *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.count("\n") == 1
+
+
+HEAD = ["--speculator", "some_head"]
+TEXT = ["--prompt", "x"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --prompt, --prompts or --chat"),
+        ([*TEXT, "--prompts", "in.jsonl"], "not allowed with argument --prompt"),
+        (["--chat", "--prompts", "in.jsonl"], "--chat and --prompts"),
+        (["--chat", "--output", "out.jsonl"], "--output"),
+        ([*TEXT, "--output", "nowhere/out.jsonl"], "no folder nowhere"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        ([*TEXT, "--temperature", "-1"], "temperature"),
+        ([*TEXT, "--top_p", "1.5"], "top_p"),
+        ([*TEXT, "--max_new_tokens", "0"], "--max_new_tokens"),
+        ([*TEXT, "--seed", str(2**70)], "--seed"),
+        ([*TEXT, "--stop", ""], "--stop"),
+        ([*TEXT, "--show-drafts"], "--show_drafts: give a drafter"),
+        ([*TEXT, "--ngram", "--show-drafts", "--output", "out.jsonl"], "--show-drafts"),
+        (["--prompts", "in.jsonl", "--ngram", "--show-drafts", "--batch_size", "2"], "--show-drafts"),
+        ([*TEXT, "--rule", "block"], "--rule: give a drafter"),
+        ([*TEXT, "--draft_length", "3"], "--draft_length: give a drafter"),
+        ([*TEXT, *HEAD, "--ngram"], "not allowed with argument --speculator"),
+        ([*TEXT, *HEAD, "--draft_model", "other"], "not allowed with argument --speculator"),
+        ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
+        ([*TEXT, "--ngram", "--min_confidence", "0.5"], "--min_confidence"),
+        ([*TEXT, "--ngram", "--draft_length", "0"], "draft length 0"),
+        ([*TEXT, *HEAD, "--nodes", "4"], "--nodes: give --branches"),
+        ([*TEXT, *HEAD, "--replacement"], "--replacement: give --branches"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--nodes, --paths: only one"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--replacement"], "--nodes, --replacement: only one"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--draft_length", "2"], "--branches draft no chain: --draft_length"),
+        ([*TEXT, *HEAD, "--branches", "3,x"], "'3,x' is not numbers"),
+        ([*TEXT, *HEAD, "--branches", "3,0"], "at least one child"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "99"], "99 nodes"),
+        ([*TEXT, *HEAD, "--min_confidence", "1.5"], "--min_confidence 1.5"),
+        ([*TEXT, *HEAD, "--rule", "nonsense"], "invalid choice: 'nonsense'"),
+        ([*TEXT, *HEAD, "--rule", "walk"], "--rule walk does not fit what is drafted; these do: token, block"),
+        ([*TEXT, "--ngram", "--rule", "multi-candidate"], "--rule multi-candidate does not fit"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi-candidate-replacement"], "does not fit"),
+    ],
+)
+def test_bad_combinations_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    try:
+        code = main(["generate", "--target", "no_target_there", *flags])
+    except SystemExit as error:
+        code = error.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+@pytest.mark.parametrize("row", ["not JSON", "[1]", '{"text": "x"}', '{"messages": []}', '{"messages": ["hi"]}'])
+def test_a_row_that_is_none_is_named_by_its_line(tmp_path, capsys, row):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + row)
+    assert main(["generate", "--target", "no_target_there", "--prompts", str(tmp_path / "in.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert "in.jsonl:2: " in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "expected"),
+    [
+        ([], Chain, {"depth": 3, "sampled": True, "min_confidence": 0.0}),
+        (["--draft_length", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
+        (["--min_confidence", "0.4", "--rule", "block"], Chain, {"depth": 3, "min_confidence": 0.4}),
+        (["--branches", "3,2", "--nodes", "5", "--rule", "walk"], Tree, {"branches": (3, 2), "nodes": 5}),
+        (["--branches", "3,2", "--paths", "2"], Paths, {"branches": (3, 2), "paths": 2}),
+        (["--branches", "3,2"], Candidates, {"branches": (3, 2), "replacement": False}),
+        (["--branches", "2,2", "--replacement"], Candidates, {"replacement": True}),
+    ],
+)
+def test_flags_reach_the_drafter_and_the_text_stays(
+    target_folder, head_folder, monkeypatch, capsys, flags, kind, expected
+):
+    calls = []
+
+    def recorded(target, drafter, prompts, sampling, **settings):
+        calls.append((drafter, sampling, settings))
+        return generate(target, drafter, prompts, sampling, **settings)
+
+    generate = command.generate
+    monkeypatch.setattr(command, "generate", recorded)
+    argv = ["generate", "--target", str(target_folder), "--prompt", "def f", "--max_new_tokens", "16"]
+    assert main(argv) == 0
+    plain = capsys.readouterr().out
+    assert main([*argv, "--speculator", str(head_folder), *flags]) == 0
+    assert capsys.readouterr().out == plain
+    settings = [
+        "--temperature",
+        "0.9",
+        "--top_k",
+        "7",
+        "--top_p",
+        "0.8",
+        "--min_p",
+        "0.1",
+        "--seed",
+        "5",
+        "--stop",
+        "}",
+    ]
+    assert main([*argv, "--speculator", str(head_folder), *flags, *settings]) == 0
+    drafter, sampling, others = calls[-1]
+    assert type(drafter.shape) is kind
+    assert {name: getattr(drafter.shape, name) for name in expected} == expected
+    assert sampling == Sampling(0.9, 7, 0.8, 0.1, seed=5)
+    assert others["stop_strings"] == ["}"]
+    assert others["rule"] == (flags[flags.index("--rule") + 1] if "--rule" in flags else None)
+
+
+def test_stop_strings_end_the_text(target_folder, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    argv = ["generate", "--target", str(target_folder), "--prompt", "def f", "--max_new_tokens", "20"]
+    text = decode(tokenizer, greedy(target_folder, tokenizer("def f")["input_ids"], 20))
+    stop = re.search(r"[!-~]", text[3:])[0]
+    assert main([*argv, "--stop", "never said", "--stop", stop]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "def f" + text[: len(shown) - 6] + "\n"
+    assert len(shown) < len(text)
+    assert stop in shown
+
+
+def llama_like_tokenizer() -> PreTrainedTokenizerFast:
+    """As sentencepiece makes them: a space is a part of its word, unknown characters are byte tokens."""
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁▁", "é", "<eos>"]
+    bpe = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+
+
+def test_characters_split_over_tokens_are_streamed_whole():
+    text = "naïve 日本語🙂🙂 Ελλάδα e\u0301 \u200d end"
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer(text)["input_ids"]
+    assert "\ufffd" in "".join(decode(tokenizer, [token]) for token in tokens)  # what token by token would show
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token) for token in tokens]
+    assert "".join(pieces) == text == decode(tokenizer, tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > len(text) // 2  # a stream, not one text at the end
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), llama_like_tokenizer()], ids=["byte-level", "byte-fallback"])
+def test_pieces_add_up_to_the_whole_text_whatever_the_tokens(tokenizer):
+    """Most such texts are no UTF-8: what is shown must be what decoding them at once gives."""
+    draw = random.Random(0)
+    late = [tokenizer.eos_token_id, *range(len(tokenizer) - 8, len(tokenizer))]
+    for _ in range(300):
+        tokens = draw.choices([*range(len(tokenizer)), *late * 20], k=12)
+        detokenizer, shown, whole = Detokenizer(tokenizer), "", decode(tokenizer, tokens)
+        for token in tokens:
+            shown += detokenizer.push(token)
+            assert whole.startswith(shown)
+        assert shown + detokenizer.finish() == whole
+
+
+class Terminal(io.StringIO):
+    """Remembers each write."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = []
+
+    def write(self, text):
+        self.writes.append(text)
+        return super().write(text)
+
+
+def test_text_appears_as_it_comes(target_folder, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "import"}\n{"prompt": "class A"}\n')
+    argv = ["generate", "--target", str(target_folder), "--ngram", "--max_new_tokens", "24"]
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    for source, prompts in (
+        (["--prompt", "import"], ["import"]),
+        (["--prompts", str(tmp_path / "in.jsonl")], ["import", "class A"]),
+    ):
+        monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+        assert main([*argv, *source]) == 0
+        expected = [decode(tokenizer, greedy(target_folder, tokenizer(p)["input_ids"], 24)) for p in prompts]
+        assert terminal.getvalue() == "".join(f"{p}{text}\n" for p, text in zip(prompts, expected, strict=True))
+        assert sum(map(bool, terminal.writes)) > 5 * len(prompts)
+        assert "\x1b" not in terminal.getvalue()
+
+
+def test_show_drafts_colours_what_was_drafted(target_folder, monkeypatch, capsys):
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    stream = TextStream(tokenizer, lead="> ", colours=True)
+    tokens = tokenizer("abé")["input_ids"]
+    assert len(tokens) == 4
+    stream(0, tokens[:2], 1)
+    stream(0, tokens[2:], 2)
+    stream.finish()
+    assert terminal.getvalue() == "> \x1b[32ma\x1b[0mb\x1b[32mé\x1b[0m\n"
+    monkeypatch.undo()
+
+    argv = ["generate", "--target", str(target_folder), "--draft_model", str(target_folder), "--prompt", "import"]
+    assert main([*argv, "--show-drafts"]) == 0
+    coloured = capsys.readouterr()
+    assert main(argv) == 0
+    plain = capsys.readouterr()
+    assert "\x1b[32m" in coloured.out
+    assert re.sub(r"\x1b\[\d+m", "", coloured.out) == plain.out
+    assert coloured.err.startswith("\x1b[32mgreen\x1b[0m")
+    assert "\x1b" not in plain.out + plain.err
+
+
+def test_chat_with_a_prompt_is_one_user_message(chat_folder, tmp_path, capsys):
+    flags = ["generate", "--target", str(chat_folder), "--max_new_tokens", "8"]
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    expected = greedy(chat_folder, tokenizer("<user>hello\n<assistant>")["input_ids"], 8)
+    output, rows = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
+    assert main([*flags, "--chat", "--prompt", "hello", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["tokens"] == expected
+    assert json.loads(output.read_text())["prompt"] == "hello"
+    assert main([*flags, "--chat", "--prompt", "hello"]) == 0
+    assert capsys.readouterr().out == decode(tokenizer, expected) + "\n"
+    rows.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    assert main([*flags, "--prompts", str(rows), "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["tokens"] == expected
+
+
+@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"]])
+def test_a_conversation_remembers_and_reuses(chat_folder, head_folder, monkeypatch, capsys, drafting):
+    sessions = []
+
+    class Recorded(Session):
+        def __init__(self, target):
+            super().__init__(target)
+            sessions.append(self)
+
+    monkeypatch.setattr(command, "Session", Recorded)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand then?\nlast"))
+    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(chat_folder)]}
+    drafting = [part for flag in drafting for part in (flag, *folders.get(flag, []))]
+    assert main(["generate", "--target", str(chat_folder), "--chat", "--max_new_tokens", "8", *drafting]) == 0
+    shown = capsys.readouterr()
+    tokenizer, text, answers, read = AutoTokenizer.from_pretrained(chat_folder), "", [], 0
+    for line in ("hello", "and then?", "last"):
+        text += f"<user>{line}\n<assistant>"
+        ids = tokenizer(text)["input_ids"]
+        read += len(ids)
+        answers.append(decode(tokenizer, greedy(chat_folder, ids, 8)))
+        text += answers[-1] + "\n"
+    assert shown.out == "".join(f"{answer}\n" for answer in answers)
+    assert shown.err.startswith("> " * 4)
+    assert "tokens/s" in shown.err
+    assert len(sessions) == 1
+    assert 0 < sessions[0].processed < read
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}"])
+def test_a_template_that_refuses_the_messages_is_one_line(chat_folder, tmp_path, capsys, template):
+    folder = shutil.copytree(chat_folder, tmp_path / "target")
+    (folder / "chat_template.jinja").write_text(template)
+    assert main(["generate", "--target", str(folder), "--chat", "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "chat template refuses the messages" in error
     assert error.count("\n") == 1
 
 

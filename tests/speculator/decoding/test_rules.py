@@ -1,144 +1,343 @@
 """The accept rules, proved by enumeration in float64; the known-wrong variants must fail the same proof."""
 
-from itertools import product
+from dataclasses import replace
 
+import enumeration as e
 import pytest
 import torch
 
 from speculator.decoding import rules
 from speculator.decoding.draft import Draft
 
-V, G = 3, 2
+EXACT = 1e-12
+SEEDS = range(50)
+PAIR_THEN_ONE = (-1, -1, 0, 1)  # two children of the root, one child of each
+TREES = [(-1, -1), (-1, -1, -1), PAIR_THEN_ONE, (-1, -1, 0, 0, 1)]
 
 
-def laws(seed: int):
-    """p and q over every prefix of a G-token draft: p[prefix], q[prefix] are laws over V tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    prefixes = [prefix for n in range(G + 1) for prefix in product(range(V), repeat=n)]
-
-    def law():
-        weights = torch.rand(V, generator=generator, dtype=torch.float64) ** 3
-        if seed % 3 == 1:
-            weights[torch.randint(V, (1,), generator=generator)] = 0
-        if seed % 5 == 2:
-            weights = torch.nn.functional.one_hot(weights.argmax(), V).double()
-        return weights / weights.sum()
-
-    p, q = {prefix: law() for prefix in prefixes}, {prefix: law() for prefix in prefixes}
-    return p, p if seed % 7 == 3 else q
+def kind(seed: int) -> str:
+    return e.KINDS[seed % len(e.KINDS)]
 
 
-def thresholds(p, q, draft):
-    """The points where an accept test changes its mind, for each position: exact cells of u."""
-    cells = []
-    for i in range(G):
-        p_x, q_x = p[draft[:i]][draft[i]].item(), q[draft[:i]][draft[i]].item()
-        cut = min(1.0, p_x / q_x) if q_x > 0 else 1.0
-        cells.append([(cut / 2, cut), ((1 + cut) / 2, 1 - cut)])  # (a u inside the cell, the cell's measure)
-    return cells
+CHAINS = [(size, depth) for size in (3, 4, 5, 6) for depth in (1, 2, 3) if size**depth <= 64]
 
 
-def output_joint(rule, p, q) -> dict[tuple[int, ...], float]:
-    """The exact joint law of the first G+1 emitted tokens, over all drafts and all accept patterns."""
-    joint: dict[tuple[int, ...], float] = {}
-    for draft in product(range(V), repeat=G):
-        drawn = torch.stack([q[draft[:i]] for i in range(G)])
-        weight = torch.prod(torch.stack([drawn[i, draft[i]] for i in range(G)])).item()
-        if weight == 0:
-            continue
-        target = torch.stack([p[draft[:i]] for i in range(G + 1)])
-        for pattern in product(*thresholds(p, q, draft)):
-            chance = weight * pattern[0][1] * pattern[1][1]
-            if chance == 0:
-                continue
-            u = torch.tensor([[cell[0] for cell in pattern]], dtype=torch.float64)
-            proposal = Draft(torch.tensor([draft]), torch.tensor([G]), drawn[None])
-            kept, law = rule(target[None], proposal, u)
-            n, law = kept.item(), law[0] / law[0].sum()
-            for token in range(V):
-                complete(joint, (*draft[:n], token), chance * law[token].item(), p)
-    return joint
+@pytest.mark.parametrize(("size", "depth"), CHAINS)
+@pytest.mark.parametrize(
+    ("rule", "breaks"), [(rules.token, e.token_breaks), (rules.block, e.block_breaks)], ids=["token", "block"]
+)
+def test_a_sampled_chain_keeps_the_target_law(rule, breaks, size, depth):
+    for seed in SEEDS:
+        w = e.world(seed, size, depth, kind(seed))
+        assert e.outcome(rule, w, list(e.sampled(w, e.CHAINS[depth])), breaks).total_variation < EXACT
 
 
-def complete(joint, prefix, chance, p):
-    """Extend an emitted prefix to G+1 tokens by the target's own law, which the next steps would draw from."""
-    if len(prefix) == G + 1:
-        joint[prefix] = joint.get(prefix, 0.0) + chance
-    elif chance > 0:
-        for token in range(V):
-            complete(joint, (*prefix, token), chance * p[prefix][token].item(), p)
+@pytest.mark.parametrize(("size", "depth"), CHAINS)
+@pytest.mark.parametrize(
+    ("rule", "breaks"),
+    [(rules.token, e.token_breaks), (rules.block, e.block_breaks), (rules.walk, e.walk_breaks)],
+    ids=["token", "block", "walk"],
+)
+def test_a_deterministic_chain_keeps_the_target_law(rule, breaks, size, depth):
+    for seed in SEEDS:
+        w = e.world(seed, size, depth, kind(seed))
+        assert e.outcome(rule, w, list(e.deterministic(w, e.CHAINS[depth])), breaks).total_variation < EXACT
 
 
-def total_variation(rule, seed: int) -> float:
-    p, q = laws(seed)
-    joint = output_joint(rule, p, q)
-    exact: dict[tuple[int, ...], float] = {}
-    complete(exact, (), 1.0, p)
-    return 0.5 * sum(abs(joint.get(key, 0.0) - exact.get(key, 0.0)) for key in joint.keys() | exact.keys())
+@pytest.mark.parametrize("parents", [*TREES, (-1, -1, -1, 0, 0, 1, 3)])
+def test_a_deterministic_tree_keeps_the_target_law(parents):
+    for size in (3, 5):
+        for seed in SEEDS:
+            w = e.world(seed, size, 3, kind(seed))
+            assert e.outcome(rules.walk, w, list(e.deterministic(w, parents)), e.walk_breaks).total_variation < EXACT
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_token_rule_keeps_the_target_law(seed):
-    assert total_variation(rules.token, seed) < 1e-12
+@pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
+@pytest.mark.parametrize("parents", [*TREES, e.CHAINS[2]])
+def test_sampled_candidates_keep_the_target_law(parents, replacement):
+    rule = rules.multi_candidate_replacement if replacement else rules.multi_candidate
+    for size, seeds in ((3, SEEDS), (4, range(10))):
+        for seed in seeds:
+            w = e.world(seed, size, 2, kind(seed))
+            cases = list(e.sampled(w, parents, replacement))
+            assert e.outcome(rule, w, cases, e.recursive_breaks(replacement)).total_variation < EXACT
+
+
+def test_a_sampled_tree_of_seven_nodes_keeps_the_target_law():
+    w = e.world(1, 3, 2, "plain")
+    cases = list(e.sampled(w, (-1, -1, 0, 0, 1, 1), replacement=False))
+    assert e.outcome(rules.multi_candidate, w, cases, e.recursive_breaks(False)).total_variation < EXACT
+
+
+def test_a_draft_cut_by_its_confidence_keeps_the_target_law():
+    """Whether to go on may depend on what was drawn, as long as what was drawn stays."""
+    for seed in SEEDS:
+        w = e.world(seed, 3, 3, kind(seed))
+        cases = [replace(case, length=_cut(case)) for case in e.sampled(w, e.CHAINS[3])]
+        for rule, breaks in ((rules.token, e.token_breaks), (rules.block, e.block_breaks)):
+            assert e.outcome(rule, w, cases, breaks).total_variation < EXACT
+
+
+def _cut(case: e.Case, least: float = 0.4) -> int:
+    """Behind the first token that its law gave less than `least`."""
+    for i, token in enumerate(case.tokens):
+        if case.laws[i][token] < least:
+            return i + 1
+    return len(case.tokens)
+
+
+def test_what_is_kept_in_the_mean():
+    """Token: the sum of its acceptances' products. Block at least that, without replacement at least with, by law."""
+    block_gain, candidate_gain = 0.0, 0.0
+    for seed in range(30):
+        w = e.world(seed, 3, 3, kind(seed))
+        chains = list(e.sampled(w, e.CHAINS[3]))
+        by_token = e.outcome(rules.token, w, chains, e.token_breaks).kept
+        by_block = e.outcome(rules.block, w, chains, e.block_breaks).kept
+        assert by_token == pytest.approx(_expected_kept(w), abs=1e-12)
+        assert by_block >= by_token - 1e-12
+        block_gain += by_block - by_token
+        pair = (-1, -1)
+        without = e.outcome(rules.multi_candidate, w, list(e.sampled(w, pair, False)), e.recursive_breaks(False)).kept
+        with_it = e.outcome(
+            rules.multi_candidate_replacement, w, list(e.sampled(w, pair)), e.recursive_breaks(True)
+        ).kept
+        candidate_gain += without - with_it
+    assert block_gain > 0.1
+    assert candidate_gain > 0.1
+
+
+def _expected_kept(w: e.World, prefix: tuple[int, ...] = ()) -> float:
+    """sum_x min(p, q)(x) (1 + what is kept after x)."""
+    if len(prefix) == w.depth:
+        return 0.0
+    both = torch.minimum(w.p[prefix], w.q[prefix]).tolist()
+    return sum(share * (1 + _expected_kept(w, (*prefix, x))) for x, share in enumerate(both) if share > 0)
+
+
+def test_walk_keeps_all_that_a_set_of_candidates_allows():
+    w = e.world(0, 5, 1, "plain")
+    (case,) = e.deterministic(w, (-1, -1, -1))
+    assert e.outcome(rules.walk, w, [case], e.walk_breaks).kept == pytest.approx(
+        w.p[()][list(case.tokens)].sum().item()
+    )
+
+
+# ---- known-wrong variants: each must fail the proof above
 
 
 def resample_from_target(p, draft, u):
-    """Wrong: after a refusal, sample p instead of the residual."""
-    kept, _ = rules.token(p, draft, u)
-    return kept, p[torch.arange(len(p)), kept]
+    """After a refusal, samples p instead of the residual."""
+    last, _ = rules.token(p, draft, u)
+    return last, p[torch.arange(len(p)), last]
 
 
-def accept_without_draft_law(p, draft, u):
-    """Wrong: tests a sampled token as if it had been certain."""
-    return rules.token(p, Draft(draft.tokens, draft.lengths, None), u)
+def forget_the_draft_law(p, draft, u):
+    """Tests a sampled token as if it had been certain."""
+    return rules.token(p, replace(draft, probs=None), u)
 
 
 def any_position(p, draft, u):
-    """Wrong: counts accepts that come after a refusal."""
-    size = p.shape[-1]
+    """Counts accepts that come after a refusal."""
     chosen = draft.tokens[:, :, None]
     p_x, q_x = p[:, :-1].gather(2, chosen)[..., 0], draft.probs.gather(2, chosen)[..., 0]
-    kept = (u * q_x < p_x).sum(-1)
-    q = torch.cat([draft.probs, torch.zeros(1, 1, size, dtype=p.dtype)], 1)
+    last = (u * q_x < p_x).sum(-1)
+    q = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))
     rows = torch.arange(len(p))
-    return kept, (p[rows, kept] - q[rows, kept]).clamp_min(0) + 1e-300
+    return last, (p[rows, last] - q[rows, last]).clamp_min(0) + 1e-300
 
 
-@pytest.mark.parametrize("wrong", [resample_from_target, accept_without_draft_law, any_position])
-def test_known_wrong_variants_fail_the_same_proof(wrong):
-    assert max(total_variation(wrong, seed) for seed in range(10)) > 1e-3
+def misstated_temperature(p, draft, u):
+    """Drawn at one temperature, tested as if at another."""
+    colder = draft.probs**2
+    return rules.token(p, replace(draft, probs=colder / colder.sum(-1, keepdim=True)), u)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_deterministic_draft_keeps_the_target_law(seed):
-    p, q = laws(seed)
-    one_hot = {k: torch.nn.functional.one_hot(law.argmax(), V).double() for k, law in q.items()}
-    joint = output_joint(lambda p, d, u: rules.token(p, Draft(d.tokens, d.lengths, None), u), p, one_hot)
-    exact: dict[tuple[int, ...], float] = {}
-    complete(exact, (), 1.0, p)
-    assert 0.5 * sum(abs(joint.get(k, 0.0) - exact[k]) for k in exact) < 1e-12
+def block_to_first_failure(p, draft, u):
+    """Block verification's tests, stopped at the first that fails, with block's residual."""
+    _, passes = _block_parts(p, draft, u)
+    last = passes.long().cumprod(-1).sum(-1)
+    return last, _block_law(p, draft, last)
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_what_was_not_drafted_is_neither_kept_nor_subtracted(length):
-    p = torch.full((1, G + 1, V), 1 / V, dtype=torch.float64)
-    draft = Draft(torch.zeros(1, G, dtype=torch.long), torch.tensor([length]), None)
-    kept, law = rules.token(p, draft, torch.zeros(1, G, dtype=torch.float64))
-    assert kept.item() == length
-    torch.testing.assert_close(law, p[:, length])
+def block_with_ordinary_residual(p, draft, u):
+    """Block verification's accepts with the token rule's residual: wrong by less than sampling would ever show."""
+    last, _ = rules.block(p, draft, u)
+    q = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))
+    rows = torch.arange(len(p))
+    left = (p[rows, last] - q[rows, last]).clamp_min(0)
+    return last, torch.where(left.sum(-1, keepdim=True) > 1e-30, left, p[rows, last])
 
 
-def test_a_uniform_of_zero_does_not_accept_an_impossible_token():
+def _block_parts(p, draft, u):
+    drawn = draft.probs.gather(2, draft.tokens[:, :, None])[..., 0]
+    ratio = p[:, :-1].gather(2, draft.tokens[:, :, None])[..., 0] / drawn
+    weights = [torch.ones(len(p), dtype=p.dtype)]
+    for i in range(ratio.shape[1]):
+        weights.append((weights[-1] * ratio[:, i]).clamp_max(1))
+    weight = torch.stack(weights, 1)
+    surplus = (weight[:, 1:-1, None] * p[:, 1:-1] - draft.probs[:, 1:]).clamp_min(0).sum(-1)
+    rest = surplus + 1 - weight[:, 1:-1]
+    h = torch.where(rest > 0, surplus / rest.clamp_min(1e-30), 1.0)
+    return weight, u < torch.cat([h, weight[:, -1:]], 1)
+
+
+def _block_law(p, draft, last):
+    weight, _ = _block_parts(p, draft, torch.zeros_like(draft.tokens, dtype=p.dtype))
+    q = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))
+    rows = torch.arange(len(p))
+    left = (weight[rows, last][:, None] * p[rows, last] - q[rows, last]).clamp_min(0)
+    return torch.where(left.sum(-1, keepdim=True) > 1e-30, left, p[rows, last])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "breaks", "least"),
+    [
+        (resample_from_target, e.token_breaks, 1e-2),
+        (forget_the_draft_law, e.token_breaks, 1e-2),
+        (any_position, e.token_breaks, 1e-2),
+        (misstated_temperature, e.token_breaks, 1e-2),
+        (block_to_first_failure, e.block_breaks, 1e-3),
+        (block_with_ordinary_residual, e.block_breaks, 1e-4),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_wrong_rule_for_chains_fails(wrong, breaks, least):
+    def gap(seed):
+        w = e.world(seed, 3, 3, "plain")
+        return e.outcome(wrong, w, list(e.sampled(w, e.CHAINS[3])), breaks).total_variation
+
+    assert max(gap(seed) for seed in range(5)) > least
+
+
+def test_a_greedy_draft_tested_against_its_softmax_fails():
+    """The token is the likeliest of q, and q is claimed: HF issue 32867, and MCSD at draft temperature 0."""
+
+    def claim(w, parents):
+        return [replace(c, laws=[w.q[c.path(parent)] for parent in parents]) for c in e.deterministic(w, parents)]
+
+    for parents, rule, breaks in (
+        (e.CHAINS[2], rules.token, e.token_breaks),
+        ((-1, -1), rules.multi_candidate, e.recursive_breaks(False)),
+    ):
+        worlds = [e.world(seed, 3, 2, "plain") for seed in range(5)]
+        assert max(e.outcome(rule, w, claim(w, parents), breaks).total_variation for w in worlds) > 0.05
+
+
+def test_the_same_uniform_for_every_test_fails():
+    """A decoder that reseeds before each draw."""
+    w = e.world(0, 3, 2, "plain")
+    assert (
+        e.outcome(rules.token, w, list(e.sampled(w, e.CHAINS[2])), e.token_breaks, shared=True).total_variation > 1e-2
+    )
+
+
+def test_a_sampled_token_that_is_dropped_for_its_value_fails():
+    """Dropping the token that fell below the confidence, instead of keeping it as the last."""
+    worlds = [e.world(seed, 3, 2, "plain") for seed in range(5)]
+
+    def gap(w):
+        cases = []
+        for case in e.sampled(w, e.CHAINS[2]):
+            cut = _cut(case)
+            low = case.laws[cut - 1][case.tokens[cut - 1]] < 0.4
+            cases.append(replace(case, length=cut - 1 if low else cut))
+        return e.outcome(rules.token, w, cases, e.token_breaks).total_variation
+
+    assert max(map(gap, worlds)) > 1e-2
+
+
+def test_sampled_siblings_that_are_pruned_by_their_law_fail():
+    """Of two sampled children the likelier is verified, as if it alone had been drawn."""
+
+    def gap(w):
+        chances: dict[int, float] = {}
+        for case in e.sampled(w, (-1, -1)):
+            best = max(case.tokens, key=lambda token: w.q[()][token].item())
+            chances[best] = chances.get(best, 0.0) + case.chance
+        cases = [e.Case((token,), (-1,), [w.q[()]], chance, 1) for token, chance in chances.items()]
+        return e.outcome(rules.token, w, cases, e.token_breaks).total_variation
+
+    assert max(gap(e.world(seed, 4, 1, "plain")) for seed in range(5)) > 1e-2
+
+
+def test_siblings_drawn_without_replacement_and_tested_as_with_it_fail():
+    """The other way round is exact: a twin is skipped, and what is not a twin follows the law that its elders left."""
+
+    def gap(seed, drawn, tested, with_replacement):
+        w = e.world(seed, 5, 1, "plain")
+        cases = list(e.sampled(w, (-1, -1), replacement=drawn))
+        return e.outcome(tested, w, cases, e.recursive_breaks(with_replacement)).total_variation
+
+    assert max(gap(seed, False, rules.multi_candidate_replacement, True) for seed in range(5)) > 1e-3
+    assert max(gap(seed, True, rules.multi_candidate, False) for seed in range(5)) < EXACT
+
+
+def test_typical_acceptance_fails():
+    w = e.world(0, 4, 2, "plain")
+    assert e.outcome(rules.typical_lossy, w, list(e.sampled(w, e.CHAINS[2])), e.token_breaks).total_variation > 0.05
+
+
+# ---- corners
+
+
+@pytest.mark.parametrize("name", ["token", "block", "walk", "multi-candidate", "multi-candidate-replacement"])
+def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), torch.tensor([[[1.0, 0.0]]]))
-    kept, law = rules.token(p, draft, torch.zeros(1, 1))
-    assert kept.item() == 0
-    assert law[0].tolist() == [0.0, 1.0]
+    probs = None if name == "walk" else torch.tensor([[[1.0, 0.0]]])
+    parents = torch.tensor([[-1]]) if name.startswith("multi") else None
+    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), probs, parents, depth=1)
+    last, law = rules.RULES[name](p, draft, torch.zeros(1, 1))
+    assert last.item() == 0
+    assert (law[0] / law.sum()).tolist() == [0.0, 1.0]
 
 
-def test_greedy_keeps_the_leading_matches():
+def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
+    """u = 0 in every slot, over every draft of worlds with zeros."""
+    for seed in SEEDS:
+        w = e.world(seed, 3, 2, "zeros")
+        for cases, rule in (
+            (e.sampled(w, e.CHAINS[2]), rules.token),
+            (e.sampled(w, e.CHAINS[2]), rules.block),
+            (e.sampled(w, (-1, -1), False), rules.multi_candidate),
+            (e.deterministic(w, (-1, -1)), rules.walk),
+        ):
+            for case in cases:
+                target = torch.stack([w.p[case.path(node)] for node in range(-1, len(case.tokens))])[None]
+                laws = None if case.laws is None else torch.stack(case.laws)[None]
+                parents = None if case.parents == e.CHAINS[2] else torch.tensor([case.parents])
+                draft = Draft(torch.tensor([case.tokens]), torch.tensor([2]), laws, parents, depth=1, width=2)
+                last, law = rule(target, draft, torch.zeros(1, 2, dtype=torch.float64))
+                path = case.path(last.item() - 1)
+                assert all(w.p[path[:i]][token] > 0 for i, token in enumerate(path))
+                assert not (law[0] > 0)[w.p[path] == 0].any()
+
+
+@pytest.mark.parametrize("rule", [rules.token, rules.block, rules.walk])
+@pytest.mark.parametrize("length", [0, 1])
+def test_what_was_not_drafted_is_neither_kept_nor_subtracted(rule, length):
+    p = torch.full((1, 3, 3), 1 / 3, dtype=torch.float64)
+    draft = Draft(torch.zeros(1, 2, dtype=torch.long), torch.tensor([length]), None)
+    last, law = rule(p, draft, torch.zeros(1, 2, dtype=torch.float64))
+    assert last.item() == length
+    torch.testing.assert_close(law / law.sum(), p[:, length])
+
+
+def test_greedy_keeps_the_leading_matches_of_a_chain():
     best = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     draft = Draft(torch.tensor([[5, 6, 7], [5, 0, 7], [5, 6, 7]]), torch.tensor([3, 3, 1]))
-    kept, following = rules.greedy(best, draft)
-    assert kept.tolist() == [3, 1, 1]
+    last, following = rules.greedy(best, draft)
+    assert last.tolist() == [3, 1, 1]
     assert following.tolist() == [8, 6, 6]
+
+
+def test_greedy_keeps_the_longest_matching_path_of_a_tree():
+    # Root's children 4 and 5; 5's child 6; 6's child 7, in the second row not drafted.
+    draft = Draft(
+        torch.tensor([[4, 5, 6, 7]] * 2), torch.tensor([4, 3]), None, torch.tensor([[-1, -1, 1, 2]] * 2), depth=3
+    )
+    best = torch.tensor([[5, 9, 6, 7, 8]] * 2)
+    last, following = rules.greedy(best, draft)
+    assert last.tolist() == [4, 3]
+    assert following.tolist() == [8, 7]
+    assert draft.path(last).tolist() == [[0, 2, 3, 4], [0, 2, 3, 0]]

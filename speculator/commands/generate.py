@@ -1,0 +1,276 @@
+"""`python -m speculator generate`: continue prompts, or answer in a chat, with a target and whoever drafts for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from speculator.commands.prompts import encode, prompt_of, read_rows
+from speculator.decoding.generate import Generation, Step, generate, tokens_per_step
+from speculator.decoding.rules import RULES
+from speculator.decoding.sampling import Sampling
+from speculator.decoding.session import Session
+from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
+from speculator.errors import OneLineParser, UserError
+from speculator.heads import load_head
+from speculator.streaming import LEGEND, TextStream, decode
+from speculator.target import Target
+
+HELP = "continue prompts; the text is the target's own, whoever drafts"
+_DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
+_CHAIN = ("draft_length", "draft_sampling", "min_confidence")
+_TREE = ("branches", "nodes", "paths", "replacement")
+
+Continue = Callable[..., Generation]
+"""`generate` with everything fixed but prompts, sampling, on_step and session."""
+
+
+def add_flags(parser: OneLineParser) -> None:
+    """The command's flags, and `run` as its work."""
+    parser.set_defaults(run=run)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+
+    drafter = parser.add_mutually_exclusive_group()
+    drafter.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
+    drafter.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    drafter.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="the text to continue; with --chat the one user message")
+    source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
+    parser.add_argument("--chat", action="store_true", help="chat template; without --prompt a conversation on stdin")
+
+    parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
+    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has, or 4")
+    parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
+    parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")
+    parser.add_argument("--paths", type=int, help="draft the so many likeliest paths out of --branches")
+    parser.add_argument("--replacement", action="store_true", help="draw the --branches of a token independently")
+    parser.add_argument("--draft_sampling", choices=["sampled", "greedy"], help="of a chain; default: sampled")
+    parser.add_argument("--min_confidence", type=float, help="end a chain where its joint probability falls below this")
+
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
+    parser.add_argument("--min_p", type=float, default=0.0, help="sample from those this share as likely as the first")
+    parser.add_argument("--stop", action="append", default=[], metavar="STRING", help="end a text there; repeatable")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="the most new tokens of a text; default: 128")
+    parser.add_argument("--batch_size", type=int, default=1, help="rows of --prompts at a time; default: 1")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
+    parser.add_argument("--output", type=Path, help="write rows as .jsonl instead of printing the text")
+    parser.add_argument("--show-drafts", "--show_drafts", action="store_true", help="colour accepted drafts green")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between, as 4,2,1") from None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generate for every prompt, or converse; print or write the texts, then say how it went."""
+    _check(arguments)
+    rows = [{"prompt": arguments.prompt}] if arguments.prompts is None else read_rows(arguments.prompts)
+    conversation = arguments.chat and arguments.prompt is None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
+    if target.tokenizer.chat_template is None and (arguments.chat or any(prompt_of(row) is None for row in rows)):
+        raise UserError(f'{arguments.target} has no chat template, which --chat and rows with "messages" need')
+    continue_ = partial(
+        generate,
+        target,
+        _drafter(arguments, target),
+        rule=arguments.rule,
+        max_new_tokens=arguments.max_new_tokens,
+        stop_strings=arguments.stop,
+    )
+    tally = _Tally()
+    if arguments.show_drafts:
+        print(LEGEND, file=sys.stderr)
+    if conversation:
+        _converse(continue_, target, arguments, tally)
+    else:
+        _continue_rows(continue_, target, rows, arguments, tally)
+    print(tally, file=sys.stderr)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what can't be, before any model is loaded."""
+    conversation = arguments.chat and arguments.prompt is None
+    printed_late = arguments.output or (arguments.prompts and arguments.batch_size > 1)
+    folder = arguments.output.parent if arguments.output else None
+    _refuse(
+        (
+            not arguments.chat and arguments.prompt is None and arguments.prompts is None,
+            "nothing to continue: give --prompt, --prompts or --chat",
+        ),
+        (arguments.chat and arguments.prompts, '--chat and --prompts: rows with "messages" are chats without --chat'),
+        (conversation and arguments.output, "--output needs --prompt or --prompts: a conversation is printed"),
+        (folder and not folder.is_dir(), f"--output {arguments.output}: no folder {folder}"),
+        (min(arguments.batch_size, arguments.max_new_tokens) < 1, "--batch_size and --max_new_tokens: at least 1"),
+        (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
+        (not all(arguments.stop), "--stop: the string is empty"),
+        (
+            arguments.show_drafts and printed_late,
+            "--show-drafts colours text as it comes: not with --output, nor with a --batch_size above 1",
+        ),
+    )
+    _sampling(arguments, 0)
+    _check_drafting(arguments)
+
+
+def _check_drafting(arguments: argparse.Namespace) -> None:
+    drafts = arguments.speculator or arguments.draft_model or arguments.ngram
+    chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
+    shaping = _given(arguments, *_TREE[1:])
+    idle = _given(arguments, *_CHAIN, *_TREE, "rule", "show_drafts")
+    foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
+    least = arguments.min_confidence
+    _refuse(
+        (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model or --ngram"),
+        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
+        (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
+        (chain and arguments.branches, f"--branches draft no chain: {chain}"),
+        ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
+        (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
+    )
+    if drafts:
+        rules = (_ngram(arguments) if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH)).rules
+        if arguments.rule and arguments.rule not in rules:
+            raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
+
+
+def _refuse(*faults: tuple[Any, str]) -> None:
+    """Raise the message of the first that is so."""
+    for wrong, message in faults:
+        if wrong:
+            raise UserError(message)
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> str:
+    """Those of the flags that the user gave, as typed."""
+    values = vars(arguments)
+    return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
+
+
+def _sampling(arguments: argparse.Namespace, stream: int) -> Sampling:
+    """The settings, with a stream of uniforms of its own."""
+    return Sampling(
+        arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, seed=arguments.seed + stream
+    )
+
+
+def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths | Candidates:
+    """What a head or a model drafts: `length` tokens where no flag says otherwise."""
+    if arguments.branches is None:
+        length = length if arguments.draft_length is None else arguments.draft_length
+        return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
+    if arguments.nodes is not None:
+        return Tree(arguments.branches, arguments.nodes)
+    if arguments.paths is not None:
+        return Paths(arguments.branches, arguments.paths)
+    return Candidates(arguments.branches, arguments.replacement)
+
+
+def _ngram(arguments: argparse.Namespace) -> NgramDrafter:
+    return NgramDrafter(_DEFAULT_LENGTH if arguments.draft_length is None else arguments.draft_length)
+
+
+def _drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
+    if arguments.branches and max(arguments.branches) > target.vocab_size:
+        raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
+    if arguments.speculator:
+        head = load_head(arguments.speculator, target)
+        return HeadDrafter(head, _shape(arguments, head.n_predict))
+    if arguments.draft_model:
+        try:
+            model = Target.load(arguments.draft_model, dtype=arguments.dtype)
+        except UserError as error:
+            raise UserError(f"--draft_model: {error}") from None
+        return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
+    return _ngram(arguments) if arguments.ngram else None
+
+
+@dataclass
+class _Tally:
+    """What the generations of this call came to."""
+
+    steps: list[Step] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, generation: Generation) -> None:
+        self.steps += [step for row in generation.steps for step in row]
+        self.tokens += sum(map(len, generation.tokens))
+        self.seconds += generation.prefill_seconds + generation.decode_seconds
+
+    def __str__(self) -> str:
+        if not self.tokens:
+            return "no tokens"
+        mean = tokens_per_step(self.steps)
+        per_step = "" if math.isnan(mean) else f"{mean:.2f} tokens per step, "
+        return f"{per_step}{self.tokens / self.seconds:.1f} tokens/s, prefill included"
+
+
+def _continue_rows(
+    continue_: Continue, target: Target, rows: list[dict], arguments: argparse.Namespace, tally: _Tally
+) -> None:
+    ids = [encode(target.tokenizer, row, arguments.chat) for row in rows]
+    written: list[dict] = []
+    for start in range(0, len(rows), arguments.batch_size):
+        batch = rows[start : start + arguments.batch_size]
+        leads = ["" if arguments.chat else prompt_of(row) or "" for row in batch]
+        streams = arguments.batch_size == 1 and not arguments.output
+        stream = TextStream(target.tokenizer, leads[0], arguments.show_drafts) if streams else None
+        generation = continue_(ids[start : start + len(batch)], _sampling(arguments, start), on_step=stream)
+        tally.add(generation)
+        if stream:
+            stream.finish()
+        for row, lead, tokens, steps in zip(batch, leads, generation.tokens, generation.steps, strict=True):
+            text, mean = decode(target.tokenizer, tokens), tokens_per_step(steps)
+            row_mean = None if math.isnan(mean) else mean  # JSON has no nan
+            written.append({**row, "text": text, "tokens": tokens, "tokens_per_step": row_mean})
+            if not stream and not arguments.output:
+                print(lead + text, flush=True)
+    if arguments.output:
+        scratch = arguments.output.with_name(f"{arguments.output.name}.partial")
+        scratch.write_text("".join(json.dumps(row) + "\n" for row in written))
+        scratch.rename(arguments.output)
+
+
+def _converse(continue_: Continue, target: Target, arguments: argparse.Namespace, tally: _Tally) -> None:
+    """Answer the lines of stdin until it ends. Each turn processes only what is new in the conversation."""
+    session, messages = Session(target), []
+    while line := _ask():
+        if line.strip():
+            messages.append({"role": "user", "content": line.rstrip("\n")})
+            ids = encode(target.tokenizer, {"messages": messages}, chat=True)
+            stream = TextStream(target.tokenizer, colours=arguments.show_drafts)
+            sampling = _sampling(arguments, len(messages) // 2)
+            generation = continue_([ids], sampling, on_step=stream, session=session)
+            stream.finish()
+            tally.add(generation)
+            messages.append({"role": "assistant", "content": decode(target.tokenizer, generation.tokens[0])})
+    print(file=sys.stderr)
+
+
+def _ask() -> str:
+    """The next line of stdin; empty at its end."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin: {error}") from None

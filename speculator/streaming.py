@@ -1,0 +1,93 @@
+"""Text from tokens as they come: pieces that never change afterwards, coloured by who gave the token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+LEGEND = f"{_GREEN}green{_PLAIN}: draft tokens that the target accepted; uncoloured: tokens that it gave itself"
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """The text of new tokens, special tokens left out."""
+    # Cleaning up would remove spaces that a stream has shown already.
+    text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+class Detokenizer:
+    """Pieces of text from tokens one by one; together they are `decode` of all the tokens.
+
+    A token may end inside a character, so text is held back while it ends in a replacement character. Tokenizers with
+    byte tokens ("<0xE4>") decode a run of them as a whole, so such a run is held back until it ends.
+
+    Args:
+        tokenizer: of the target.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        # Tokens since the piece before the last one. That piece is decoded again, since some tokenizers drop the space
+        # at the start of a text; `_shown` of the tokens have been given.
+        self._window: list[int] = []
+        self._shown = 0
+        self._special = set(tokenizer.all_special_ids)  # left out of the text: they end no run
+        self._in_run = False
+
+    def push(self, token: int) -> str:
+        """The text that this token settles: empty while it may still change."""
+        self._window.append(token)
+        if token not in self._special:
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            self._in_run = isinstance(name, str) and len(name) == 6 and name.startswith("<0x")
+        piece = self._held()
+        if not piece or self._in_run or piece.endswith("\ufffd"):
+            return ""
+        self._window = self._window[self._shown :]
+        self._shown = len(self._window)
+        return piece
+
+    def finish(self) -> str:
+        """What is still held back, as it is."""
+        piece = self._held()
+        self._window, self._shown = [], 0
+        return piece
+
+    def _held(self) -> str:
+        shown = decode(self.tokenizer, self._window[: self._shown])
+        return decode(self.tokenizer, self._window)[len(shown) :]
+
+
+class TextStream:
+    """Prints one text on stdout while it is generated: give it to `generate` as `on_step`, then call `finish`.
+
+    Args:
+        tokenizer: of the target.
+        lead: printed before the first token's text.
+        colours: accepted draft tokens in green. A character of several tokens has the colour of the last.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, lead: str = "", colours: bool = False):
+        self.detokenizer = Detokenizer(tokenizer)
+        self.lead, self.colours = lead, colours
+
+    def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:
+        """A step's new tokens, of which the first `drafted` were drafted."""
+        text, self.lead = self.lead, ""
+        for place, token in enumerate(tokens):
+            piece = self.detokenizer.push(token)
+            text += f"{_GREEN}{piece}{_PLAIN}" if piece and self.colours and place < drafted else piece
+        _write(text)
+
+    def finish(self) -> None:
+        """Print what was held back, and end the line."""
+        _write(self.detokenizer.finish() + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

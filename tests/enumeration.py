@@ -1,0 +1,290 @@
+"""Exact laws of what an accept rule emits: every draft, every accept pattern, nothing sampled.
+
+A *world* is a pair of next-token laws (p the target's, q the drafter's) over every prefix of a draft. A *drafting* is
+how a draft comes about: a list of (tokens, chance) with the laws that the drafter claims. A rule is fed every draft
+and every cell of its uniforms, and the law of the emitted tokens, completed by p to depth + 1, is compared with p's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+
+from speculator.decoding.draft import Draft
+
+Prefix = tuple[int, ...]
+
+
+@dataclass
+class World:
+    """p[prefix], q[prefix]: laws over `size` tokens for every prefix of up to `depth` tokens."""
+
+    size: int
+    depth: int
+    p: dict[Prefix, torch.Tensor]
+    q: dict[Prefix, torch.Tensor]
+
+
+KINDS = ("plain", "zeros", "one-hot", "equal", "disjoint")
+
+
+def world(seed: int, size: int, depth: int, kind: str) -> World:
+    """Random laws of a kind: with zeros in them, one-hot, p = q, or with disjoint supports."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def law(side: int) -> torch.Tensor:
+        weights = torch.rand(size, generator=generator, dtype=torch.float64) ** 3 + 1e-3
+        if kind == "zeros":
+            weights[torch.randint(size, (1,), generator=generator)] = 0
+        if kind == "one-hot":
+            weights = torch.nn.functional.one_hot(weights.argmax(), size).double()
+        if kind == "disjoint":
+            half = torch.arange(size) < size // 2 + 1
+            weights = weights * (half if side else ~half)
+        return weights / weights.sum()
+
+    prefixes = [prefix for n in range(depth + 1) for prefix in product(range(size), repeat=n)]
+    p = {prefix: law(0) for prefix in prefixes}
+    q = {prefix: law(1) for prefix in prefixes}
+    return World(size, depth, p, p if kind == "equal" else q)
+
+
+@dataclass
+class Case:
+    """One draft that may come about.
+
+    Attributes:
+        tokens: of each node; parents: index of each node's parent, -1 at the root.
+        laws: the law that each node's token is said to have been drawn from, or None for a deterministic draft.
+        chance: how probable this draft is.
+        length: nodes really drafted.
+    """
+
+    tokens: Prefix
+    parents: Prefix
+    laws: list[torch.Tensor] | None
+    chance: float
+    length: int
+
+    def path(self, node: int) -> Prefix:
+        """The tokens from the root to a node, its own included; of -1: none."""
+        return () if node < 0 else (*self.path(self.parents[node]), self.tokens[node])
+
+    def level(self, node: int) -> int:
+        return len(self.path(node)) - 1
+
+    def children(self, node: int) -> list[int]:
+        return [i for i, parent in enumerate(self.parents) if parent == node and i < self.length]
+
+
+CHAINS = {depth: tuple(range(-1, depth - 1)) for depth in range(1, 4)}
+
+
+def sampled(w: World, parents: Prefix, replacement: bool = True) -> Iterator[Case]:
+    """Every draft whose siblings are drawn from their parent's q one after the other."""
+
+    def grow(tokens: Prefix, laws: list[torch.Tensor], chance: float) -> Iterator[Case]:
+        node = len(tokens)
+        if node == len(parents):
+            yield Case(tokens, parents, laws, chance, node)
+            return
+        so_far = Case(tokens, parents[:node], None, chance, node)
+        law = w.q[so_far.path(parents[node])]
+        left = law.clone()
+        if not replacement:
+            left[[tokens[i] for i in so_far.children(parents[node])]] = 0
+            left = left / left.sum() if left.sum() > 0 else left
+        if left.sum() == 0:  # the elders used the law up: the drafter gives some token that its law can't
+            yield from grow((*tokens, 0), [*laws, law * 0], chance)
+            return
+        for token in range(w.size):
+            if left[token] > 0:
+                yield from grow((*tokens, token), [*laws, law], chance * left[token].item())
+
+    return grow((), [], 1.0)
+
+
+def deterministic(w: World, parents: Prefix) -> Iterator[Case]:
+    """The one draft whose siblings are the likeliest tokens of their parent's q."""
+    tokens: Prefix = ()
+    for node in range(len(parents)):
+        so_far = Case(tokens, parents[:node], None, 1.0, node)
+        elders = so_far.children(parents[node])
+        law = w.q[so_far.path(parents[node])]
+        tokens = (*tokens, law.argsort(descending=True, stable=True)[len(elders)].item())
+    yield Case(tokens, parents, None, 1.0, len(parents))
+
+
+# ---- where each rule changes its mind, worked out apart from the rule
+
+Breaks = list[set[float]]
+
+
+def token_breaks(w: World, case: Case) -> Breaks:
+    """u_i against p/q of each token of a chain."""
+    breaks: Breaks = []
+    for i, token in enumerate(case.tokens):
+        p = w.p[case.path(i - 1)][token].item()
+        q = 1.0 if case.laws is None else case.laws[i][token].item()
+        breaks.append({p / q} if q > 0 else set())
+    return breaks
+
+
+def block_breaks(w: World, case: Case) -> Breaks:
+    """u_i against h_i of each prefix of a chain."""
+    weight, breaks = 1.0, []
+    for i, token in enumerate(case.tokens):
+        one_hot = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
+        q = one_hot if case.laws is None else case.laws[i]
+        weight = min(1.0, weight * w.p[case.path(i - 1)][token].item() / q[token].item())
+        if i + 1 == case.length:
+            breaks.append({weight})
+            continue
+        nxt = one_hot if i + 1 >= len(case.tokens) else None
+        if nxt is None:
+            nxt = (
+                torch.nn.functional.one_hot(torch.tensor(case.tokens[i + 1]), w.size).double()
+                if case.laws is None
+                else case.laws[i + 1]
+            )
+        surplus = (weight * w.p[case.path(i)] - nxt).clamp_min(0).sum().item()
+        rest = surplus + 1 - weight
+        breaks.append({surplus / rest if rest > 0 else 1.0})
+    return breaks
+
+
+def walk_breaks(w: World, case: Case) -> Breaks:
+    """u of a depth against the bounds of the children's intervals, at whatever node it is used."""
+    breaks: Breaks = [set() for _ in case.tokens]
+    for node in range(-1, len(case.tokens)):
+        bound, seen = 0.0, set()
+        for child in case.children(node):
+            if case.tokens[child] not in seen:
+                bound += w.p[case.path(node)][case.tokens[child]].item()
+                seen.add(case.tokens[child])
+                breaks[case.level(child)].add(bound)
+    return breaks
+
+
+def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
+    """u of a child against t/s after its elders were refused."""
+
+    def find(w: World, case: Case) -> Breaks:
+        breaks: Breaks = [set() for _ in case.tokens]
+        for node in range(-1, len(case.tokens)):
+            t, s = w.p[case.path(node)].clone(), None
+            for child in case.children(node):
+                token = case.tokens[child]
+                if s is None:
+                    if case.laws is None:
+                        s = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
+                    else:
+                        s = case.laws[child].clone()
+                if s[token] <= 0:
+                    continue
+                breaks[child].add((t[token] / s[token]).item())
+                left = (t - s).clamp_min(0)
+                t = left / left.sum() if left.sum() > 1e-30 else t
+                if not replacement:
+                    s[token] = 0
+                    s = s / s.sum() if s.sum() > 0 else s
+        return breaks
+
+    return find
+
+
+def _cells(breaks: set[float]) -> list[tuple[float, float]]:
+    """(a uniform inside, the measure) of each cell of [0, 1)."""
+    bounds = sorted({0.0, 1.0, *(b for b in breaks if 0 < b < 1)})
+    return [((a + b) / 2, b - a) for a, b in pairwise(bounds)]
+
+
+Rule = Callable[[torch.Tensor, Draft, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Outcome:
+    """What a rule did over everything that can happen."""
+
+    total_variation: float
+    """Between the law of the emitted tokens, completed to depth + 1, and the target's."""
+    kept: float
+    """Draft tokens kept, in the mean."""
+
+
+def outcome(
+    rule: Rule, w: World, cases: list[Case], find_breaks: Callable[[World, Case], Breaks], shared: bool = False
+) -> Outcome:
+    """Run a rule over all drafts and all cells of its uniforms.
+
+    With `shared` one uniform serves every test, as in a decoder that reseeds before each of them.
+    """
+    tokens, parents, laws, targets, uniforms, chances, lengths = [], [], [], [], [], [], []
+    for case in cases:
+        breaks = find_breaks(w, case)
+        if shared:
+            everything = set().union(*breaks)
+            cells = [((u,) * len(breaks), measure) for u, measure in _cells(everything)]
+        else:
+            cells = []
+            for combination in product(*(_cells(b) for b in breaks)):
+                measure = 1.0
+                for _, part in combination:
+                    measure *= part
+                cells.append((tuple(u for u, _ in combination), measure))
+        target = torch.stack([w.p[case.path(node)] for node in range(-1, len(case.tokens))])
+        for u, measure in cells:
+            tokens.append(case.tokens)
+            parents.append(case.parents)
+            lengths.append(case.length)
+            targets.append(target)
+            uniforms.append(u)
+            chances.append(case.chance * measure)
+            if case.laws is not None:
+                laws.append(torch.stack(case.laws))
+    count = len(parents[0])
+    is_chain = tuple(parents[0]) == tuple(range(-1, count - 1))
+    depth = max(case.level(node) + 1 for case in cases[:1] for node in range(count))
+    width = max(len(cases[0].children(node)) for node in range(-1, count))
+    draft = Draft(
+        torch.tensor(tokens),
+        torch.tensor(lengths),
+        torch.stack(laws) if laws else None,
+        None if is_chain else torch.tensor(parents),
+        depth=depth,
+        width=width,
+    )
+    last, law = rule(torch.stack(targets), draft, torch.tensor(uniforms, dtype=torch.float64))
+    law = law / law.sum(-1, keepdim=True)
+    chance = torch.tensor(chances, dtype=torch.float64)
+    path, kept = draft.path(last), draft.depths.gather(1, last[:, None])[:, 0]
+    emitted = torch.cat([torch.zeros(len(tokens), 1, dtype=torch.long), draft.tokens], 1).gather(1, path)
+    joint: dict[Prefix, float] = {}
+    for row, n, mass, following in zip(emitted.tolist(), kept.tolist(), chance.tolist(), law, strict=True):
+        for token, share in enumerate(following.tolist()):
+            if share > 0 and mass > 0:
+                key = (*row[1 : n + 1], token)
+                joint[key] = joint.get(key, 0.0) + mass * share
+    exact = _complete(w, {(): 1.0}, depth + 1)
+    made = _complete(w, joint, depth + 1)
+    gap = 0.5 * sum(abs(made.get(key, 0.0) - exact.get(key, 0.0)) for key in made.keys() | exact.keys())
+    return Outcome(gap, (chance * kept).sum().item())
+
+
+def _complete(w: World, joint: dict[Prefix, float], length: int) -> dict[Prefix, float]:
+    """Extend emitted prefixes by the target's own law, which the next steps would draw from."""
+    for n in range(length):
+        grown: dict[Prefix, float] = {}
+        for prefix, mass in joint.items():
+            if len(prefix) > n:
+                grown[prefix] = grown.get(prefix, 0.0) + mass
+                continue
+            for token, share in enumerate(w.p[prefix].tolist()):
+                if share > 0:
+                    key = (*prefix, token)
+                    grown[key] = grown.get(key, 0.0) + mass * share
+        joint = grown
+    return joint

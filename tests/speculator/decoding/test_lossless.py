@@ -1,0 +1,344 @@
+"""Whatever drafts, the text is the target's: greedy text to the token, sampled text in law, the cache to the slot."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculator import (
+    Candidates,
+    Chain,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Paths,
+    Sampling,
+    Target,
+    Tree,
+    generate,
+)
+from speculator.decoding import rules
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling, draw, uniforms
+from speculator.decoding.session import Session
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
+# Their grouped matrix products exist in float32 only.
+SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
+class Oracle:
+    """Drafts what it was told the text will be: every token right, or every token wrong."""
+
+    name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
+
+    def __init__(self, continuations: list[list[int]], wrong: bool = False):
+        self.continuations, self.wrong = continuations, wrong
+
+    def start(self, texts, hidden, counts):
+        self.prompts = [len(text) for text in texts]
+
+    def propose(self, pending, sampling, u, texts):
+        rows = []
+        for row, text in enumerate(texts):
+            at = len(text) - self.prompts[row]
+            rows.append((self.continuations[row] + [0] * 8)[at : at + 3])
+        return Draft((torch.tensor(rows) + self.wrong) % VOCAB, torch.full_like(pending, 3))
+
+    def commit(self, tokens, hidden, counts):
+        pass
+
+
+SHAPES = {
+    "chain": Chain(3),
+    "greedy-chain": Chain(3, sampled=False),
+    "cautious-chain": Chain(3, min_confidence=0.3),
+    "tree": Tree((4, 3, 2), nodes=8),
+    "paths": Paths((4, 3, 2), paths=4),
+    "candidates": Candidates((3, 2, 1)),
+    "candidates-replacement": Candidates((3, 2), replacement=True),
+}
+
+
+def drafters(dtype=torch.float32) -> dict:
+    """Every source in every shape. The draft model is another random model than the target."""
+    draft_model = Target(tiny_model("qwen3").to(dtype), None)
+    made = {f"head-{name}": HeadDrafter(tiny_head().to(dtype), shape) for name, shape in SHAPES.items()}
+    made |= {f"model-{name}": ModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
+    return {"none": None, **made, "ngram": NgramDrafter()}
+
+
+# ---- temperature 0
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_text_is_what_transformers_generates(family):
+    dtype = torch.float32 if family in SINGLE else torch.float64
+    model = tiny_model(family).to(dtype)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    target = Target(model, tokenizer=None)
+    for name, drafter in drafters(dtype).items():
+        if name in ("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree", "ngram"):
+            for rows in (slice(0, 1), slice(0, 4)):
+                assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
+    # 25 tokens: the prefill's and six whole steps of four.
+    assert generate(target, Oracle(expected), PROMPTS, max_new_tokens=21).tokens_per_step == 4.0
+    assert generate(target, Oracle(expected, wrong=True), PROMPTS, max_new_tokens=21).tokens_per_step == 1.0
+
+
+# ---- above it
+
+
+def joint_law(model, prompt: list[int], count: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The exact law of `count` sampled tokens, by enumerating the model."""
+    laws = {(): 1.0}
+    for _ in range(count):
+        prefixes = list(laws)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]), use_cache=False).logits[:, -1]
+        rows = sampling.law(logits.double())
+        laws = {
+            (*prefix, token): laws[prefix] * row[token].item()
+            for prefix, row in zip(prefixes, rows, strict=True)
+            for token in range(VOCAB)
+            if row[token] > 0
+        }
+    return laws
+
+
+def chi_square_p(counts: Counter, law: dict, total: int) -> float:
+    """Goodness of fit, cells with fewer than 5 expected merged."""
+    cells, rest, rest_seen = [], 0.0, 0
+    for outcome, probability in law.items():
+        if probability * total >= 5:
+            cells.append((counts[outcome], probability * total))
+        else:
+            rest, rest_seen = rest + probability * total, rest_seen + counts[outcome]
+    if rest >= 5:
+        cells.append((rest_seen, rest))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(half[0], half[1]).item()
+
+
+_LAWS: dict = {}
+
+
+def sampled_p_value(drafter, sampling, rule=None, rows: int = 20_000, batch: int | None = None) -> float:
+    """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
+    model = tiny_model(scale=2.0)
+    key = replace(sampling, seed=0)
+    if key not in _LAWS:
+        law: dict[tuple[int, ...], float] = Counter()
+        for tokens, probability in joint_law(model, PROMPTS[0], 3, sampling).items():
+            law[tokens[1:]] += probability
+        _LAWS[key] = law
+    target = Target(model, None)
+    counts: Counter = Counter()
+    for start in range(0, rows, batch or rows):
+        own = replace(sampling, seed=sampling.seed + start)
+        generation = generate(target, drafter, [PROMPTS[0]] * (batch or rows), own, rule=rule, max_new_tokens=3)
+        counts.update(tuple(row[1:]) for row in generation.tokens)
+    return chi_square_p(counts, _LAWS[key], sum(counts.values()))
+
+
+WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, top_p=0.8, min_p=0.02, seed=7)]
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(drafters())))
+def test_sampled_text_follows_the_enumerated_law(number, name):
+    assert sampled_p_value(drafters()[name], WARPERS[number % 3]) > 1e-4
+
+
+@pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
+@pytest.mark.parametrize("name", ["none", "head-chain", "model-candidates"])
+def test_every_warper_keeps_the_law(name, sampling):
+    assert sampled_p_value(drafters()[name], sampling) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["head-chain", "head-greedy-chain", "model-chain", "ngram"])
+def test_block_verification_follows_the_enumerated_law(name):
+    assert sampled_p_value(drafters()[name], WARPERS[0], rule="block") > 1e-4
+
+
+@pytest.mark.parametrize("name", ["head-chain", "head-tree", "model-candidates"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_small_batches_follow_the_enumerated_law(name, batch):
+    assert sampled_p_value(drafters()[name], WARPERS[1], rows=1500, batch=batch) > 1e-4
+
+
+class MisstatedHead(HeadDrafter):
+    """The classic bug: tokens are drawn from one law and tested against another."""
+
+    def propose(self, pending, sampling, u, texts):
+        colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
+        draft = super().propose(pending, colder, u, texts)
+        draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
+        return draft
+
+
+def test_a_draft_law_that_is_not_the_drawn_one_is_seen():
+    assert sampled_p_value(MisstatedHead(tiny_head()), WARPERS[0]) < 1e-6
+
+
+def test_typical_acceptance_is_seen():
+    assert sampled_p_value(drafters()["head-greedy-chain"], WARPERS[0], rule="typical-lossy") < 1e-6
+
+
+RULE_DRAFTS = {
+    "token": ((-1, 0), True, True),
+    "block": ((-1, 0), True, True),
+    "walk": ((-1, -1, 0), False, True),
+    "multi-candidate": ((-1, -1, 0), True, False),
+    "multi-candidate-replacement": ((-1, -1, 0), True, True),
+}
+
+
+@pytest.mark.parametrize("name", RULE_DRAFTS)
+def test_a_million_rows_of_each_rule_follow_the_target_law(name):
+    """The production functions in float32, uniforms and draws included: pairs of tokens, 256 cells."""
+    parents, sampled, replacement = RULE_DRAFTS[name]
+    size, rows, chunk = 16, 1_000_000, 100_000
+    generator = torch.Generator().manual_seed(1)
+    p_table, q_table = (torch.randn(size + 1, size, generator=generator).softmax(-1) for _ in range(2))
+    seen = torch.zeros(size * size, dtype=torch.long)
+    for start in range(0, rows, chunk):
+        u = uniforms(torch.arange(start, start + chunk), torch.zeros(chunk, dtype=torch.long), 2 * len(parents) + 2)
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for node, parent in enumerate(parents):
+            state = torch.full((chunk,), size) if parent < 0 else tokens[parent]  # the table's row: the last token
+            law = q_table[state]
+            elders = [i for i in range(node) if parents[i] == parent]
+            left = law
+            for elder in [] if replacement and sampled else elders:
+                left = left.scatter(1, tokens[elder][:, None], 0)
+            tokens.append(draw(left, u[:, node]) if sampled else left.argmax(-1))
+            laws.append(law)
+        chain = parents == (-1, 0)
+        draft = Draft(
+            torch.stack(tokens, 1),
+            torch.full((chunk,), len(parents)),
+            torch.stack(laws, 1) if sampled else None,
+            None if chain else torch.tensor(parents).expand(chunk, -1),
+            depth=2,
+            width=2,
+        )
+        root = torch.full((chunk, 1), size)
+        p = p_table[torch.cat([root, draft.tokens], 1)]
+        last, law = rules.RULES[name](p, draft, u[:, len(parents) : -2])
+        following = draw(law, u[:, -2])
+        path = torch.cat([root, draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
+        kept = draft.depths.gather(1, last[:, None])[:, 0]
+        first = torch.where(kept > 0, path[:, 0], following)
+        # The second token: the draft's, the one after it, or plainly drawn where the first ended the step.
+        plain = draw(p_table[first], u[:, -1])
+        second = torch.where(kept > 1, path[:, 1], torch.where(kept == 1, following, plain))
+        seen += torch.bincount(first * size + second, minlength=size * size)
+    law = (p_table[size][:, None].double() * p_table[:size].double()).flatten()
+    cells = {(i,): probability for i, probability in enumerate(law.tolist())}
+    assert chi_square_p(Counter({(i,): n for i, n in enumerate(seen.tolist())}), cells, rows) > 1e-4
+
+
+# ---- rows, cache and copies
+
+
+@pytest.mark.parametrize("name", drafters())
+def test_a_row_does_not_depend_on_its_batch_mates(target, name):
+    settings = [
+        Sampling(1.0, seed=11),
+        Sampling(0.0),
+        Sampling(0.8, top_k=5, seed=12),
+        Sampling(1.3, top_p=0.9, seed=13),
+    ]
+    drafter = drafters()[name]
+    together = generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+    alone = [
+        generate(target, drafter, [prompt], [own], max_new_tokens=20).tokens[0]
+        for prompt, own in zip(PROMPTS, settings, strict=True)
+    ]
+    backwards = generate(target, drafter, PROMPTS[::-1], settings[::-1], max_new_tokens=20).tokens
+    assert together == alone == backwards[::-1]
+    assert together == generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+
+
+@pytest.mark.parametrize("name", drafters())
+def test_after_every_step_the_cache_is_that_of_the_text(name):
+    target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
+    session, texts = Session(target), [list(prompt) for prompt in PROMPTS]
+    checked = 0
+
+    def check(row: int, new: list[int], drafted: int) -> None:
+        nonlocal checked
+        texts[row] += new
+        if checked % 7 == 0:  # any step may come, not all need to
+            tokens = torch.tensor([texts[row][:-1]])
+            if tokens.numel():
+                fresh = target.cache(1, tokens.shape[1])
+                target.extend(fresh, tokens)
+                for layer, expected in zip(session.cache.layers, fresh.layers, strict=True):
+                    for mine, theirs in ((layer.keys, expected.keys), (layer.values, expected.values)):
+                        torch.testing.assert_close(mine[row, :, : tokens.shape[1]], theirs[0], atol=1e-4, rtol=1e-4)
+        checked += 1
+
+    generate(
+        target, drafters()[name], PROMPTS, Sampling(1.0, seed=2), max_new_tokens=16, session=session, on_step=check
+    )
+    assert checked > 16
+
+
+class Copies(TorchDispatchMode):
+    """Operations that ask the device for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[-1].split(".")[0]
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", [name for name in drafters() if "cautious" not in name])
+def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
+    """Counted over one generation: what 16 more tokens add is one copy a step. The cautious chain says that it asks."""
+    counts = Counter()
+    for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        original = getattr(torch.Tensor, method)
+
+        def counted(self, *args, _original=original, **kwargs):
+            counts["python"] += 1
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, method, counted)
+
+    def copies(count: int) -> tuple[int, int]:
+        counts.clear()
+        with Copies() as dispatched:
+            generation = generate(target, drafters()[name], [PROMPTS[0]], Sampling(temperature), max_new_tokens=count)
+        return counts["python"] + len(dispatched.names), len(generation.steps[0])
+
+    (few, few_steps), (many, many_steps) = copies(8), copies(24)
+    assert many_steps > few_steps
+    assert many - few == many_steps - few_steps
+
+
+def test_the_copy_counter_has_teeth():
+    with Copies() as copies:
+        torch.ones(3)[torch.tensor([True, False, True])].sum().item()
+    assert len(copies.names) == 2

@@ -1,0 +1,191 @@
+import pytest
+import torch
+from conftest import tiny_head, tiny_model, tiny_tokenizer
+from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StopStringCriteria
+from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
+
+from speculator import HeadDrafter, NgramDrafter, Tree, UserError
+from speculator.custom_generate import speculative
+
+PAD = 0
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [1, 4, 1, 4, 2]]
+COUNT = 24
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+def left_padded(prompts) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
+    pads = [width - len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor([[PAD] * n + prompt for n, prompt in zip(pads, prompts, strict=True)]),
+        "attention_mask": torch.tensor([[0] * n + [1] * (width - n) for n in pads]),
+    }
+
+
+def drafters():
+    head = tiny_head()
+    return [head, HeadDrafter(head, Tree([3, 2, 2], 8)), NgramDrafter()]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_greedy_text_is_generates_own(family, prompts):
+    model, inputs = tiny_model(family), left_padded(prompts)
+    settings = dict(max_new_tokens=COUNT, do_sample=False, pad_token_id=PAD)  # noqa: C408
+    expected = model.generate(**inputs, **settings)
+    for drafter in drafters():
+        made = model.generate(**inputs, **settings, custom_generate=speculative(drafter))
+        assert made.dtype == torch.long
+        assert torch.equal(made, expected)
+    assert torch.equal(model.generate(**inputs, **settings), expected)  # the model still knows padding
+
+
+def test_a_row_that_ends_early_is_padded_on_the_right(model):
+    inputs = left_padded(PROMPTS)
+    plain = model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, pad_token_id=PAD)[:, -COUNT:]
+    for pad in (PAD, None):  # without a pad token transformers takes the first end token
+        ends = [plain[0, 3].item(), plain[1, 9].item()]
+        settings = dict(max_new_tokens=COUNT, do_sample=False, eos_token_id=ends, pad_token_id=pad)  # noqa: C408
+        expected = model.generate(**inputs, **settings)
+        assert len({tuple(row[-2:].tolist()) for row in expected}) > 1
+        assert torch.equal(model.generate(**inputs, **settings, custom_generate=speculative(tiny_head())), expected)
+    model.generation_config.eos_token_id = ends
+    only_other = {**settings, "eos_token_id": [31], "pad_token_id": PAD}  # the call's, not the model's
+    expected = model.generate(**inputs, **only_other)
+    assert torch.equal(model.generate(**inputs, **only_other, custom_generate=speculative(tiny_head())), expected)
+
+
+def test_stop_strings_end_a_row(model):
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([PROMPTS[0]])
+    plain = model.generate(ids, max_new_tokens=COUNT, do_sample=False)[0, ids.shape[1] :].tolist()
+    stop = StopStringCriteria(tokenizer, [tokenizer.decode(plain[7])])
+    settings = dict(max_new_tokens=COUNT, do_sample=False, stopping_criteria=[stop])  # noqa: C408
+    expected = model.generate(ids, **settings)
+    assert expected.shape[1] < ids.shape[1] + COUNT
+    assert torch.equal(
+        model.generate(ids, **settings, custom_generate=speculative(tiny_head(), None, tokenizer)), expected
+    )
+    with pytest.raises(UserError, match="tokenizer"):
+        model.generate(ids, **settings, custom_generate=speculative(tiny_head()))
+
+
+def test_max_length_counts_the_prompt(model):
+    ids = torch.tensor([PROMPTS[0]])
+    assert model.generate(ids, max_length=12, custom_generate=speculative(tiny_head())).shape == (1, 12)
+
+
+def test_sampling_follows_torchs_seed(model):
+    ids = torch.tensor([PROMPTS[0]])
+    drafted = speculative(tiny_head())
+
+    def sample(**settings) -> list[list[int]]:
+        return model.generate(ids, do_sample=True, max_new_tokens=COUNT, custom_generate=drafted, **settings).tolist()
+
+    torch.manual_seed(7)
+    first, second = sample(), sample()
+    torch.manual_seed(7)
+    assert [sample(), sample()] == [first, second]
+    assert first != second
+    rows = sample(num_return_sequences=3)
+    assert len({tuple(row) for row in rows}) == 3
+
+
+def test_sampling_settings_reach_the_law(model):
+    """Only the likeliest token survives each of these, so they are greedy in disguise."""
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.generate(ids, max_new_tokens=COUNT, do_sample=False)
+    for settings in ({"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}):
+        made = model.generate(
+            ids, max_new_tokens=COUNT, do_sample=True, **settings, custom_generate=speculative(tiny_head())
+        )
+        assert torch.equal(made, expected), settings
+    free = model.generate(ids, max_new_tokens=COUNT, do_sample=True, custom_generate=speculative(tiny_head()))
+    assert not torch.equal(free, expected)
+
+
+def test_a_head_may_be_given_as_its_folder(model, tmp_path):
+    tiny_head().save_pretrained(tmp_path)
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.generate(ids, max_new_tokens=COUNT, do_sample=False)
+    drafted = speculative(tmp_path)
+    for _ in range(2):
+        made = model.generate(ids, max_new_tokens=COUNT, do_sample=False, custom_generate=drafted)
+        assert torch.equal(made, expected)
+    with pytest.raises(UserError, match="nowhere"):
+        model.generate(ids, max_new_tokens=COUNT, custom_generate=speculative("nowhere"))
+
+
+def test_the_model_is_left_as_it_was(model):
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    before = [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]
+    attention = model.config._attn_implementation
+    ids = torch.tensor([PROMPTS[0]])
+    model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head()))
+    with pytest.raises(UserError, match="does not fit"):
+        model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head(), rule="walk"))
+    assert ([module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]) == before
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+        ({"bad_words_ids": [[3]]}, "NoBadWordsLogitsProcessor"),
+        ({"sequence_bias": [[[3], 2.0]]}, "SequenceBiasLogitsProcessor"),
+        ({"forced_eos_token_id": 3}, "ForcedEOSTokenLogitsProcessor"),
+        ({"suppress_tokens": [3]}, "SuppressTokensLogitsProcessor"),
+        ({"min_new_tokens": 3, "eos_token_id": 5}, "MinLengthLogitsProcessor"),
+        ({"do_sample": True, "typical_p": 0.9}, "TypicalLogitsWarper"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"top_k": 4, "penalty_alpha": 0.6}, "contrastive search"),
+        ({"prompt_lookup_num_tokens": 4}, "assisted generation"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"stopping_criteria": [MaxTimeCriteria(9.0)]}, "MaxTimeCriteria"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"position_ids": torch.arange(2, 10)[None]}, "position_ids"),
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.5,
+                "top_k": 0,
+                "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9)]),
+            },
+            "top_p, temperature",
+        ),
+        (
+            {"do_sample": True, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=2)])},
+            "min_tokens_to_keep",
+        ),
+    ],
+)
+def test_what_a_draft_can_not_be_put_through_is_refused_by_name(model, settings, message):
+    with pytest.raises(UserError, match=message):
+        model.generate(
+            torch.tensor([PROMPTS[0]]), max_new_tokens=4, **settings, custom_generate=speculative(tiny_head())
+        )
+
+
+def test_a_processor_of_the_users_own_replaces_the_calls(model):
+    ids = torch.tensor([PROMPTS[0]])
+    config = GenerationConfig(max_new_tokens=COUNT, do_sample=True, top_k=0)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(1e-4)])
+    made = model.generate(
+        ids, generation_config=config, logits_processor=warpers, custom_generate=speculative(tiny_head())
+    )
+    assert torch.equal(made, model.generate(ids, max_new_tokens=COUNT, do_sample=False))
+
+
+def test_no_pad_token_for_rows_of_unequal_length_is_refused(model):
+    context = model.config.max_position_embeddings
+    inputs = left_padded([[1] * (context - 4), [1, 2]])
+    with pytest.raises(UserError, match="pad_token_id"):
+        model.generate(**inputs, max_new_tokens=8, custom_generate=speculative(tiny_head()))
