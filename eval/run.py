@@ -56,7 +56,7 @@ def evaluate(
         "schema": 1,
         "target": target.name,
         "speculator": speculator_name,
-        "hardware": _hardware(target),
+        "hardware": hardware(target),
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
         "settings": {
             "batch_size": 1,
@@ -92,7 +92,7 @@ def _decode(
     timed = {name: Timed() for name in [*drafters, "hf_generate"]}
     warm_up = suite.prompts[0]
     for drafter in drafters.values():
-        time_ours(target, drafter, warm_up, sampling, 8, Timed())
+        time_ours(target, drafter, [warm_up], sampling, 8, Timed())
     time_transformers(target, warm_up, sampling, 8, Timed())
     order = list(timed)
     progress = tqdm(suite.prompts, desc=f"{suite.name}, temperature {sampling.temperature:g}", unit="prompt")
@@ -103,7 +103,7 @@ def _decode(
             if name == "hf_generate":
                 time_transformers(target, prompt, own, count, timed[name])
             else:
-                time_ours(target, drafters[name], prompt, own, count, timed[name])
+                time_ours(target, drafters[name], [prompt], own, count, timed[name])
     return timed
 
 
@@ -152,12 +152,7 @@ def _row(
 
 def speedup(ours: Timed, baseline: Timed) -> dict[str, float]:
     """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap over prompts."""
-    samples = [
-        (len(a) - 1, a_seconds, len(b) - 1, b_seconds)
-        for a, a_seconds, b, b_seconds in zip(
-            ours.tokens, ours.decode_seconds, baseline.tokens, baseline.decode_seconds, strict=True
-        )
-    ]
+    samples = list(zip(ours.decoded, ours.decode_seconds, baseline.decoded, baseline.decode_seconds, strict=True))
 
     def ratio(sample: list[tuple[int, float, int, float]]) -> float:
         a, sa, b, sb = (sum(column) for column in zip(*sample, strict=True))
@@ -169,7 +164,8 @@ def speedup(ours: Timed, baseline: Timed) -> dict[str, float]:
     return {"value": ratio(samples), "low": low, "high": high}
 
 
-def _hardware(target: Target) -> str:
+def hardware(target: Target) -> str:
+    """The machine in a line: GPU, or CPU and its threads."""
     if target.device.type == "cuda":
         return torch.cuda.get_device_name(target.device)
     model = ""

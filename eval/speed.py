@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -24,9 +25,16 @@ from speculator.target import Target
 
 @dataclass
 class Timed:
-    """One decoder over a suite, a list entry per prompt."""
+    """One decoder over a suite, batch by batch.
+
+    Attributes:
+        tokens: the new tokens of every prompt.
+        decoded: tokens that decoding gave each batch; the prefill's are left out.
+        prefill_seconds, decode_seconds: of each batch.
+    """
 
     tokens: list[list[int]] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
@@ -34,7 +42,7 @@ class Timed:
     @property
     def tokens_per_second(self) -> float:
         """Of decoding alone: the prefill and the token that it gives are left out."""
-        return sum(len(row) - 1 for row in self.tokens) / sum(self.decode_seconds)
+        return sum(self.decoded) / sum(self.decode_seconds)
 
     @property
     def end_to_end_tokens_per_second(self) -> float:
@@ -47,27 +55,34 @@ def synchronize() -> None:
 
 
 def time_ours(
-    target: Target, drafter: Drafter | None, prompt: list[int], sampling: Sampling, count: int, out: Timed
+    target: Target,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    out: Timed,
+    rule: str | None = None,
 ) -> None:
-    """Decode one prompt with the built-in loop."""
+    """Decode one batch of prompts with the built-in loop."""
     synchronize()
-    generation = generate(target, drafter, [prompt], sampling, max_new_tokens=count, eos_token_ids=())
+    generation = generate(target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=())
     out.tokens += generation.tokens
-    out.steps += generation.steps[0]
+    out.decoded.append(sum(len(row) - 1 for row in generation.tokens))
+    out.steps += [step for row in generation.steps for step in row]
     out.prefill_seconds.append(generation.prefill_seconds)
     out.decode_seconds.append(generation.decode_seconds)
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first new token came: transformers hands over the prompt, then token by token."""
+    """Notes when the first new tokens came, and how many: transformers hands over the prompt, then step by step."""
 
     def __init__(self):
-        self.calls, self.at = 0, 0.0
+        self.calls, self.at, self.count = 0, 0.0, 0
 
     def put(self, value: torch.Tensor) -> None:
         self.calls += 1
         if self.calls == 2:
-            self.at = time.perf_counter()
+            self.at, self.count = time.perf_counter(), value.numel()
 
     def end(self) -> None:
         pass
@@ -86,8 +101,10 @@ def _as_loaded(target: Target) -> Iterator[None]:
         target.model.set_attn_implementation(ATTENTION)
 
 
-def time_transformers(target: Target, prompt: list[int], sampling: Sampling, count: int, out: Timed) -> None:
-    """Decode one prompt with transformers' own generate and its dynamic cache."""
+def time_transformers(
+    target: Target, prompt: list[int], sampling: Sampling, count: int, out: Timed, **kwargs: Any
+) -> None:
+    """Decode one prompt with transformers' own generate and its dynamic cache; `kwargs` are generate's."""
     ids = torch.tensor([prompt], device=target.device)
     how = (
         {"do_sample": False}
@@ -107,10 +124,12 @@ def time_transformers(target: Target, prompt: list[int], sampling: Sampling, cou
             pad_token_id=0,
             streamer=streamer,
             **how,
+            **kwargs,
         )
         synchronize()
         ended = time.perf_counter()
     out.tokens.append(output[0, len(prompt) :].tolist())
+    out.decoded.append(len(out.tokens[-1]) - streamer.count)
     out.prefill_seconds.append(streamer.at - started)
     out.decode_seconds.append(ended - streamer.at)
 

@@ -32,7 +32,21 @@ def test_report_files_agree_and_name_every_baseline(tmp_path):
     assert markdown(report) == text
 
 
+class Clock:
+    """A millisecond passes whenever someone looks."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
 def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+
     def head_row(report):
         return next(row for row in report["suites"] if row["drafter"] == "head" and row["temperature"] == 0)
 
@@ -40,7 +54,7 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
     propose = HeadDrafter.propose
 
     def slowly(self, *args):
-        time.sleep(0.03)
+        clock.now += 0.03
         return propose(self, *args)
 
     monkeypatch.setattr(HeadDrafter, "propose", slowly)
@@ -54,9 +68,9 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
 def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
     honest = evaluation.time_ours
 
-    def corrupted(target, drafter, prompt, sampling, count, out):
-        honest(target, drafter, prompt, sampling, count, out)
-        if isinstance(drafter, HeadDrafter) and prompt == SUITE.prompts[1]:
+    def corrupted(target, drafter, prompts, sampling, count, out):
+        honest(target, drafter, prompts, sampling, count, out)
+        if isinstance(drafter, HeadDrafter) and prompts == [SUITE.prompts[1]]:
             out.tokens[-1][-1] = (out.tokens[-1][-1] + 1) % VOCAB
 
     monkeypatch.setattr(evaluation, "time_ours", corrupted)
@@ -69,8 +83,8 @@ def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
 
 
 def test_speedup_is_the_ratio_of_totals_with_its_interval():
-    ours = Timed(tokens=[[0] * 11, [0] * 11], decode_seconds=[1.0, 1.0], prefill_seconds=[0.0, 0.0])
-    baseline = Timed(tokens=[[0] * 11, [0] * 11], decode_seconds=[2.0, 4.0], prefill_seconds=[0.0, 0.0])
+    ours = Timed(tokens=[[0] * 11] * 2, decoded=[10, 10], decode_seconds=[1.0, 1.0], prefill_seconds=[0.0, 0.0])
+    baseline = Timed(tokens=[[0] * 11] * 2, decoded=[10, 10], decode_seconds=[2.0, 4.0], prefill_seconds=[0.0, 0.0])
     ratio = speedup(ours, baseline)
     assert ratio["value"] == pytest.approx(3.0)
     assert ratio["low"] == pytest.approx(2.0)

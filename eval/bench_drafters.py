@@ -1,0 +1,198 @@
+"""`python -m eval.bench_drafters`: every drafter, shape and rule on the same prompts, against plain decoding in turns.
+
+    python -m eval.bench_drafters --target T --speculator S [--draft_model M] --output DIR
+
+Writes drafters.json and drafters.md. A batch of prompts goes through every decoder before the next batch comes, in an
+order that rotates. Intervals are 95% paired bootstraps over batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from data.sources import PYTHON_SOURCES
+from eval.run import hardware, speedup
+from eval.speed import Timed, time_ours
+from eval.suites import from_text
+from speculator import (
+    Candidates,
+    Chain,
+    Drafter,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Paths,
+    Sampling,
+    Target,
+    Tree,
+    load_head,
+)
+from speculator.decoding.generate import tokens_per_step
+from speculator.errors import OneLineParser, run_command
+from speculator.heads import MLPSpeculator
+
+
+@dataclass
+class Decoder:
+    """One line of the table."""
+
+    name: str
+    drafter: Drafter | None
+    rule: str | None = None
+
+
+def decoders(target: Target, head: MLPSpeculator, model: Target | None) -> list[Decoder]:
+    """What is compared: the head in every shape, n-gram lookup, and the draft model if there is one."""
+    n = head.n_predict
+    wide = (3, 2, *[1] * (n - 2))[:n]
+    table = [
+        Decoder("none", None),
+        Decoder("head chain", HeadDrafter(head)),
+        Decoder("head chain, block", HeadDrafter(head), "block"),
+        Decoder("head chain, greedy draft", HeadDrafter(head, Chain(n, sampled=False))),
+        Decoder("head tree", HeadDrafter(head, Tree((4, 3, 2, 2)[:n], nodes=12))),
+        Decoder("head paths", HeadDrafter(head, Paths((4, 3, 2, 1)[:n], paths=4))),
+        Decoder("head candidates", HeadDrafter(head, Candidates(wide))),
+        Decoder("head candidates, replacement", HeadDrafter(head, Candidates(wide, replacement=True))),
+        Decoder("n-gram", NgramDrafter(n)),
+    ]
+    if model is not None:
+        table += [
+            Decoder("draft model chain", ModelDrafter(model, target, n)),
+            Decoder("draft model chain, block", ModelDrafter(model, target, n), "block"),
+            Decoder("draft model candidates", ModelDrafter(model, target, Candidates(wide))),
+        ]
+    return table
+
+
+def measure(
+    target: Target, table: list[Decoder], prompts: list[list[int]], temperature: float, count: int, batch_size: int
+) -> list[dict]:
+    """A row for each decoder: tokens per step and decode-only speedup over plain decoding, with intervals."""
+    timed = [Timed() for _ in table]
+    steps: list[list[float]] = [[] for _ in table]
+    for decoder in table:
+        time_ours(target, decoder.drafter, prompts[:batch_size], Sampling(temperature), 8, Timed(), decoder.rule)
+    order = list(range(len(table)))
+    for start in tqdm(range(0, len(prompts), batch_size), desc=f"temperature {temperature:g}", unit="batch"):
+        order = order[1:] + order[:1]
+        for i in order:
+            before = len(timed[i].steps)
+            sampling = Sampling(temperature, seed=start)
+            batch = prompts[start : start + batch_size]
+            time_ours(target, table[i].drafter, batch, sampling, count, timed[i], table[i].rule)
+            steps[i].append(tokens_per_step(timed[i].steps[before:]))
+    chain = next(i for i, decoder in enumerate(table) if decoder.name == "head chain")
+    rows = []
+    for i, decoder in enumerate(table):
+        rule = "-" if decoder.drafter is None else decoder.rule or decoder.drafter.rules[0]
+        rows.append(
+            {
+                "decoder": decoder.name,
+                "rule": "greedy" if temperature == 0 and decoder.drafter else rule,
+                "temperature": temperature,
+                "batch_size": batch_size,
+                "nodes": decoder.drafter.nodes if decoder.drafter else 0,
+                "tokens_per_step": tokens_per_step(timed[i].steps),
+                "tokens_per_step_over_head_chain": _difference(steps[i], steps[chain]),
+                "tokens_per_second": timed[i].tokens_per_second,
+                "speedup": speedup(timed[i], timed[0]),
+            }
+        )
+    return rows
+
+
+def _difference(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Mean difference over prompts, with its interval."""
+    pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+    generator = random.Random(0)
+    means: Callable[[list[float]], float] = lambda values: sum(values) / len(values)  # noqa: E731
+    drawn = sorted(means(generator.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return {"value": means(pairs), "low": drawn[50], "high": drawn[1949]}
+
+
+def markdown(report: dict) -> str:
+    lines = [
+        "# Drafters, shapes and rules",
+        "",
+        f"Target `{report['target']}`, {report['hardware']}, {report['dtype']}, batch size {report['batch_size']}, "
+        f"{report['prompts']} prompts of {report['prompt_tokens']} tokens, {report['max_new_tokens']} new ones each.",
+        "Speedup is decode-only, over plain decoding by the same loop; intervals are 95%.",
+        "",
+        "| temperature | decoder | rule | tokens per step | less the head chain's | tokens/s | speedup |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        gain, speed = row["tokens_per_step_over_head_chain"], row["speedup"]
+        lines.append(
+            f"| {row['temperature']:g} | {row['decoder']} | {row['rule']} | {row['tokens_per_step']:.2f} "
+            f"| {gain['value']:+.2f} ({gain['low']:+.2f} to {gain['high']:+.2f}) | {row['tokens_per_second']:.0f} "
+            f"| {speed['value']:.2f} ({speed['low']:.2f}-{speed['high']:.2f}) |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m eval.bench_drafters", description=__doc__)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--speculator", required=True, help="folder of a trained head")
+    parser.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    parser.add_argument("--temperature", type=float, action="append", help="default: 0, 0.7 and 1")
+    parser.add_argument("--max_prompts", type=int, default=24)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    return run_command("bench_drafters", lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, write and print the table."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, dtype=arguments.dtype)
+    head = load_head(arguments.speculator, target)
+    model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
+    suite = from_text(
+        [PYTHON_SOURCES], target.tokenizer, arguments.prompt_tokens, arguments.max_prompts, split="held-out"
+    )
+    table = decoders(target, head, model)
+    report = {
+        "target": target.name,
+        "speculator": arguments.speculator,
+        "draft_model": arguments.draft_model,
+        "hardware": hardware(target),
+        "torch": torch.__version__,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "batch_size": arguments.batch_size,
+        "prompts": len(suite.prompts),
+        "prompt_tokens": arguments.prompt_tokens,
+        "max_new_tokens": arguments.max_new_tokens,
+        "rows": [
+            row
+            for temperature in arguments.temperature or [0.0, 0.7, 1.0]
+            for row in measure(
+                target, table, suite.prompts, temperature, arguments.max_new_tokens, arguments.batch_size
+            )
+        ],
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "drafters.json").write_text(json.dumps(report, indent=1))
+    (arguments.output / "drafters.md").write_text(markdown(report))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

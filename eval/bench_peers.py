@@ -1,0 +1,145 @@
+"""`python -m eval.bench_peers`: this loop against transformers' own speculative decoding, same models, same prompts.
+
+    python -m eval.bench_peers --target T --draft_model M --output DIR
+
+n-gram lookup against `prompt_lookup_num_tokens`, the draft model against `assistant_model`, at one fixed draft length,
+greedy. The decoders take turns on every prompt; texts are compared token by token. Writes peers.json and peers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from data.sources import PYTHON_SOURCES
+from eval.run import hardware, speedup
+from eval.speed import Timed, time_ours, time_transformers
+from eval.suites import from_text
+from speculator import ModelDrafter, NgramDrafter, Sampling, Target
+from speculator.decoding.generate import tokens_per_step
+from speculator.errors import OneLineParser, run_command
+
+_PAIRS = (("plain", "hf plain"), ("n-gram", "hf prompt lookup"), ("draft model", "hf assistant"))
+
+
+def measure(target: Target, model: Target, assistant, prompts: list[list[int]], length: int, count: int) -> dict:
+    """Tokens per second of each decoder, ratios of ours to theirs with intervals, and how many texts are identical."""
+    ours = {"plain": None, "n-gram": NgramDrafter(length), "draft model": ModelDrafter(model, target, length)}
+    # A fixed draft length on their side too: no confidence threshold, no schedule.
+    fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
+    assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)
+    theirs: dict[str, dict] = {
+        "hf plain": {},
+        "hf prompt lookup": {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": 3},
+        "hf assistant": {"assistant_model": assistant, **fixed},
+    }
+    timed = {name: Timed() for pair in _PAIRS for name in pair}
+
+    def once(name: str, prompt: list[int], new: int, out: Timed) -> None:
+        if name in ours:
+            time_ours(target, ours[name], [prompt], Sampling(), new, out)
+        else:
+            time_transformers(target, prompt, Sampling(), new, out, **theirs[name])
+
+    for name in timed:
+        once(name, prompts[0], 8, Timed())
+    order = list(timed)
+    for prompt in tqdm(prompts, unit="prompt"):
+        order = order[1:] + order[:1]
+        for name in order:
+            once(name, prompt, count, timed[name])
+    rows = []
+    for mine, theirs_name in _PAIRS:
+        a, b = timed[mine], timed[theirs_name]
+        rows.append(
+            {
+                "ours": mine,
+                "theirs": theirs_name,
+                "tokens_per_step": tokens_per_step(a.steps),
+                "tokens_per_second": {"ours": a.tokens_per_second, "theirs": b.tokens_per_second},
+                "end_to_end_tokens_per_second": {
+                    "ours": a.end_to_end_tokens_per_second,
+                    "theirs": b.end_to_end_tokens_per_second,
+                },
+                "ratio": speedup(a, b),
+                "identical": sum(x == y for x, y in zip(a.tokens, b.tokens, strict=True)),
+                "of": len(a.tokens),
+            }
+        )
+    return {"rows": rows}
+
+
+def markdown(report: dict) -> str:
+    lines = [
+        "# Against transformers' own speculative decoding",
+        "",
+        f"Target `{report['target']}`, {report['hardware']}, {report['dtype']}, transformers {report['transformers']}, "
+        f"{report['prompts']} prompts, {report['max_new_tokens']} new tokens each, draft length "
+        f"{report['draft_length']}, temperature 0.",
+        "Decode-only tokens per second; the ratio with its 95% interval.",
+        "",
+        "| decoder | tokens per step | ours, tokens/s | transformers, tokens/s | ratio | identical texts |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        speed, ratio = row["tokens_per_second"], row["ratio"]
+        lines.append(
+            f"| {row['ours']} | {row['tokens_per_step']:.2f} | {speed['ours']:.0f} | {speed['theirs']:.0f} "
+            f"| {ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f}) | {row['identical']} of {row['of']} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m eval.bench_peers", description=__doc__)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--draft_model", required=True, help="hub id or folder of a small LM with the same tokenizer")
+    parser.add_argument("--draft_length", type=int, default=4)
+    parser.add_argument("--max_prompts", type=int, default=16)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    return run_command("bench_peers", lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, write and print the table."""
+    import transformers
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, dtype=arguments.dtype)
+    model = Target.load(arguments.draft_model, dtype=arguments.dtype)
+    assistant = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=target.dtype).to(target.device)
+    suite = from_text(
+        [PYTHON_SOURCES], target.tokenizer, arguments.prompt_tokens, arguments.max_prompts, split="held-out"
+    )
+    report = {
+        "target": target.name,
+        "draft_model": model.name,
+        "hardware": hardware(target),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "draft_length": arguments.draft_length,
+        "prompts": len(suite.prompts),
+        "max_new_tokens": arguments.max_new_tokens,
+        **measure(target, model, assistant, suite.prompts, arguments.draft_length, arguments.max_new_tokens),
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "peers.json").write_text(json.dumps(report, indent=1))
+    (arguments.output / "peers.md").write_text(markdown(report))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

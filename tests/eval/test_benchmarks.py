@@ -1,0 +1,47 @@
+"""The benchmarks run end to end on tiny models and say what they measured."""
+
+import json
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval import bench_drafters, bench_peers
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+
+def test_every_drafter_has_a_line(target_folder, tmp_path):
+    torch.manual_seed(0)
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3))
+    head.save_pretrained(tmp_path / "head")
+    command = ["--target", str(target_folder), "--speculator", str(tmp_path / "head")]
+    command += ["--draft_model", str(target_folder), "--output", str(tmp_path / "out"), "--batch_size", "2"]
+    assert bench_drafters.main([*command, "--max_prompts", "4", "--max_new_tokens", "12", "--prompt_tokens", "8"]) == 0
+    rows = json.loads((tmp_path / "out" / "drafters.json").read_text())["rows"]
+    assert {row["temperature"] for row in rows} == {0.0, 0.7, 1.0}
+    greedy = {row["decoder"]: row for row in rows if row["temperature"] == 0}
+    assert greedy["none"]["tokens_per_step"] == 1.0
+    assert greedy["none"]["speedup"]["value"] == 1.0
+    # The target drafts for itself: every draft is kept whole.
+    assert greedy["draft model chain"]["tokens_per_step"] == 4.0
+
+
+def test_peers_say_the_same_text(target_folder, tmp_path):
+    torch.manual_seed(1)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=128,
+            eos_token_id=0,
+        )
+    ).save_pretrained(tmp_path / "small")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "small" / file).write_bytes((target_folder / file).read_bytes())
+    command = ["--target", str(target_folder), "--draft_model", str(tmp_path / "small"), "--output", str(tmp_path)]
+    assert bench_peers.main([*command, "--max_prompts", "3", "--max_new_tokens", "16", "--prompt_tokens", "8"]) == 0
+    rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert [row["ours"] for row in rows] == ["plain", "n-gram", "draft model"]
+    assert all(row["identical"] == row["of"] == 3 for row in rows)
