@@ -1,4 +1,7 @@
-"""`python -m eval --target T --speculator S --output DIR`: acceptance and speed on text, as a report."""
+"""`python -m eval --target T --speculator S --output DIR`: acceptance and speed on text, as a report.
+
+`python -m eval lossless --target T --speculator S`: is the text that drafts speed up the target's own?
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from pathlib import Path
 from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
+from eval import lossless
 from eval.run import evaluate
 from eval.suites import from_text
 from speculator import Target, load_head
+from speculator.decoding.rules import RULES
 from speculator.errors import OneLineParser, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["lossless"]:
+        return main_lossless(argv[1:])
     arguments = build_parser().parse_args(argv)
     return run_command("eval", lambda: run(arguments))
 
@@ -68,6 +76,45 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     print(f"\n{(arguments.output / 'report.md').read_text()}\nThe report and its plots are in {arguments.output}")
+
+
+def main_lossless(argv: list[str]) -> int:
+    """`python -m eval lossless`: exit code 0 where every check passed, 1 where one did not."""
+    arguments = build_lossless_parser().parse_args(argv)
+    passed: list[bool] = []
+    code = run_command("eval lossless", lambda: passed.append(lossless.run(arguments)))
+    return code or int(not all(passed))
+
+
+def build_lossless_parser() -> OneLineParser:
+    """The flags of `lossless`."""
+    parser = OneLineParser(prog="python -m eval lossless", description=lossless.__doc__)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    drafter = parser.add_mutually_exclusive_group(required=True)
+    drafter.add_argument("--speculator", help="folder of a trained head")
+    drafter.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    drafter.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+    parser.add_argument("--rule", choices=list(RULES), help="accept rule above temperature 0; default: the drafter's")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has, or 4")
+    shape.add_argument("--branches", type=branches, help="children per token, level by level: 4,2,1")
+    parser.add_argument("--nodes", type=int, help="with --branches: draft the tree of so many likeliest tokens")
+    parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
+    parser.add_argument("--suite", help="python-sources (the default): its held-out split; or a .jsonl or .txt file")
+    parser.add_argument("--max_prompts", type=int, default=32)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="at temperature 0")
+    parser.add_argument("--sampled_prompts", type=int, default=4, help="of these, how many are sampled from")
+    parser.add_argument("--samples", type=int, default=4000, help="rows per sampled prompt, with drafts and without")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write the checks as .json too")
+    return parser
+
+
+def branches(text: str) -> tuple[int, ...]:
+    """Children per token, as typed: 4,2,1."""
+    return tuple(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from speculator.decoding.draft import Draft
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.target import Target
 
@@ -98,6 +99,28 @@ def tiny_head(n_predict: int = 3) -> MLPSpeculator:
     torch.manual_seed(1)
     config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, n_predict=n_predict)
     return MLPSpeculator(config)
+
+
+class Oracle:
+    """Drafts what it was told the text will be: every token right, or every token wrong."""
+
+    name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
+
+    def __init__(self, continuations: list[list[int]], wrong: bool = False):
+        self.continuations, self.wrong = continuations, wrong
+
+    def start(self, texts, hidden, counts):
+        self.prompts = [len(text) for text in texts]
+
+    def propose(self, pending, sampling, u, texts):
+        rows = []
+        for row, text in enumerate(texts):
+            at = len(text) - self.prompts[row]
+            rows.append((self.continuations[row] + [0] * 8)[at : at + 3])
+        return Draft((torch.tensor(rows) + self.wrong) % VOCAB, torch.full_like(pending, 3))
+
+    def commit(self, tokens, hidden, counts):
+        pass
 
 
 def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:

@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -80,13 +81,13 @@ class Log(TrainerCallback):
             stream.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
 
-def new_model(eos_token_id: int) -> LlamaForCausalLM:
+def new_model(eos_token_id: int, layers: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=192,
         intermediate_size=512,
-        num_hidden_layers=12,
+        num_hidden_layers=layers,
         num_attention_heads=3,
         num_key_value_heads=1,
         max_position_embeddings=LENGTH,
@@ -140,9 +141,18 @@ def train(model: LlamaForCausalLM, phase: Phase, rows: dict[str, Dataset], args:
     trainer.train()
 
 
+def corpus_rows(tokenizer: PreTrainedTokenizerFast, split: str, max_package_bytes: int) -> Dataset:
+    """The split's text as shuffled rows of LENGTH tokens."""
+    docs = documents([PYTHON_SOURCES], split, max_package_bytes=max_package_bytes)
+    rows = [{"input_ids": row["input_ids"]} for row in pack(docs, tokenizer, LENGTH)]
+    return Dataset.from_list(rows).shuffle(seed=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--layers", type=int, default=12, help="2 makes a draft model")
+    parser.add_argument("--tokenizer", type=Path, help="folder of one to use; default: a new one")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--max_package_bytes", type=int, default=2_000_000)
     parser.add_argument("--work", type=Path, default=Path("runs/stdlib_target"), help="checkpoints while training")
@@ -151,28 +161,23 @@ def main() -> None:
     (args.output / "training_log.jsonl").write_text("")
     torch.set_num_threads(os.cpu_count() or 1)
 
-    corpus = {
-        split: list(documents([PYTHON_SOURCES], split, max_package_bytes=args.max_package_bytes))
-        for split in ("train", "validation")
-    }
-    tokenizer = train_tokenizer([row["text"] for row in corpus["train"][::4]])
+    train_files = list(documents([PYTHON_SOURCES], "train", max_package_bytes=args.max_package_bytes))
+    if args.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    else:
+        tokenizer = train_tokenizer([row["text"] for row in train_files[::4]])
     tokenizer.save_pretrained(args.output)
-    ids = {split: list(pack(docs, tokenizer, LENGTH)) for split, docs in corpus.items()}
+    full = {split: corpus_rows(tokenizer, split, args.max_package_bytes) for split in ("train", "validation")}
     facts = {
         "python": platform.python_version(),
-        "train_files": len(corpus["train"]),
-        "train_characters": sum(len(row["text"]) for row in corpus["train"]),
-        "train_tokens": len(ids["train"]) * LENGTH,
-        "files_per_package": dict(Counter(row["id"].split("/")[0] for row in corpus["train"]).most_common()),
+        "train_files": len(train_files),
+        "train_characters": sum(len(row["text"]) for row in train_files),
+        "train_tokens": len(full["train"]) * LENGTH,
+        "files_per_package": dict(Counter(row["id"].split("/")[0] for row in train_files).most_common()),
     }
     (args.output / "corpus.json").write_text(json.dumps(facts, indent=1))
-
-    full = {
-        split: Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows]).shuffle(seed=0)
-        for split, rows in ids.items()
-    }
     full["validation"] = full["validation"].select(range(min(128, len(full["validation"]))))
-    model = new_model(tokenizer.eos_token_id)
+    model = new_model(tokenizer.eos_token_id, args.layers)
     start = 0
     for phase in PHASES:
         # Each phase reads rows that the one before has not seen, cut to its own length.

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import tiny_model
-from test_lossless import Oracle
+from conftest import Oracle, tiny_model
 from transformers import AutoModelForCausalLM
 
 from speculator import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
+from conftest import CONFIGS, VOCAB, Oracle, tiny_head, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator import (
@@ -28,28 +28,6 @@ from speculator.decoding.session import Session
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 # Their grouped matrix products exist in float32 only.
 SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
-
-
-class Oracle:
-    """Drafts what it was told the text will be: every token right, or every token wrong."""
-
-    name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
-
-    def __init__(self, continuations: list[list[int]], wrong: bool = False):
-        self.continuations, self.wrong = continuations, wrong
-
-    def start(self, texts, hidden, counts):
-        self.prompts = [len(text) for text in texts]
-
-    def propose(self, pending, sampling, u, texts):
-        rows = []
-        for row, text in enumerate(texts):
-            at = len(text) - self.prompts[row]
-            rows.append((self.continuations[row] + [0] * 8)[at : at + 3])
-        return Draft((torch.tensor(rows) + self.wrong) % VOCAB, torch.full_like(pending, 3))
-
-    def commit(self, tokens, hidden, counts):
-        pass
 
 
 SHAPES = {

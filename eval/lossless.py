@@ -1,0 +1,482 @@
+"""Losslessness, measured: the text of drafting is the target's own, on this machine and with these weights.
+
+At temperature 0 texts are compared token by token, with plain decoding and with transformers. A forward pass over
+several tokens rounds otherwise than one over a single token, so two texts may part where the target's two best logits
+are closer than that: how close is measured on transformers' own passes, which nothing of this library takes part in.
+Above temperature 0 many short continuations of a prompt are drawn with drafts and without; a chi-square test compares
+the two samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.utils import logging
+
+from data.sources import PYTHON_SOURCES
+from eval.speed import _as_loaded
+from eval.suites import from_text
+from speculator import (
+    Candidates,
+    Chain,
+    Drafter,
+    Generation,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Sampling,
+    Session,
+    Target,
+    Tree,
+    UserError,
+    generate,
+    load_head,
+)
+from speculator.decoding.draft import Draft
+from speculator.decoding.rules import RULES
+
+_ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
+_SAMPLED_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
+_LEAST_EXPECTED = 5
+_BUCKETS = 16
+_BATCH = 128
+_MOST_PROBABILITIES = 2**26  # of all laws in one verify pass
+
+
+@dataclass
+class Check:
+    """One line of the table.
+
+    Attributes:
+        name: what was compared with what.
+        temperature: of both.
+        sample: how much was compared.
+        statistic: what was measured, and `result` what it says, in words; `figures` has both as numbers.
+        passed: the verdict.
+    """
+
+    name: str
+    temperature: float
+    sample: str
+    statistic: str
+    result: str
+    passed: bool
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class Recorder:
+    """A drafter that notes the logits behind each new token of a single row; None within decodes plainly."""
+
+    name = "recorder"
+
+    def __init__(self, target: Target, drafter: Drafter | None):
+        self.target, self.drafter = target, drafter
+        self.draft_length = drafter.draft_length if drafter else 0
+        self.nodes = drafter.nodes if drafter else 0
+        self.rules = drafter.rules if drafter else tuple(RULES)
+
+    def start(self, texts, hidden, counts):
+        self.parts = [self.target.logits(hidden)[0, counts[0] - 1 :]]
+        if self.drafter:
+            self.drafter.start(texts, hidden, counts)
+
+    def propose(self, pending, sampling, u, texts):
+        return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)
+
+    def commit(self, tokens, hidden, counts):
+        self.parts.append(self.target.logits(hidden)[0, : counts[0]])
+        if self.drafter:
+            self.drafter.commit(tokens, hidden, counts)
+
+    @property
+    def logits(self) -> Tensor:  # [S, V], row i decided new token i
+        return torch.cat(self.parts)
+
+
+@torch.no_grad()
+def transformers_text(
+    target: Target, prompt: list[int], max_new_tokens: int, width: int
+) -> tuple[list[int], Tensor, float]:
+    """Greedy text of transformers' own generate and how far its logits move when `width` tokens share a pass.
+
+    Gives (new tokens, their logits [S, V], the largest difference); the same text goes through the model once more,
+    `width` tokens at a time, for the difference.
+    """
+    ids = torch.tensor([prompt], device=target.device)
+    with _as_loaded(target):
+        output = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            eos_token_id=sorted(target.eos_token_ids) or None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logits = torch.cat(output.logits)
+        text = output.sequences[:, :-1]
+        given = target.model(ids, use_cache=True)
+        again = [given.logits[0, -1:]]
+        for start in range(len(prompt), text.shape[1], width):
+            given = target.model(text[:, start : start + width], past_key_values=given.past_key_values, use_cache=True)
+            again.append(given.logits[0])
+    difference = (torch.cat(again).double() - logits.double()).abs().max().item()
+    return output.sequences[0, len(prompt) :].tolist(), logits, difference
+
+
+def gaps(logits: Tensor) -> list[float]:  # [S, V] -> S
+    """Between the two best logits of each position."""
+    best = logits.double().topk(2).values
+    return (best[:, 0] - best[:, 1]).tolist()
+
+
+def compare_texts(
+    name: str, texts: list[list[int]], references: list[list[int]], closeness: list[list[float]], tolerance: float
+) -> Check:
+    """Are the greedy texts the same, but for ties that rounding may break?
+
+    Args:
+        name: of the check.
+        texts: new tokens of each prompt.
+        references: the same, plainly decoded.
+        closeness: the gap between the two best logits behind each of a reference's tokens.
+        tolerance: the largest gap that rounding may turn over. Only the first difference counts: after it the two
+            runs continue different texts. A text that ends elsewhere but agrees until there has no such excuse.
+    """
+    parted: list[float] = []
+    for text, reference, gap in zip(texts, references, closeness, strict=True):
+        if text != reference:
+            at = _agreed(text, reference)
+            parted.append(gap[at] if at < min(len(text), len(reference)) else math.inf)
+    above = sum(not gap <= tolerance for gap in parted)
+    same = len(texts) - len(parted)
+    return Check(
+        name,
+        0.0,
+        f"{len(texts)} texts",
+        f"{above} parted at gaps above {tolerance:.1e}",
+        f"{same} of {len(texts)} identical",
+        above == 0,
+        {"identical": same, "of": len(texts), "above_tolerance": above, "tolerance": tolerance},
+    )
+
+
+def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that two texts share at their start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def greedy_checks(
+    target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int, rule: str | None = None
+) -> list[Check]:
+    """Greedy texts with drafts, each prompt alone and all in one batch, against plain decoding and transformers.
+
+    The tolerance is four times the largest difference between logits of one token a pass and of a verify pass's
+    width, both by transformers; at the least four times the precision of the largest logit.
+
+    Raises:
+        UserError: the rule does not fit the drafter.
+    """
+    drafted, plain, theirs = [], [], []
+    plain_gaps, their_gaps = [], []
+    rounding = moved = 0.0
+    positions = 0
+    generations = []
+    for prompt in tqdm(prompts, desc="temperature 0", unit="prompt"):
+        ours, alone = Recorder(target, drafter), Recorder(target, None)
+        generations.append(generate(target, ours, [prompt], rule=rule, max_new_tokens=max_new_tokens))
+        drafted += generations[-1].tokens
+        plain += generate(target, alone, [prompt], max_new_tokens=max_new_tokens).tokens
+        text, logits, difference = transformers_text(target, prompt, max_new_tokens, drafter.nodes + 1)
+        theirs.append(text)
+        plain_gaps.append(gaps(alone.logits))
+        their_gaps.append(gaps(logits))
+        precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
+        rounding = max(rounding, difference, precision)
+        # Where the texts agree so far, both runs computed the same logits: the first difference is still one of them.
+        shared = min(_agreed(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
+        apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
+        moved = max(moved, apart) if apart == apart else math.inf
+        positions += shared
+    together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
+    tolerance = 4 * rounding
+    logits_check = Check(
+        "logits against plain decoding",
+        0.0,
+        f"{positions} positions",
+        f"at most {moved:.1e} apart",
+        f"{tolerance:.1e} allowed",
+        moved <= tolerance,
+        {"positions": positions, "largest_difference": moved, "tolerance": tolerance},
+    )
+    checks = [
+        logits_check,
+        compare_texts("text against plain decoding", drafted, plain, plain_gaps, tolerance),
+        compare_texts("text in a batch against plain decoding", together.tokens, plain, plain_gaps, tolerance),
+        compare_texts("text against transformers", drafted, theirs, their_gaps, tolerance),
+    ]
+    for check in checks:
+        check.figures["drafted_share"] = _drafted_share(generations, skip=0)
+    return checks
+
+
+def _drafted_share(generations: list[Generation], skip: int) -> float:
+    """Share of the new tokens that drafts gave, the first `skip` of each row left out."""
+    steps = [step for generation in generations for row in generation.steps for step in row]
+    count = sum(len(row) - skip for generation in generations for row in generation.tokens)
+    return sum(min(step.accepted, step.emitted) for step in steps) / max(count, 1)
+
+
+def sampled_checks(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperatures: list[float],
+    samples: int,
+    rule: str | None = None,
+    seed: int = 0,
+) -> list[Check]:
+    """A chi-square test per temperature and prompt: `samples` continuations with drafts, as many others without.
+
+    Raises:
+        UserError: the rule does not fit the drafter.
+    """
+    cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
+    alpha = _ALPHA / len(cases)
+    batch = max(1, min(_BATCH, samples, _MOST_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
+    session = Session(target)  # a prompt is processed once for all its batches
+    checks = []
+    with tqdm(total=2 * len(cases), desc="sampling", unit="sample") as progress:
+        for case, (temperature, number) in enumerate(cases):
+            # 2**32 streams for each sample: no two rows of the run share one.
+            first, second = (Sampling(temperature, seed=seed + (2 * case + which) * 2**32) for which in range(2))
+            drafted = _continuations(session, drafter, prompts[number], first, samples, rule, batch)
+            progress.update()
+            plain = _continuations(session, None, prompts[number], second, samples, None, batch)
+            progress.update()
+            pairs = ([tuple(row[1:]) for row in rows.tokens[:samples]] for rows in (drafted, plain))
+            statistic, degrees, p = homogeneity(*pairs)
+            checks.append(
+                Check(
+                    f"law after prompt {number + 1}",
+                    temperature,
+                    f"2 x {samples} rows",
+                    f"chi-square {statistic:.1f}, {degrees} df",
+                    f"p = {p:.2g}",
+                    p >= alpha,
+                    {
+                        "samples": samples,
+                        "chi_square": statistic,
+                        "degrees_of_freedom": degrees,
+                        "p": p,
+                        "alpha": alpha,
+                        "detectable": detectable(degrees + 1, samples),
+                        "drafted_share": _drafted_share([drafted], skip=1),
+                    },
+                )
+            )
+    return checks
+
+
+def _continuations(
+    session: Session,
+    drafter: Drafter | None,
+    prompt: list[int],
+    sampling: Sampling,
+    count: int,
+    rule: str | None,
+    batch: int,
+) -> Generation:
+    """At least `count` short continuations of one prompt, each from a stream of its own, in whole batches."""
+    rows = Generation([], [])
+    for start in range(0, count, batch):
+        generation = generate(
+            session.target,
+            drafter,
+            [prompt] * batch,
+            replace(sampling, seed=sampling.seed + start),
+            rule=rule,
+            max_new_tokens=_SAMPLED_TOKENS,
+            eos_token_ids=(),
+            session=session,
+        )
+        rows.tokens += generation.tokens
+        rows.steps += generation.steps
+    return rows
+
+
+def homogeneity(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> tuple[float, int, float]:
+    """Do two samples of token pairs follow one law? Gives (chi-square, degrees of freedom, p-value).
+
+    A pair has a cell of its own if it is frequent enough. A rare one shares a cell with others of the same first token,
+    or of the same second one, as its hash says, so that a wrong law of either shows; what is still rare goes by its
+    hash alone. Merging looks at the two samples pooled: it knows nothing of how they differ, and p keeps its meaning.
+    """
+    ours, theirs = Counter(first), Counter(second)
+    least = _LEAST_EXPECTED * (len(first) + len(second)) / min(len(first), len(second))
+    coarser: list[Callable[[tuple[int, int]], Hashable]] = [
+        lambda pair: pair,
+        lambda pair: ("first", pair[0]) if _hash(pair) % 2 else ("second", pair[1]),
+        lambda pair: ("hash", _hash(pair) % _BUCKETS),
+        lambda pair: "rest",
+    ]
+    cells: dict[Hashable, list[int]] = {}
+    left = ours + theirs
+    for key in coarser:
+        sizes: Counter[Hashable] = Counter()
+        for pair, count in left.items():
+            sizes[key(pair)] += count
+        for pair in list(left):
+            if sizes[key(pair)] >= least:
+                cell = cells.setdefault(key(pair), [0, 0])
+                cell[0] += ours[pair]
+                cell[1] += theirs[pair]
+                del left[pair]
+    if cells:  # what is left is too little for a cell
+        smallest = min(cells.values(), key=sum)
+        smallest[0] += sum(ours[pair] for pair in left)
+        smallest[1] += sum(theirs[pair] for pair in left)
+    degrees = len(cells) - 1
+    if degrees < 1:  # a law of one outcome
+        return 0.0, 0, 1.0
+    seen = torch.tensor(list(cells.values()), dtype=torch.float64)
+    expected = seen.sum(1, keepdim=True) * seen.sum(0) / seen.sum()
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    p = torch.special.gammaincc(torch.tensor(degrees / 2, dtype=torch.float64), statistic / 2)
+    return statistic.item(), degrees, p.item()
+
+
+def _hash(pair: tuple[int, int]) -> int:
+    return hash(pair) >> 8  # of integers, so the same in every process
+
+
+def detectable(cells: int, samples: int) -> float:
+    """Total variation, spread evenly over the cells, that a test of two such samples sees 99 times in 100.
+
+    The noncentrality that it takes at a level of 1e-4 is 30 + 8.7 sqrt(cells), within 2% from 8 to 600 cells; a
+    deviation of d in every cell's share gives 2 samples d^2.
+    """
+    return min(1.0, math.sqrt((30 + 8.7 * math.sqrt(cells)) / (2 * samples)))
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Measure, print the table and the verdict; tells whether all checks passed.
+
+    Raises:
+        UserError: wrong input.
+    """
+    temperatures = list(dict.fromkeys(arguments.temperature or [0.0, 1.0]))
+    _check(arguments, temperatures)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, dtype=arguments.dtype)
+    if arguments.prompt_tokens + arguments.max_new_tokens > target.context_length:
+        raise UserError(
+            f"--prompt_tokens {arguments.prompt_tokens} and --max_new_tokens {arguments.max_new_tokens} do not fit "
+            f"{target.name}, which has a context of {target.context_length}"
+        )
+    drafter = make_drafter(arguments, target)
+    source = arguments.suite or PYTHON_SOURCES
+    suite = from_text(
+        [source],
+        target.tokenizer,
+        arguments.prompt_tokens,
+        arguments.max_prompts,
+        split="held-out" if source == PYTHON_SOURCES else None,
+    )
+    checks: list[Check] = []
+    if 0.0 in temperatures:
+        checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, arguments.rule)
+    warm = [temperature for temperature in temperatures if temperature > 0]
+    if warm:
+        sampled = suite.prompts[: arguments.sampled_prompts]
+        checks += sampled_checks(target, drafter, sampled, warm, arguments.samples, arguments.rule, arguments.seed)
+
+    failed = [f"{check.name} at temperature {check.temperature:g}" for check in checks if not check.passed]
+    verdict = f"NOT LOSSLESS: {'; '.join(failed)}" if failed else "LOSSLESS"
+    rule = arguments.rule or drafter.rules[0]
+    dtype = str(target.dtype).removeprefix("torch.")
+    print(f"{target.name} in {dtype}, {suite.name}, {drafter.name} drafts {drafter.nodes} tokens, rule {rule}\n")
+    print(table(checks))
+    if warm:
+        seen = [check.figures["detectable"] for check in checks if "detectable" in check.figures]
+        alpha, off = _ALPHA / len(seen), max(seen)
+        print(f"\nA p-value fails below {alpha:.1e}. A law that is {off:.2g} off in total variation, over the cells")
+        print("of its test, would fail 99 times in 100.")
+    print(f"\n{verdict}")
+    if arguments.output:
+        settings = {name: value for name, value in vars(arguments).items() if name != "output"}
+        report = {"schema": 1, "lossless": not failed, "rule": rule, "dtype": dtype, "settings": settings}
+        report["checks"] = [asdict(check) for check in checks]
+        scratch = arguments.output.with_name(f"{arguments.output.name}.partial")
+        scratch.write_text(json.dumps(report, indent=1))
+        scratch.rename(arguments.output)
+    return not failed
+
+
+def _check(arguments: argparse.Namespace, temperatures: list[float]) -> None:
+    """Refuse what can be refused before the target is loaded."""
+    for temperature in temperatures:
+        Sampling(temperature)
+    for name, least in (("max_new_tokens", 2), ("samples", 100), ("sampled_prompts", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name} must be at least {least}")
+    if not abs(arguments.seed) < 2**62:
+        raise UserError("--seed must be below 2**62 in size")
+    if arguments.nodes is not None and arguments.branches is None:
+        raise UserError("--nodes is the size of a tree: it needs --branches")
+    if arguments.ngram and arguments.branches is not None:
+        raise UserError("--branches: n-gram lookup drafts a chain; give --draft_length instead")
+    if arguments.output and not Path(arguments.output).parent.is_dir():
+        raise UserError(f"--output {arguments.output}: no folder {Path(arguments.output).parent}")
+
+
+def make_drafter(arguments: argparse.Namespace, target: Target) -> Drafter:
+    """The drafter that the flags describe. A rule that asks for a certain way of drawing gets it.
+
+    Raises:
+        UserError: no such head or model, or it can't draft so.
+    """
+    length, branches, rule = arguments.draft_length, arguments.branches, arguments.rule
+    if arguments.ngram:
+        return NgramDrafter(4 if length is None else length)
+    if branches is not None and max(branches) > target.vocab_size:
+        raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
+    head = load_head(arguments.speculator, target) if arguments.speculator else None
+    shape: Chain | Candidates | Tree
+    if branches is None:
+        longest = head.n_predict if head else 4
+        shape = Chain(longest if length is None else length, sampled=rule != "walk")
+    elif arguments.nodes is None:
+        shape = Candidates(branches, replacement=rule == "multi-candidate-replacement")
+    else:
+        shape = Tree(branches, arguments.nodes)
+    if head:
+        return HeadDrafter(head, shape)
+    return ModelDrafter(Target.load(arguments.draft_model, dtype=arguments.dtype), target, shape)
+
+
+def table(checks: list[Check]) -> str:
+    """Columns of text; `drafted` is the share of the tokens that drafts gave: what was never drafted proves little."""
+    rows = [("temperature", "check", "sample", "drafted", "statistic", "result", "verdict")]
+    for check in checks:
+        drafted = f"{check.figures['drafted_share']:.0%}"
+        verdict = "pass" if check.passed else "FAIL"
+        rows.append(
+            (f"{check.temperature:g}", check.name, check.sample, drafted, check.statistic, check.result, verdict)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,273 @@
+"""The proof has teeth: what is lossless passes, and each way of not being it is seen."""
+
+import copy
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import CONFIGS, tiny_head, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from eval.__main__ import main
+from eval.lossless import compare_texts, detectable, greedy_checks, homogeneity, sampled_checks
+from speculator import (
+    Candidates,
+    HeadDrafter,
+    MLPSpeculator,
+    MLPSpeculatorConfig,
+    ModelDrafter,
+    NgramDrafter,
+    Target,
+    Tree,
+)
+from speculator.decoding.cache import RowCache
+from speculator.decoding.sampling import RowSampling
+
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
+SAMPLES = 2000
+
+
+def warm_target() -> Target:
+    """Laws with several likely tokens: what a rule gets wrong shows."""
+    return Target(tiny_model(scale=2.0), tokenizer=None)
+
+
+def drafter_for(target: Target, kind: str):
+    return {
+        "chain": lambda: HeadDrafter(tiny_head()),
+        "tree": lambda: HeadDrafter(tiny_head(), Tree((3, 2, 1), 6)),
+        "candidates": lambda: HeadDrafter(tiny_head(), Candidates((3, 2))),
+        "ngram": NgramDrafter,
+        "model": lambda: ModelDrafter(Target(tiny_model("gpt2"), tokenizer=None), target),
+    }[kind]()
+
+
+def failures(checks) -> set[str]:
+    return {check.name for check in checks if not check.passed}
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "candidates", "ngram", "model"])
+def test_every_drafter_passes_greedy_and_sampled(target, kind):
+    greedy = greedy_checks(target, drafter_for(target, kind), PROMPTS, max_new_tokens=24)
+    assert [check.result for check in greedy[1:]] == ["3 of 3 identical"] * 3
+    assert not failures(greedy)
+    warm = warm_target()
+    sampled = sampled_checks(warm, drafter_for(warm, kind), PROMPTS[:2], [1.0], SAMPLES)
+    assert len(sampled) == 2
+    assert not failures(sampled)
+    assert kind == "ngram" or sampled[0].figures["drafted_share"] > 0.01
+
+
+def test_a_lossy_rule_fails():
+    target = warm_target()
+    checks = sampled_checks(target, HeadDrafter(tiny_head()), PROMPTS[:2], [1.0], SAMPLES, rule="typical-lossy")
+    assert any(check.figures["p"] < 1e-6 for check in checks)
+    assert failures(checks)
+
+
+class MisstatedHead(HeadDrafter):
+    """Draws its tokens from one law and tells another."""
+
+    def propose(self, pending, sampling, u, texts):
+        colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
+        draft = super().propose(pending, colder, u, texts)
+        draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
+        return draft
+
+
+def test_a_drafter_that_misstates_its_law_fails():
+    checks = sampled_checks(warm_target(), MisstatedHead(tiny_head()), PROMPTS[:2], [1.0], 4000)
+    assert failures(checks)
+
+
+def test_bfloat16_passes_and_noise_in_the_verify_pass_fails(monkeypatch):
+    target = Target(tiny_model().to(torch.bfloat16), tokenizer=None)
+    drafter = HeadDrafter(tiny_head().to(torch.bfloat16))
+    prompts = [[number, 2 * number, 7] for number in range(10)]
+    checks = greedy_checks(target, drafter, prompts, max_new_tokens=24)
+    assert not failures(checks)
+    assert checks[0].figures["tolerance"] < 1.0
+
+    honest = Target.extend
+
+    def disturbed(self, cache, tokens, *args):
+        hidden = honest(self, cache, tokens, *args)
+        if tokens.shape[1] == drafter.nodes + 1 and cache.lengths[0] > 3:  # a verify pass, not a prompt of 3 tokens
+            generator = torch.Generator().manual_seed(int(tokens.sum()))
+            hidden = hidden + 0.5 * torch.randn(hidden.shape, generator=generator).to(hidden)
+        return hidden
+
+    monkeypatch.setattr(Target, "extend", disturbed)
+    assert {"logits against plain decoding", "text against plain decoding", "text against transformers"} <= failures(
+        greedy_checks(target, drafter, prompts, max_new_tokens=24)
+    )
+
+
+def test_a_cache_that_keeps_the_wrong_slots_fails(target, monkeypatch):
+    """Float32, a drafter that is nearly always right: only what later tokens see is wrong."""
+    drafter = ModelDrafter(Target(tiny_model(), tokenizer=None), target, Tree((3, 2, 1), 6))
+    assert not failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
+    monkeypatch.setattr(RowCache, "gather", lambda self, path: None)
+    assert "logits against plain decoding" in failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
+
+
+def test_a_text_may_part_only_where_the_two_best_logits_are_close():
+    reference, gap = [5, 6, 7, 8], [3.0, 0.1, 3.0, 3.0]
+
+    def parted(text):
+        return compare_texts("", [text], [reference], [gap], tolerance=0.2)
+
+    assert parted([5, 6, 7, 8]).result == "1 of 1 identical"
+    assert parted([5, 9, 1, 1]).passed
+    assert parted([5, 9, 1, 1]).result == "0 of 1 identical"
+    assert not parted([5, 6, 9, 8]).passed
+    assert not parted([5, 6, 7]).passed  # a text that just ends is no tie
+    assert not parted([5, 6, 7, 8, 9]).passed
+    assert not compare_texts("", [[5, 9]], [reference], [[3.0, math.nan, 0.0, 0.0]], tolerance=0.2).passed
+
+
+def test_chi_square_of_a_table_done_by_hand():
+    first, second = [(1, 1)] * 30 + [(2, 2)] * 70, [(1, 1)] * 50 + [(2, 2)] * 50
+    statistic, degrees, p = homogeneity(first, second)
+    assert (statistic, degrees) == (pytest.approx(25 / 3), 1)  # 2 (10^2 / 40 + 10^2 / 60)
+    assert p == pytest.approx(math.erfc(math.sqrt(25 / 6)))  # one degree of freedom: a squared normal
+    assert homogeneity([(1, 1)] * 9, [(1, 1)] * 9) == (0.0, 0, 1.0)
+
+
+def pairs(count, generator, first, second):
+    """Of tokens below `first` and `second`; a float draws the lower half of them that often."""
+
+    def token(size, tilt):
+        half = size // 2
+        return generator.randrange(half) + half * (generator.random() >= tilt)
+
+    return [(token(*first), token(*second)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (300, 300), (10**6, 10**6)])
+def test_p_values_of_equal_laws_are_uniform_however_rare_the_outcomes(sizes):
+    generator = random.Random(0)
+    wide, deep = ((size, 0.7) for size in sizes)
+    p_values = [homogeneity(*(pairs(400, generator, wide, deep) for _ in range(2)))[2] for _ in range(200)]
+    assert 0.4 < sum(p_values) / 200 < 0.6
+    assert 4 <= sum(p < 0.1 for p in p_values) <= 38
+    assert 4 <= sum(p > 0.9 for p in p_values) <= 38
+
+
+@pytest.mark.parametrize("tilted", [0, 1])
+@pytest.mark.parametrize("size", [4, 300])
+def test_a_wrong_law_of_either_token_is_seen_though_every_pair_is_rare(size, tilted):
+    generator = random.Random(0)
+    fair, wrong = [(size, 0.5)] * 2, [(size, 0.5)] * 2
+    wrong[tilted] = (size, 0.8)
+    assert homogeneity(pairs(4000, generator, *fair), pairs(4000, generator, *wrong))[2] < 1e-6
+
+
+def test_the_deviation_said_to_be_seen_is_seen():
+    """16 equal cells, every second one too likely: at the stated deviation nearly all tests fail, at a third few."""
+    generator = torch.Generator().manual_seed(0)
+    samples, cells = 4000, 16
+    even = torch.full((cells,), 1 / cells)
+
+    def seen(deviation):
+        law = even * (1 + 2 * deviation * torch.tensor([1.0, -1.0]).repeat(cells // 2))
+        draws = [[w.multinomial(samples, True, generator=generator).tolist() for w in (even, law)] for _ in range(50)]
+        return sum(homogeneity(*([(cell, 0) for cell in row] for row in pair))[2] < 1e-4 for pair in draws)
+
+    assert seen(detectable(cells, samples)) >= 47
+    assert seen(detectable(cells, samples) / 3) <= 10
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target with sharp laws, a head for it and a text to continue, as a user has them."""
+    base = tmp_path_factory.mktemp("lossless")
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.vocab_size = 300
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data *= 3.0 if parameter.ndim == 2 else 1.0
+    model.save_pretrained(base / "target")
+    tiny_tokenizer().save_pretrained(base / "target")
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3))
+    head.save_pretrained(base / "head")
+    rows = [{"text": f"def number_{n}():\n    return {n} * {n} + {n}\n" * 4} for n in range(4)]
+    (base / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return base
+
+
+def command(folders, *flags, samples=1000):
+    sizes = ["--max_prompts", "3", "--prompt_tokens", "12", "--max_new_tokens", "16", "--sampled_prompts", "2"]
+    target = ["--target", str(folders / "target"), "--suite", str(folders / "text.jsonl")]
+    return main(["lossless", *target, *sizes, "--samples", str(samples), *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--speculator", "head"], "token"),
+        (["--speculator", "head", "--rule", "block", "--draft_length", "2"], "block"),
+        (["--speculator", "head", "--rule", "walk", "--temperature", "0.7"], "walk"),
+        (["--speculator", "head", "--branches", "3,2", "--rule", "multi-candidate-replacement"], None),
+        (["--speculator", "head", "--branches", "3,2,1", "--nodes", "5", "--temperature", "0"], "walk"),
+        (["--draft_model", "target", "--draft_length", "2", "--temperature", "1"], "token"),
+        (["--ngram"], "walk"),
+    ],
+)
+def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags, rule):
+    flags = [str(folders / flag) if flag in ("head", "target") else flag for flag in flags]
+    assert command(folders, *flags, "--output", str(tmp_path / "checks.json")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "LOSSLESS"
+    report = json.loads((tmp_path / "checks.json").read_text())
+    assert report["lossless"]
+    assert report["rule"] == rule or rule is None
+    assert sum(line.endswith("pass") for line in lines) == len(report["checks"])
+    assert [path.name for path in tmp_path.iterdir()] == ["checks.json"]
+
+
+def test_the_command_tells_a_lossy_rule_by_its_exit_code(folders, capsys):
+    flags = ["--speculator", str(folders / "head"), "--rule", "typical-lossy"]
+    assert command(folders, *flags, samples=4000) == 1
+    output = capsys.readouterr().out
+    assert "FAIL" in output
+    assert output.splitlines()[-1].startswith("NOT LOSSLESS: law after prompt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speculator", "nowhere"], "nowhere"),
+        (["--ngram", "--branches", "3,2"], "--branches"),
+        (["--ngram", "--nodes", "3"], "--nodes"),
+        (["--ngram", "--rule", "multi-candidate"], "does not fit"),
+        (["--draft_model", "target", "--branches", "301"], "only 300 tokens"),
+        (["--draft_model", "./nowhere"], "nowhere"),
+        (["--speculator", "head", "--draft_length", "4"], "draft length 4"),
+        (["--ngram", "--seed", str(2**63)], "--seed"),
+        (["--ngram", "--temperature", "-1"], "temperature"),
+        (["--ngram", "--samples", "0"], "--samples"),
+        (["--ngram", "--max_prompts", "0"], "max_prompts"),
+        (["--ngram", "--max_new_tokens", "400"], "context of 128"),
+        (["--ngram", "--output", "nowhere/checks.json"], "no folder nowhere"),
+    ],
+)
+def test_wrong_input_is_one_line(folders, capsys, flags, message):
+    flags = [str(folders / flag) if flag in ("head", "target") else flag for flag in flags]
+    assert command(folders, *flags) == 2
+    error = capsys.readouterr().err.splitlines()
+    errors = [line for line in error if line.startswith("eval lossless:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--ngram", "--speculator", "x"], ["--ngram", "--branches", "3,x"]])
+def test_flags_that_make_no_sense_are_refused(capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        main(["lossless", "--target", "x", *flags])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
