@@ -8,7 +8,7 @@ quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -16,7 +16,7 @@ from eval import lossless
 from eval.run import evaluate
 from eval.suites import from_text
 from speculator import Target, load_head
-from speculator.decoding.rules import RULES
+from speculator.commands import drafting
 from speculator.errors import OneLineParser, run_command
 
 
@@ -81,24 +81,14 @@ def run(arguments: argparse.Namespace) -> None:
 def main_lossless(argv: list[str]) -> int:
     """`python -m eval lossless`: exit code 0 where every check passed, 1 where one did not."""
     arguments = build_lossless_parser().parse_args(argv)
-    passed: list[bool] = []
-    code = run_command("eval lossless", lambda: passed.append(lossless.run(arguments)))
-    return code or int(not all(passed))
+    return run_command("eval lossless", lambda: int(not lossless.run(arguments)))
 
 
 def build_lossless_parser() -> OneLineParser:
     """The flags of `lossless`."""
     parser = OneLineParser(prog="python -m eval lossless", description=lossless.__doc__)
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
-    drafter = parser.add_mutually_exclusive_group(required=True)
-    drafter.add_argument("--speculator", help="folder of a trained head")
-    drafter.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
-    drafter.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
-    parser.add_argument("--rule", choices=list(RULES), help="accept rule above temperature 0; default: the drafter's")
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has, or 4")
-    shape.add_argument("--branches", type=branches, help="children per token, level by level: 4,2,1")
-    parser.add_argument("--nodes", type=int, help="with --branches: draft the tree of so many likeliest tokens")
+    drafting.add_flags(parser, required=True)
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--suite", help="python-sources (the default): its held-out split; or a .jsonl or .txt file")
     parser.add_argument("--max_prompts", type=int, default=32)
@@ -110,11 +100,6 @@ def build_lossless_parser() -> OneLineParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the checks as .json too")
     return parser
-
-
-def branches(text: str) -> tuple[int, ...]:
-    """Children per token, as typed: 4,2,1."""
-    return tuple(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -24,24 +24,10 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
-from eval.speed import _as_loaded
+from eval.speed import as_loaded
 from eval.suites import from_text
-from speculator import (
-    Candidates,
-    Chain,
-    Drafter,
-    Generation,
-    HeadDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    Sampling,
-    Session,
-    Target,
-    Tree,
-    UserError,
-    generate,
-    load_head,
-)
+from speculator import Drafter, Generation, Sampling, Session, Target, UserError, generate
+from speculator.commands import drafting
 from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
 
@@ -113,7 +99,7 @@ def transformers_text(
     `width` tokens at a time, for the difference.
     """
     ids = torch.tensor([prompt], device=target.device)
-    with _as_loaded(target):
+    with as_loaded(target):
         output = target.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -387,7 +373,8 @@ def run(arguments: argparse.Namespace) -> bool:
             f"--prompt_tokens {arguments.prompt_tokens} and --max_new_tokens {arguments.max_new_tokens} do not fit "
             f"{target.name}, which has a context of {target.context_length}"
         )
-    drafter = make_drafter(arguments, target)
+    drafter = drafting.drafter(arguments, target)
+    assert drafter is not None
     source = arguments.suite or PYTHON_SOURCES
     suite = from_text(
         [source],
@@ -435,37 +422,9 @@ def _check(arguments: argparse.Namespace, temperatures: list[float]) -> None:
             raise UserError(f"--{name} must be at least {least}")
     if not abs(arguments.seed) < 2**62:
         raise UserError("--seed must be below 2**62 in size")
-    if arguments.nodes is not None and arguments.branches is None:
-        raise UserError("--nodes is the size of a tree: it needs --branches")
-    if arguments.ngram and arguments.branches is not None:
-        raise UserError("--branches: n-gram lookup drafts a chain; give --draft_length instead")
+    drafting.check(arguments)
     if arguments.output and not Path(arguments.output).parent.is_dir():
         raise UserError(f"--output {arguments.output}: no folder {Path(arguments.output).parent}")
-
-
-def make_drafter(arguments: argparse.Namespace, target: Target) -> Drafter:
-    """The drafter that the flags describe. A rule that asks for a certain way of drawing gets it.
-
-    Raises:
-        UserError: no such head or model, or it can't draft so.
-    """
-    length, branches, rule = arguments.draft_length, arguments.branches, arguments.rule
-    if arguments.ngram:
-        return NgramDrafter(4 if length is None else length)
-    if branches is not None and max(branches) > target.vocab_size:
-        raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
-    head = load_head(arguments.speculator, target) if arguments.speculator else None
-    shape: Chain | Candidates | Tree
-    if branches is None:
-        longest = head.n_predict if head else 4
-        shape = Chain(longest if length is None else length, sampled=rule != "walk")
-    elif arguments.nodes is None:
-        shape = Candidates(branches, replacement=rule == "multi-candidate-replacement")
-    else:
-        shape = Tree(branches, arguments.nodes)
-    if head:
-        return HeadDrafter(head, shape)
-    return ModelDrafter(Target.load(arguments.draft_model, dtype=arguments.dtype), target, shape)
 
 
 def table(checks: list[Check]) -> str:

@@ -89,7 +89,7 @@ class _FirstToken(BaseStreamer):
 
 
 @contextmanager
-def _as_loaded(target: Target) -> Iterator[None]:
+def as_loaded(target: Target) -> Iterator[None]:
     """The model as transformers would run it: its default attention, and no settings of a generation config."""
     settings = target.model.generation_config
     target.model.generation_config = GenerationConfig()
@@ -113,7 +113,7 @@ def time_transformers(
     )
     streamer = _FirstToken()
     torch.manual_seed(sampling.seed)
-    with _as_loaded(target):
+    with as_loaded(target):
         synchronize()
         started = time.perf_counter()
         output = target.model.generate(

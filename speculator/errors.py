@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -19,11 +19,21 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help explains)\n")
 
 
-def run_command(name: str, work: Callable[[], None]) -> int:
-    """Run a command; gives its exit code. A UserError is one line on stderr and 2."""
+def refuse(*faults: tuple[Any, str]) -> None:
+    """Raise the message of the first that is so.
+
+    Raises:
+        UserError: one of them is.
+    """
+    for wrong, message in faults:
+        if wrong:
+            raise UserError(message)
+
+
+def run_command(name: str, work: Callable[[], int | None]) -> int:
+    """Run a command; gives its exit code: what the work says, or 0. A UserError is one line on stderr and 2."""
     try:
-        work()
+        return work() or 0
     except UserError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    return 0

@@ -10,26 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging
 
+from speculator.commands import drafting
 from speculator.commands.prompts import encode, prompt_of, read_rows
 from speculator.decoding.generate import Generation, Step, generate, tokens_per_step
-from speculator.decoding.rules import RULES
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
-from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
-from speculator.errors import OneLineParser, UserError
-from speculator.heads import load_head
+from speculator.errors import OneLineParser, UserError, refuse
 from speculator.streaming import LEGEND, TextStream, decode
 from speculator.target import Target
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
-_DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
-_CHAIN = ("draft_length", "draft_sampling", "min_confidence")
-_TREE = ("branches", "nodes", "paths", "replacement")
-
 Continue = Callable[..., Generation]
 """`generate` with everything fixed but prompts, sampling, on_step and session."""
 
@@ -40,24 +33,12 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 
-    drafter = parser.add_mutually_exclusive_group()
-    drafter.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
-    drafter.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
-    drafter.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+    drafting.add_flags(parser)
 
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue; with --chat the one user message")
     source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
     parser.add_argument("--chat", action="store_true", help="chat template; without --prompt a conversation on stdin")
-
-    parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
-    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has, or 4")
-    parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
-    parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")
-    parser.add_argument("--paths", type=int, help="draft the so many likeliest paths out of --branches")
-    parser.add_argument("--replacement", action="store_true", help="draw the --branches of a token independently")
-    parser.add_argument("--draft_sampling", choices=["sampled", "greedy"], help="of a chain; default: sampled")
-    parser.add_argument("--min_confidence", type=float, help="end a chain where its joint probability falls below this")
 
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
@@ -70,13 +51,6 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
     parser.add_argument("--output", type=Path, help="write rows as .jsonl instead of printing the text")
     parser.add_argument("--show-drafts", "--show_drafts", action="store_true", help="colour accepted drafts green")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between, as 4,2,1") from None
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     continue_ = partial(
         generate,
         target,
-        _drafter(arguments, target),
+        drafting.drafter(arguments, target),
         rule=arguments.rule,
         max_new_tokens=arguments.max_new_tokens,
         stop_strings=arguments.stop,
@@ -112,7 +86,7 @@ def _check(arguments: argparse.Namespace) -> None:
     conversation = arguments.chat and arguments.prompt is None
     printed_late = arguments.output or (arguments.prompts and arguments.batch_size > 1)
     folder = arguments.output.parent if arguments.output else None
-    _refuse(
+    refuse(
         (
             not arguments.chat and arguments.prompt is None and arguments.prompts is None,
             "nothing to continue: give --prompt, --prompts or --chat",
@@ -129,41 +103,7 @@ def _check(arguments: argparse.Namespace) -> None:
         ),
     )
     _sampling(arguments, 0)
-    _check_drafting(arguments)
-
-
-def _check_drafting(arguments: argparse.Namespace) -> None:
-    drafts = arguments.speculator or arguments.draft_model or arguments.ngram
-    chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
-    shaping = _given(arguments, *_TREE[1:])
-    idle = _given(arguments, *_CHAIN, *_TREE, "rule", "show_drafts")
-    foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
-    least = arguments.min_confidence
-    _refuse(
-        (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model or --ngram"),
-        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
-        (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
-        (chain and arguments.branches, f"--branches draft no chain: {chain}"),
-        ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
-        (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
-    )
-    if drafts:
-        rules = (_ngram(arguments) if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH)).rules
-        if arguments.rule and arguments.rule not in rules:
-            raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
-
-
-def _refuse(*faults: tuple[Any, str]) -> None:
-    """Raise the message of the first that is so."""
-    for wrong, message in faults:
-        if wrong:
-            raise UserError(message)
-
-
-def _given(arguments: argparse.Namespace, *names: str) -> str:
-    """Those of the flags that the user gave, as typed."""
-    values = vars(arguments)
-    return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
+    drafting.check(arguments, show_drafts=arguments.show_drafts)
 
 
 def _sampling(arguments: argparse.Namespace, stream: int) -> Sampling:
@@ -171,37 +111,6 @@ def _sampling(arguments: argparse.Namespace, stream: int) -> Sampling:
     return Sampling(
         arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, seed=arguments.seed + stream
     )
-
-
-def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths | Candidates:
-    """What a head or a model drafts: `length` tokens where no flag says otherwise."""
-    if arguments.branches is None:
-        length = length if arguments.draft_length is None else arguments.draft_length
-        return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
-    if arguments.nodes is not None:
-        return Tree(arguments.branches, arguments.nodes)
-    if arguments.paths is not None:
-        return Paths(arguments.branches, arguments.paths)
-    return Candidates(arguments.branches, arguments.replacement)
-
-
-def _ngram(arguments: argparse.Namespace) -> NgramDrafter:
-    return NgramDrafter(_DEFAULT_LENGTH if arguments.draft_length is None else arguments.draft_length)
-
-
-def _drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
-    if arguments.branches and max(arguments.branches) > target.vocab_size:
-        raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
-    if arguments.speculator:
-        head = load_head(arguments.speculator, target)
-        return HeadDrafter(head, _shape(arguments, head.n_predict))
-    if arguments.draft_model:
-        try:
-            model = Target.load(arguments.draft_model, dtype=arguments.dtype)
-        except UserError as error:
-            raise UserError(f"--draft_model: {error}") from None
-        return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
-    return _ngram(arguments) if arguments.ngram else None
 
 
 @dataclass

@@ -41,7 +41,7 @@ class ModelDrafter:
 
     def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
         # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
-        self._session.prefill([text[:-1] for text in texts])
+        self._session.prefill([text[:-1] for text in self._known(texts)])
 
     @torch.no_grad()
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
@@ -54,14 +54,22 @@ class ModelDrafter:
         # Of a chain's last draft only its last token was not processed, of a tree's all may lie in other slots:
         # what it may have kept is processed again.
         again = 1 if isinstance(self.shape, Chain) else self.draft_length
-        return self._logits(self._session.catch_up(texts, again)[:, None])
+        return self._logits(self._session.catch_up(self._known(texts), again)[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
         base = 1 + draft.tokens.shape[1] - tokens.shape[1]
         tree = None if draft.parents is None else draft
         cache = self._session.cache
         cache.grow(cache.longest + base + tokens.shape[1])
+        tokens = tokens.clamp(max=self.model.vocab_size - 1)
         return self._logits(self.model.extend(cache, tokens, tree, base))
+
+    def _known(self, texts: Texts) -> Texts:
+        """The texts with ids that a smaller vocabulary has not (padding of the target's) replaced by its last."""
+        last = self.model.vocab_size - 1
+        if last + 1 >= self._vocab_size:
+            return texts
+        return [[min(token, last) for token in text] for text in texts]
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [B, f, D] -> [B, f, V] over the target's vocabulary
         logits = self.model.logits(hidden)[..., : self._vocab_size]

@@ -211,9 +211,10 @@ def command(folders, *flags, samples=1000):
     [
         (["--speculator", "head"], "token"),
         (["--speculator", "head", "--rule", "block", "--draft_length", "2"], "block"),
-        (["--speculator", "head", "--rule", "walk", "--temperature", "0.7"], "walk"),
-        (["--speculator", "head", "--branches", "3,2", "--rule", "multi-candidate-replacement"], None),
+        (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "walk"),
+        (["--speculator", "head", "--branches", "3,2", "--replacement"], "multi-candidate-replacement"),
         (["--speculator", "head", "--branches", "3,2,1", "--nodes", "5", "--temperature", "0"], "walk"),
+        (["--speculator", "head", "--branches", "3,2,1", "--paths", "2"], "walk"),
         (["--draft_model", "target", "--draft_length", "2", "--temperature", "1"], "token"),
         (["--ngram"], "walk"),
     ],
@@ -225,7 +226,7 @@ def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags,
     assert lines[-1] == "LOSSLESS"
     report = json.loads((tmp_path / "checks.json").read_text())
     assert report["lossless"]
-    assert report["rule"] == rule or rule is None
+    assert report["rule"] == rule
     assert sum(line.endswith("pass") for line in lines) == len(report["checks"])
     assert [path.name for path in tmp_path.iterdir()] == ["checks.json"]
 

@@ -73,27 +73,31 @@ def test_all_pairs_of_short_prompts_agree_with_themselves_alone(target):
         assert together == [generate(target, None, [row], max_new_tokens=5).tokens[0] for row in (a, b)]
 
 
-@pytest.mark.parametrize("stop", [["e"], ["self", "\n"], ["ing the"]])
-def test_stop_strings_end_a_row_where_transformers_does(target_folder, stop):
+def test_stop_strings_end_a_row_where_transformers_does(target_folder):
     target = Target.load(str(target_folder))
-    prompt = target.tokenizer("def wrap(text, width")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(target_folder)
-    ids = torch.tensor([prompt])
-    for seed in range(3):
+    stopped = 0
+    for seed in range(8):
         torch.manual_seed(seed)
-        row = torch.randint(4, 300, (60,)).tolist()  # any text will do: an oracle makes the loop say it
-        plain = generate(target, None, [prompt + row], max_new_tokens=60).tokens[0]
+        prompt = torch.randint(4, 300, (20,)).tolist()
+        plain = generate(target, None, [prompt], max_new_tokens=40).tokens[0]
+        text = target.tokenizer.decode(plain)
+        whole = [text[i : i + 3] for i in range(6, len(text) - 3) if text[i : i + 3].isascii()]
+        if not whole:
+            continue
+        stops = ["no such text", whole[-1]]
         expected = model.generate(
-            torch.tensor([prompt + row]),
+            torch.tensor([prompt]),
             do_sample=False,
-            max_new_tokens=60,
-            stop_strings=stop,
+            max_new_tokens=40,
+            stop_strings=stops,
             tokenizer=target.tokenizer,
             pad_token_id=0,
-        )[0, len(prompt + row) :].tolist()
+        )[0, 20:].tolist()
+        stopped += len(expected) < 40
         for drafter in (None, Oracle([plain]), NgramDrafter()):
-            assert generate(target, drafter, [prompt + row], max_new_tokens=60, stop_strings=stop).tokens == [expected]
-    assert ids.shape[0] == 1
+            assert generate(target, drafter, [prompt], max_new_tokens=40, stop_strings=stops).tokens == [expected]
+    assert stopped >= 2
 
 
 def test_a_chats_next_turn_processes_only_what_is_new(target, head):

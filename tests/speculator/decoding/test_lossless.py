@@ -286,7 +286,13 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split("::")[-1].split(".")[0]
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
+        masked = name.startswith("index") and any(
+            isinstance(part, torch.Tensor) and part.dtype == torch.bool
+            for arg in args[1:]
+            if isinstance(arg, list | tuple)
+            for part in arg
+        )
+        if masked or name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 

@@ -1,0 +1,107 @@
+"""The flags that say who drafts, in what shape, and by which rule drafts are accepted; shared by the commands."""
+
+from __future__ import annotations
+
+import argparse
+
+from speculator.decoding.rules import RULES
+from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
+from speculator.errors import OneLineParser, UserError, refuse
+from speculator.heads import load_head
+from speculator.target import Target
+
+_DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
+_CHAIN = ("draft_length", "draft_sampling", "min_confidence")
+_TREE = ("branches", "nodes", "paths", "replacement")
+
+
+def add_flags(parser: OneLineParser, required: bool = False) -> None:
+    """Who drafts (with `required`: someone must), the shape and the rule."""
+    who = parser.add_mutually_exclusive_group(required=required)
+    who.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
+    who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    who.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+
+    parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
+    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has, or 4")
+    parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
+    parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")
+    parser.add_argument("--paths", type=int, help="draft the so many likeliest paths out of --branches")
+    parser.add_argument("--replacement", action="store_true", help="draw the --branches of a token independently")
+    parser.add_argument("--draft_sampling", choices=["sampled", "greedy"], help="of a chain; default: sampled")
+    parser.add_argument("--min_confidence", type=float, help="end a chain where its joint probability falls below this")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between, as 4,2,1") from None
+
+
+def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
+    """Refuse what can't be, before any model is loaded.
+
+    Raises:
+        UserError: flags that do not go together, or a rule that does not fit what they draft.
+    """
+    drafts = arguments.speculator or arguments.draft_model or arguments.ngram
+    chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
+    shaping = _given(arguments, *_TREE[1:])
+    idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
+    foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
+    least = arguments.min_confidence
+    refuse(
+        (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model or --ngram"),
+        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
+        (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
+        (chain and arguments.branches, f"--branches draft no chain: {chain}"),
+        ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
+        (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
+    )
+    if drafts:
+        rules = (_ngram(arguments) if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH)).rules
+        if arguments.rule and arguments.rule not in rules:
+            raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
+
+
+def drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
+    """The drafter that the flags describe; None where they name none.
+
+    Raises:
+        UserError: no such head or model, or it can't draft so.
+    """
+    if arguments.branches and max(arguments.branches) > target.vocab_size:
+        raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
+    if arguments.speculator:
+        head = load_head(arguments.speculator, target)
+        return HeadDrafter(head, _shape(arguments, head.n_predict))
+    if arguments.draft_model:
+        try:
+            model = Target.load(arguments.draft_model, dtype=arguments.dtype)
+        except UserError as error:
+            raise UserError(f"--draft_model: {error}") from None
+        return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
+    return _ngram(arguments) if arguments.ngram else None
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> str:
+    """Those of the flags that the user gave, as typed."""
+    values = vars(arguments)
+    return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
+
+
+def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths | Candidates:
+    """What a head or a model drafts: `length` tokens where no flag says otherwise."""
+    if arguments.branches is None:
+        length = length if arguments.draft_length is None else arguments.draft_length
+        return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
+    if arguments.nodes is not None:
+        return Tree(arguments.branches, arguments.nodes)
+    if arguments.paths is not None:
+        return Paths(arguments.branches, arguments.paths)
+    return Candidates(arguments.branches, arguments.replacement)
+
+
+def _ngram(arguments: argparse.Namespace) -> NgramDrafter:
+    return NgramDrafter(_DEFAULT_LENGTH if arguments.draft_length is None else arguments.draft_length)
