@@ -124,7 +124,7 @@ def _row(
         "temperature": sampling.temperature,
         "max_new_tokens": max_new_tokens,
         "drafter": name,
-        "rule": "greedy" if sampling.greedy else "token",
+        "rule": "greedy" if sampling.greedy else drafter.rules[0] if drafter else "plain",
         "lossy": False,
         **acceptance(own.steps, drafter.draft_length if drafter else 0),
         "tokens_per_second": {

@@ -134,6 +134,7 @@ def time_transformers(
     out.decode_seconds.append(ended - streamer.at)
 
 
+@torch.inference_mode()
 def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling, repeats: int = 40) -> dict:
     """c and v, measured apart from any generation: one drafted token, and one verify pass, over one plain step.
 

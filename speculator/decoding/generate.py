@@ -115,7 +115,7 @@ class _StopStrings:
         return any(string in text for string in self.strings)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     target: Target,
     drafter: Drafter | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
@@ -43,7 +42,6 @@ class HeadDrafter:
     def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
         self._hidden = _last(hidden, counts)
 
-    @torch.no_grad()
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 

@@ -42,8 +42,8 @@ class ModelDrafter:
     def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
         # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
         self._session.prefill([text[:-1] for text in self._known(texts)])
+        self._lengths, self._processed = [len(text) for text in texts], 0
 
-    @torch.no_grad()
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 
@@ -51,9 +51,10 @@ class ModelDrafter:
         """Nothing to learn: the next draft reads the text again from where the last one began."""
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
-        # Of a chain's last draft only its last token was not processed, of a tree's all may lie in other slots:
-        # what it may have kept is processed again.
-        again = 1 if isinstance(self.shape, Chain) else self.draft_length
+        # A chain leaves in the cache what it processed, one token less than it drafted; a tree's may lie in other slots.
+        grown = max(len(text) - old for text, old in zip(texts, self._lengths, strict=True))
+        again = max(0, grown - self._processed) if isinstance(self.shape, Chain) else self.draft_length
+        self._lengths, self._processed = [len(text) for text in texts], 1
         return self._logits(self._session.catch_up(self._known(texts), again)[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
@@ -61,6 +62,7 @@ class ModelDrafter:
         tree = None if draft.parents is None else draft
         cache = self._session.cache
         cache.grow(cache.longest + base + tokens.shape[1])
+        self._processed += 1
         tokens = tokens.clamp(max=self.model.vocab_size - 1)
         return self._logits(self.model.extend(cache, tokens, tree, base))
 

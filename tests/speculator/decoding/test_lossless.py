@@ -71,9 +71,12 @@ def test_greedy_text_is_what_transformers_generates(family):
         if name in ("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree", "ngram"):
             for rows in (slice(0, 1), slice(0, 4)):
                 assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
-    # 25 tokens: the prefill's and six whole steps of four.
-    assert generate(target, Oracle(expected), PROMPTS, max_new_tokens=21).tokens_per_step == 4.0
-    assert generate(target, Oracle(expected, wrong=True), PROMPTS, max_new_tokens=21).tokens_per_step == 1.0
+    for rows in (slice(0, 1), slice(0, 4)):
+        for wrong, per_step in ((False, 4.0), (True, 1.0)):
+            # 21 tokens: the prefill's and five whole steps of four.
+            made = generate(target, Oracle(expected[rows], wrong), PROMPTS[rows], max_new_tokens=21)
+            assert made.tokens == [row[:21] for row in expected[rows]]
+            assert made.tokens_per_step == per_step
 
 
 # ---- above it
