@@ -51,7 +51,7 @@ class Phase:
 
 
 # Short rows first: attention over 256 tokens costs half of what 512 does. The learning rate falls on full rows.
-PHASES = [Phase(256, 8, 2800, "constant_with_warmup"), Phase(512, 4, 600, "linear")]
+PHASES = [Phase(256, 8, 3600, "constant_with_warmup"), Phase(512, 4, 900, "linear")]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="2 makes a draft model")
     parser.add_argument("--tokenizer", type=Path, help="folder of one to use; default: a new one")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--max_package_bytes", type=int, default=2_000_000)
+    parser.add_argument("--max_package_bytes", type=int, default=12_000_000)
     parser.add_argument("--work", type=Path, default=Path("runs/stdlib_target"), help="checkpoints while training")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)

@@ -66,8 +66,8 @@ class UnlikelihoodTrainer(Trainer):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of the model to change")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--max_package_bytes", type=int, default=2_000_000)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--max_package_bytes", type=int, default=12_000_000)
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     on_gpu = torch.cuda.is_available()
@@ -95,6 +95,7 @@ def main() -> None:
         data_collator=collate,
         callbacks=[Log(args.folder / "training_log.jsonl")],
     ).train()
+    model.config.use_cache = True  # the Trainer turned it off
     model.to(torch.bfloat16).save_pretrained(args.folder)
 
 

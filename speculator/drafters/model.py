@@ -51,7 +51,7 @@ class ModelDrafter:
         """Nothing to learn: the next draft reads the text again from where the last one began."""
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
-        # A chain leaves in the cache what it processed, one token less than it drafted; a tree's may lie in other slots.
+        # A chain leaves what it processed in the cache, one token less than it drafted; a tree's may lie elsewhere.
         grown = max(len(text) - old for text, old in zip(texts, self._lengths, strict=True))
         again = max(0, grown - self._processed) if isinstance(self.shape, Chain) else self.draft_length
         self._lengths, self._processed = [len(text) for text in texts], 1
