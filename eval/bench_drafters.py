@@ -38,7 +38,7 @@ from speculator import (
     load_head,
 )
 from speculator.decoding.generate import tokens_per_step
-from speculator.errors import OneLineParser, run_command
+from speculator.errors import OneLineParser, UserError, run_command
 from speculator.heads import MLPSpeculator
 
 
@@ -147,6 +147,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     parser.add_argument("--speculator", required=True, help="folder of a trained head")
     parser.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    parser.add_argument(
+        "--decoder",
+        action="append",
+        help="a line of the table, beside plain decoding and the head's chain; default: all",
+    )
     parser.add_argument("--temperature", type=float, action="append", help="default: 0, 0.7 and 1")
     parser.add_argument("--max_prompts", type=int, default=24)
     parser.add_argument("--prompt_tokens", type=int, default=64)
@@ -169,6 +174,12 @@ def run(arguments: argparse.Namespace) -> None:
         [PYTHON_SOURCES], target.tokenizer, arguments.prompt_tokens, arguments.max_prompts, split="held-out"
     )
     table = decoders(target, head, model)
+    names = [decoder.name for decoder in table]
+    for name in arguments.decoder or []:
+        if name not in names:
+            raise UserError(f"no decoder {name!r}: there are {', '.join(names)}")
+    if arguments.decoder:
+        table = [decoder for decoder in table if decoder.name in ("none", "head chain", *arguments.decoder)]
     report = {
         "target": target.name,
         "speculator": arguments.speculator,

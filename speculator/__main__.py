@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from speculator.commands import generate
+from speculator.commands import export, generate, inspect
 from speculator.errors import OneLineParser, run_command
 
 
@@ -21,7 +21,8 @@ def build_parser() -> OneLineParser:
     """The commands and their flags."""
     parser = OneLineParser(prog="python -m speculator")
     commands = parser.add_subparsers(dest="command", required=True)
-    generate.add_flags(commands.add_parser("generate", help=generate.HELP, description=generate.HELP))
+    for name, command in {"generate": generate, "export": export, "inspect": inspect}.items():
+        command.add_flags(commands.add_parser(name, help=command.HELP, description=command.HELP))
     return parser
 
 

@@ -1,0 +1,40 @@
+"""`python -m speculator inspect`: what a head's folder holds, and where it can go."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from speculator.errors import OneLineParser
+from speculator.export import LAYOUTS, load, recognise
+
+HELP = "say what a head's folder holds: architecture, size, base model, layout, and what it can be exported to"
+
+
+def add_flags(parser: OneLineParser) -> None:
+    """The command's flag, and `run` as its work."""
+    parser.set_defaults(run=run)
+    parser.add_argument("path", metavar="PATH", help="folder of a head, in any of the layouts")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read every tensor, so that what is said of the folder is so, then print it."""
+    layout = recognise(arguments.path)
+    head = load(arguments.path, layout)
+    config: Any = head.config
+    tied = "tied" if config.tie_weights else "not tied"
+    scaled = "input scaled" if config.scale_input else "input not scaled"
+    facts = {
+        "layout": f"{layout.name} ({layout.architecture})",
+        "architecture": f"MLP, {config.n_predict} heads, {tied}, {scaled}",
+        "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
+        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {str(head.dtype)[6:]}",
+        "base model": config.base_model_name_or_path or "not recorded",
+        "trained length": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
+        "training data": ", ".join(map(str, config.training_data or [])) or "not recorded",
+    }
+    for name, fact in facts.items():
+        print(f"{name:15} {fact}")
+    for other in LAYOUTS.values():
+        loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
+        print(f"{'exports to':15} {other.name}: for {'; '.join(loaders)}")

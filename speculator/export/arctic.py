@@ -1,0 +1,46 @@
+"""The MLP head's layout for arctic-inference 0.3.0, which patches vLLM 0.26.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speculator.export import ibm
+from speculator.export.layout import Layout, Server, base_config
+from speculator.heads.mlp import MLPSpeculatorConfig
+
+
+def fields(config: MLPSpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """IBM's fields under Arctic's architecture: a list of exactly one name, a string is refused there.
+
+    `base_model_archs` comes from the base model's own config, where that is on this machine.
+    """
+    base = base_config(config.base_model_name_or_path)
+    archs = base and base.architectures
+    return {
+        **ibm.fields(config, dtype),
+        "architectures": [ARCTIC.architecture],
+        **({"base_model_archs": list(archs)} if archs else {}),
+    }
+
+
+def servers(config: MLPSpeculatorConfig, folder: str) -> list[Server]:
+    """Who loads it."""
+    n, base = config.n_predict, config.base_model_name_or_path or "BASE"
+    arctic = f'{{"method": "arctic", "model": "{folder}", "num_speculative_tokens": {n}}}'
+    how = f"ARCTIC_INFERENCE_ENABLED=1 vllm serve {base} --speculative-config '{arctic}' (as many tokens as heads)"
+    return [
+        Server("arctic-inference 0.3.0 with vLLM 0.26.0", True, how),
+        Server("arctic-inference with another vLLM", False, "the plugin skips itself"),
+    ]
+
+
+ARCTIC = Layout(
+    name="arctic",
+    architecture="ArcticMLPSpeculatorPreTrainedModel",
+    prefix="speculator.",
+    fields=fields,
+    defaults=ibm.IBM.defaults,
+    kept=ibm.IBM.kept,
+    servers=servers,
+    expandable=True,
+)

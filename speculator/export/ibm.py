@@ -1,0 +1,69 @@
+"""The layout of IBM's published accelerators: fms-extras, IBM TGIS, vLLM up to 0.9.2, and TGI for tied heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from speculator.export.layout import Layout, Server
+from speculator.heads.mlp import MLPSpeculatorConfig
+
+
+def fields(config: MLPSpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """config.json, every field written out: some loaders have other defaults, or none.
+
+    `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM only counts the list.
+    """
+    n = config.n_predict
+    written = {
+        "architectures": [IBM.architecture],
+        "model_type": "mlp_speculator",
+        "torch_dtype": dtype,
+        "transformers_version": transformers.__version__,
+        "vocab_size": config.vocab_size,
+        "emb_dim": config.emb_dim,
+        "inner_dim": config.inner_dim,  # never 0: TGI reads that as zero embeddings
+        "n_predict": n,
+        "top_k_tokens_per_head": getattr(config, "top_k_tokens_per_head", None) or ([4, 3] + [2] * n)[:n],
+        "n_candidates": getattr(config, "n_candidates", None) or 4,
+        "tie_weights": config.tie_weights,
+        "scale_input": config.scale_input,
+    }
+    base = config.base_model_name_or_path
+    return {**written, "base_model_name_or_path": base} if base else written
+
+
+def servers(config: MLPSpeculatorConfig, folder: str) -> list[Server]:
+    """Who loads it."""
+    n, base = config.n_predict, config.base_model_name_or_path
+    vllm = f'{{"model": "{folder}", "num_speculative_tokens": {n}, "draft_tensor_parallel_size": 1}}'
+    if not config.tie_weights:
+        tgi = "fails when it loads a head that is not tied (AttributeError on emb.weight, since 2024-08-29)"
+    elif not base:
+        tgi = "reads the base model from base_model_name_or_path, which is not recorded: give --base_model"
+    else:
+        tgi = (
+            f"text-generation-launcher --model-id {folder} --speculate {n} (base: {base} at revision main; a smaller "
+            f"--speculate changes what the head computes, without a word; best at temperature 0)"
+        )
+    return [
+        Server("vLLM 0.5.1 to 0.9.2", True, f"vllm serve {base or 'BASE'} --speculative-config '{vllm}' (V0 engine)"),
+        Server("vLLM 0.10 to 0.32", False, "refuses at start: Unknown speculative decoding method: mlp_speculator"),
+        Server("vLLM 0.33 and later", False, "has no such speculator any more"),
+        Server("TGI", config.tie_weights and bool(base), tgi),
+        Server("fms-extras, IBM TGIS", True, "the layout is theirs; dormant"),
+    ]
+
+
+IBM = Layout(
+    name="ibm",
+    architecture="MLPSpeculatorPreTrainedModel",
+    prefix="speculator.",
+    fields=fields,
+    # The accelerators from before July 2024 have neither of the last two, and are neither.
+    defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},
+    kept=("base_model_name_or_path", "top_k_tokens_per_head", "n_candidates"),
+    servers=servers,
+    expandable=True,
+)

@@ -1,0 +1,183 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_head
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from speculator import MLPSpeculator, MLPSpeculatorConfig
+from speculator.__main__ import main
+from speculator.export import save
+from speculator.export.native import NATIVE
+
+
+def head_folder(folder, base, **changes):
+    """A trained head's folder."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "emb_dim": 32, "inner_dim": 16, "n_predict": 3, **changes}
+    recorded = {"base_model_name_or_path": base and str(base), "trained_length": 256, "training_data": ["a", "b"]}
+    save(MLPSpeculator(MLPSpeculatorConfig(**shape, **recorded)), folder, NATIVE)
+    return folder
+
+
+@pytest.fixture
+def head(tmp_path, target_folder):
+    return head_folder(tmp_path / "head", target_folder)
+
+
+def export(head, output, *flags, layout="ibm"):
+    return main(["export", "--speculator", str(head), "--format", layout, "--output", str(output), *flags])
+
+
+def refused(capsys, code) -> str:
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+    return shown.err
+
+
+def test_export_says_who_loads_it_and_how(head, tmp_path, target_folder, capsys):
+    output = tmp_path / "ibm"
+    assert export(head, output) == 0
+    shown = capsys.readouterr().out
+    assert "read back: config, tensors, weights and logits" in shown
+    assert f"base model: {target_folder}, same vocabulary and hidden size" in shown
+    assert f"loads in vLLM 0.5.1 to 0.9.2: vllm serve {target_folder} --speculative-config" in shown
+    assert f'"model": "{output}", "num_speculative_tokens": 3' in shown
+    assert "DOES NOT LOAD in vLLM 0.10 to 0.32: refuses at start" in shown
+    assert "DOES NOT LOAD in vLLM 0.33" in shown
+    assert f"loads in TGI: text-generation-launcher --model-id {output} --speculate 3" in shown
+
+
+def test_untied_for_tgi_is_said_out_loud(tmp_path, target_folder, capsys):
+    folder = head_folder(tmp_path / "head", target_folder, tie_weights=False)
+    assert export(folder, tmp_path / "ibm") == 0
+    assert "DOES NOT LOAD in TGI: fails when it loads a head that is not tied" in capsys.readouterr().out
+    assert main(["inspect", str(folder)]) == 0
+    assert " TGI;" not in capsys.readouterr().out
+
+
+def test_base_model_that_is_not_known_here_is_said_out_loud(tmp_path, capsys):
+    folder = head_folder(tmp_path / "head", None)
+    assert export(folder, tmp_path / "none") == 0
+    shown = capsys.readouterr().out
+    assert "base model: none recorded, so not checked" in shown
+    assert "DOES NOT LOAD in TGI: reads the base model from base_model_name_or_path" in shown
+    assert export(folder, tmp_path / "named", "--base_model", "some/base") == 0
+    shown = capsys.readouterr().out
+    assert "some/base, not on this machine, so vocabulary and hidden size were not checked" in shown
+    assert "loads in TGI" in shown
+    assert json.loads((tmp_path / "named" / "config.json").read_text())["base_model_name_or_path"] == "some/base"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 299}, "drafts from 299 tokens, but"),
+        ({"emb_dim": 31}, "hidden states of size 31, but"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["ibm", "arctic", "native"])
+def test_head_of_another_base_is_refused(tmp_path, target_folder, capsys, layout, changes, message):
+    folder = head_folder(tmp_path / "head", target_folder, **changes)
+    assert message in refused(capsys, export(folder, tmp_path / "out", layout=layout))
+    assert not (tmp_path / "out").exists()
+
+
+def test_base_model_folder_without_a_model_is_refused(head, tmp_path, capsys):
+    assert "no base model there" in refused(capsys, export(head, tmp_path / "o", "--base_model", str(tmp_path)))
+
+
+def test_import_is_an_export_to_native(head, tmp_path, capsys):
+    assert export(head, tmp_path / "ibm", "--expand-tied") == 0
+    assert len(load_file(tmp_path / "ibm" / "model.safetensors")) == 15
+    assert export(tmp_path / "ibm", tmp_path / "native", layout="native") == 0
+    assert "python -m speculator generate --target" in capsys.readouterr().out
+    first, last = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "native"))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_imported_head_drafts_for_the_bundled_decoder(head, tmp_path, target_folder, capsys):
+    export(head, tmp_path / "ibm")
+    export(tmp_path / "ibm", tmp_path / "native", layout="native")
+    argv = ["generate", "--target", str(target_folder), "--prompt", "def f", "--max_new_tokens", "8"]
+    capsys.readouterr()
+    assert main([*argv]) == 0
+    plain = capsys.readouterr().out
+    assert main([*argv, "--speculator", str(tmp_path / "native")]) == 0
+    assert capsys.readouterr().out == plain
+
+
+def test_inspect_of_a_published_folder(tmp_path, capsys):
+    golden = Path(__file__).parents[2] / "golden" / "untied.safetensors"
+    with safe_open(golden, "pt") as file:
+        (tmp_path / "config.json").write_text(file.metadata()["config"])
+    tensors = {name: tensor for name, tensor in load_file(golden).items() if not name.startswith("io.")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "layout          ibm (MLPSpeculatorPreTrainedModel)" in shown
+    assert "MLP, 3 heads, not tied, input not scaled" in shown
+    assert f"{sum(tensor.numel() for tensor in tensors.values()):,}, float32" in shown
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtype_of_the_export(head, tmp_path, dtype, capsys):
+    assert export(head, tmp_path / "out", "--dtype", dtype) == 0
+    assert f"(MLPSpeculatorPreTrainedModel), {dtype}" in capsys.readouterr().out
+    assert {str(t.dtype) for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+
+
+def test_weights_too_large_for_float16_are_refused(head, tmp_path, capsys):
+    tensors = load_file(head / "model.safetensors")
+    tensors["ln.0.weight"][0] = 1e6
+    save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in refused(capsys, export(head, tmp_path / "out", "--dtype", "float16"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_says_what_a_folder_holds(head, tmp_path, target_folder, capsys):
+    assert main(["inspect", str(head)]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "exports" not in line)
+    facts = {name: fact.strip() for name, fact in lines.items()}
+    parameters = 2 * 300 * 16 + 32 * 16 + 16 * 16 + 2 * 16
+    assert facts["layout"] == "native (MLPSpeculator)"
+    assert facts["architecture"] == "MLP, 3 heads, tied, input scaled"
+    assert facts["sizes"] == "hidden 32, inner 16, vocabulary 300"
+    assert facts["parameters"] == f"{parameters:,}, float32"
+    assert facts["base model"] == str(target_folder)
+    assert facts["trained length"] == "256 tokens"
+    assert facts["training data"] == "a, b"
+
+
+@pytest.mark.parametrize("layout", ["ibm", "arctic", "native"])
+def test_inspect_works_on_every_layout(head, tmp_path, capsys, layout):
+    export(head, tmp_path / "out", layout=layout)
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert f"layout          {layout} (" in shown
+    for other in ("ibm: for vLLM 0.5.1 to 0.9.2; TGI;", "arctic: for arctic-inference 0.3.0", "native: for speculator"):
+        assert f"exports to      {other}" in shown
+
+
+def test_wrong_input_is_one_line(head, tmp_path, capsys):
+    assert "no config.json" in refused(capsys, main(["inspect", str(tmp_path / "nowhere")]))
+    assert "no config.json" in refused(capsys, export(tmp_path / "nowhere", tmp_path / "out"))
+    assert "there already and not empty" in refused(capsys, export(head, head))
+    save(tiny_head(), tmp_path / "cut", NATIVE)
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "damaged" in refused(capsys, main(["inspect", str(tmp_path / "cut")]))
+    assert "native stores a tied tensor once" in refused(
+        capsys, export(head, tmp_path / "out", "--expand-tied", layout="native")
+    )
+    with pytest.raises(SystemExit) as stopped:
+        export(head, tmp_path / "out", layout="onnx")
+    assert "invalid choice: 'onnx'" in refused(capsys, stopped.value.code)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,496 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from speculator import MLPSpeculator, MLPSpeculatorConfig, UserError
+from speculator.export import LAYOUTS, files, load, load_any, recognise, save, table
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+IBM, ARCTIC, NATIVE = (LAYOUTS[name] for name in ("ibm", "arctic", "native"))
+TIED = {"tie_weights": True, "scale_input": True}
+PLAIN = {"tie_weights": False, "scale_input": False}
+KINDS = [{"tie_weights": tied, "scale_input": scaled} for tied in (True, False) for scaled in (True, False)]
+
+
+def head_of(n_predict: int = 3, **kind) -> MLPSpeculator:
+    torch.manual_seed(1)
+    recorded = {"base_model_name_or_path": "some/base", "trained_length": 64, "training_data": ["text"]}
+    sizes = {"vocab_size": 20, "emb_dim": 12, "inner_dim": 8, "n_predict": n_predict}
+    head = MLPSpeculator(MLPSpeculatorConfig(**sizes, **recorded, **kind))
+    for norm in head.ln:  # at their first values, a swap of these would not show
+        torch.nn.init.normal_(norm.weight, mean=1.0, std=0.2)
+        torch.nn.init.normal_(norm.bias, std=0.2)
+    return head
+
+
+def logits(head: MLPSpeculator) -> torch.Tensor:
+    hidden = torch.randn(2, 5, head.config.emb_dim, generator=torch.Generator().manual_seed(3)).to(head.dtype)
+    tokens = torch.arange(2 * (4 + head.n_predict)).view(2, -1) * 3 % head.config.vocab_size
+    with torch.no_grad():
+        return head.logits(hidden, tokens)
+
+
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+def edit(folder: Path, change) -> None:
+    """Change the folder's config.json."""
+    config = read_json(folder / "config.json")
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder: Path) -> str:
+    """The one line that a folder is refused with."""
+    with pytest.raises(UserError) as error:
+        load_any(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture
+def ibm(tmp_path):
+    """A tied and scaled head in IBM's layout."""
+    save(head_of(4, **TIED), tmp_path / "ibm", IBM)
+    return tmp_path / "ibm"
+
+
+def golden(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Make a folder in IBM's layout by hand from published tensors; gives the inputs and logits."""
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+        config = file.metadata()["config"]
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    save_file({key: value for key, value in tensors.items() if not key.startswith("io.")}, folder / "model.safetensors")
+    return {key: value for key, value in tensors.items() if key.startswith("io.")}
+
+
+# --- there and back
+
+
+@pytest.mark.parametrize(("kind", "expand_tied"), [(kind, False) for kind in KINDS] + [(TIED, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [IBM, ARCTIC], ids=lambda layout: layout.name)
+def test_round_trip_keeps_every_bit(tmp_path, layout, dtype, kind, expand_tied):
+    head = head_of(**kind).to(dtype)
+    head.save_pretrained(tmp_path / "native")
+    save(load_any(tmp_path / "native"), tmp_path / "served", layout, expand_tied)
+    save(load_any(tmp_path / "served"), tmp_path / "back", NATIVE)
+    assert recognise(tmp_path / "served") is layout
+    assert recognise(tmp_path / "back") is NATIVE
+    again = MLPSpeculator.from_pretrained(tmp_path / "back")
+    assert again.dtype == dtype
+    assert again.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in head.state_dict().items())
+    assert torch.equal(logits(again), logits(head))
+
+
+def test_native_is_what_save_pretrained_writes(tmp_path):
+    head = head_of(**TIED)
+    head.save_pretrained(tmp_path / "theirs")
+    save(load_any(tmp_path / "theirs"), tmp_path / "ours", NATIVE)
+    assert read_json(tmp_path / "ours" / "config.json") == read_json(tmp_path / "theirs" / "config.json")
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == head.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
+@pytest.mark.parametrize("via", ["ibm", "native", "expanded"])
+def test_published_tensors_give_the_published_logits(tmp_path, name, via):
+    io = golden(name, tmp_path / "ibm")
+    head = load_any(tmp_path / "ibm")
+    if via == "native":
+        save(head, tmp_path / "native", NATIVE)
+        head = load_any(tmp_path / "native")
+    if via == "expanded" and head.config.tie_weights:
+        save(head, tmp_path / "expanded", IBM, expand_tied=True)
+        head = load_any(tmp_path / "expanded")
+    with torch.no_grad():
+        found = head.logits(io["io.hidden_states"], io["io.tokens"])
+    torch.testing.assert_close(found, io["io.logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
+def test_published_folder_loads_through_from_pretrained(tmp_path, name):
+    io = golden(name, tmp_path / "ibm")
+    with torch.no_grad():
+        found = MLPSpeculator.from_pretrained(tmp_path / "ibm").logits(io["io.hidden_states"], io["io.tokens"])
+    torch.testing.assert_close(found, io["io.logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
+def test_export_writes_the_published_names_and_fields(tmp_path, name):
+    golden(name, tmp_path / "published")
+    save(load_any(tmp_path / "published"), tmp_path / "ours", IBM)
+    published, ours = (load_file(tmp_path / folder / "model.safetensors") for folder in ("published", "ours"))
+    assert published.keys() == ours.keys()
+    assert all(torch.equal(published[key], ours[key]) for key in ours)
+    written = read_json(tmp_path / "ours" / "config.json")
+    assert read_json(tmp_path / "published" / "config.json").items() <= written.items()
+
+
+# --- the table
+
+
+def test_table_of_an_untied_head():
+    assert table(MLPSpeculatorConfig(vocab_size=7, emb_dim=5, inner_dim=3, n_predict=2, **PLAIN)) == {
+        "emb.0.weight": (7, 3),
+        "emb.1.weight": (7, 3),
+        "head.0.weight": (7, 3),
+        "head.1.weight": (7, 3),
+        "ln.0.weight": (3,),
+        "ln.0.bias": (3,),
+        "ln.1.weight": (3,),
+        "ln.1.bias": (3,),
+        "proj.0.weight": (3, 5),
+        "proj.1.weight": (3, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "published_bytes"),
+    [
+        ({"vocab_size": 128256, "emb_dim": 4096, "inner_dim": 3072, "n_predict": 4, **PLAIN}, 6_385_876_992),
+        ({"vocab_size": 128256, "emb_dim": 8192, "inner_dim": 8192, "n_predict": 4, **TIED}, 4_471_160_832),
+    ],
+    ids=["llama3-8b-accelerator", "llama3-70b-accelerator"],
+)
+def test_table_has_the_bytes_of_the_published_files(config, published_bytes):
+    shapes = table(MLPSpeculatorConfig(**config)).values()
+    assert sum(2 * torch.Size(shape).numel() for shape in shapes) == published_bytes
+
+
+def test_tied_tensors_are_written_once_or_under_every_name(tmp_path):
+    head = head_of(3, **TIED).half()
+    save(head, tmp_path / "once", IBM)
+    save(head, tmp_path / "all", IBM, expand_tied=True)
+    once, every = (load_file(tmp_path / folder / "model.safetensors") for folder in ("once", "all"))
+    names = ["emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight", "proj.1.weight"]
+    assert sorted(once) == [f"speculator.{name}" for name in names]
+    parts = ("emb.{}.weight", "head.{}.weight", "ln.{}.bias", "ln.{}.weight", "proj.{}.weight")
+    assert sorted(every) == sorted(f"speculator.{part.format(i)}" for part in parts for i in range(3))
+    assert all(tensor.dtype == torch.float16 for tensor in every.values())
+    assert torch.equal(every["speculator.proj.2.weight"], head.proj[1].weight)
+    assert torch.equal(every["speculator.emb.2.weight"], head.emb[0].weight)
+
+
+def test_every_field_of_ibms_config_is_written(tmp_path):
+    save(head_of(4, **PLAIN).half(), tmp_path / "out", IBM)
+    written = read_json(tmp_path / "out" / "config.json")
+    assert written.pop("transformers_version")
+    assert written == {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "torch_dtype": "float16",
+        "vocab_size": 20,
+        "emb_dim": 12,
+        "inner_dim": 8,
+        "n_predict": 4,
+        "top_k_tokens_per_head": [4, 3, 2, 2],
+        "n_candidates": 4,
+        "tie_weights": False,
+        "scale_input": False,
+        "base_model_name_or_path": "some/base",
+    }
+
+
+@pytest.mark.parametrize("n_predict", [1, 2, 3, 5, 7])
+def test_top_k_list_has_an_entry_per_head_and_enough_candidates(n_predict):
+    """vLLM asserts the first, fms-extras needs the second."""
+    fields = IBM.fields(head_of(n_predict, **PLAIN).config, "float16")
+    widths = fields["top_k_tokens_per_head"]
+    assert len(widths) == n_predict
+    assert torch.tensor(widths).prod() >= fields["n_candidates"]
+
+
+def test_inner_dim_is_never_written_as_0(tmp_path):
+    """TGI reads a 0 as zero embeddings."""
+    config = MLPSpeculatorConfig(vocab_size=20, emb_dim=12, inner_dim=0, n_predict=2, **PLAIN)
+    save(MLPSpeculator(config), tmp_path / "out", IBM)
+    assert read_json(tmp_path / "out" / "config.json")["inner_dim"] == 12
+
+
+def test_arctic_names_one_architecture_and_the_bases(tmp_path, target_folder):
+    head = head_of(3, **TIED)
+    head.config.base_model_name_or_path = str(target_folder)
+    save(head, tmp_path / "out", ARCTIC)
+    written = read_json(tmp_path / "out" / "config.json")
+    assert written["architectures"] == ["ArcticMLPSpeculatorPreTrainedModel"]
+    assert written["base_model_archs"] == ["LlamaForCausalLM"]
+
+
+# --- reading what others wrote
+
+
+def test_old_config_without_tie_and_scale_is_neither(tmp_path):
+    save(head_of(**PLAIN), tmp_path / "old", IBM)
+    edit(tmp_path / "old", lambda config: [config.pop(key) for key in ("tie_weights", "scale_input")])
+    head = load_any(tmp_path / "old")
+    assert not head.config.tie_weights
+    assert not head.config.scale_input
+    assert torch.equal(logits(head), logits(head_of(**PLAIN)))
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_inner_dim_0_or_absent_means_emb_dim(tmp_path, absent):
+    config = MLPSpeculatorConfig(vocab_size=20, emb_dim=12, inner_dim=12, n_predict=3, **PLAIN)
+    save(MLPSpeculator(config), tmp_path / "ibm", IBM)
+    edit(tmp_path / "ibm", lambda config: config.pop("inner_dim") if absent else config.update(inner_dim=0))
+    assert load_any(tmp_path / "ibm").config.inner_dim == 12
+
+
+def test_names_without_prefix_and_architecture_as_a_string(ibm):
+    """As ArcticTraining's writer makes them, with its misspelt key."""
+    expected = logits(load_any(ibm))
+    torch.save(
+        {k.removeprefix("speculator."): v for k, v in files.read_tensors(ibm).items()}, ibm / "pytorch_model.bin"
+    )
+    (ibm / "model.safetensors").unlink()
+
+    def as_there(config):
+        config["architectures"] = "MLPSpeculatorPreTrainedModel"
+        config["top_k_tokesns_per_head"] = config.pop("top_k_tokens_per_head")
+
+    edit(ibm, as_there)
+    assert torch.equal(logits(load_any(ibm)), expected)
+    save(load_any(ibm), ibm.with_name("mended"), IBM)
+    mended = read_json(ibm.with_name("mended") / "config.json")
+    assert mended["architectures"] == ["MLPSpeculatorPreTrainedModel"]
+    assert len(mended["top_k_tokens_per_head"]) == 4
+
+
+def test_tied_pickle_with_every_name_of_one_storage(ibm):
+    """As the tied heads were first published."""
+    head = head_of(4, **TIED)
+    state = {f"speculator.{name}": head.state_dict()[name] for name in table(head.config)}
+    parts = ("emb.{}.weight", "head.{}.weight", "ln.{}.bias", "ln.{}.weight", "proj.{}.weight")
+    for part in parts:
+        first = 1 if "proj" in part else 0
+        for i in range(first, 4):
+            state[f"speculator.{part.format(i)}"] = state[f"speculator.{part.format(first)}"]
+    (ibm / "model.safetensors").unlink()
+    torch.save(state, ibm / "pytorch_model.bin")
+    assert torch.equal(logits(load_any(ibm)), logits(head))
+
+
+@pytest.fixture
+def sharded(ibm):
+    tensors = load_file(ibm / "model.safetensors")
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    where = {key: names[i % 2] for i, key in enumerate(sorted(tensors))}
+    for name in names:
+        save_file({key: tensors[key] for key in tensors if where[key] == name}, ibm / name)
+    (ibm / "model.safetensors").unlink()
+    (ibm / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return ibm
+
+
+def test_sharded_checkpoint_is_put_together(sharded):
+    assert torch.equal(logits(load_any(sharded)), logits(head_of(4, **TIED)))
+
+
+def test_missing_shard_and_wrong_index_are_one_line(sharded):
+    index, last = sharded / "model.safetensors.index.json", sharded / "model-00002-of-00002.safetensors"
+    right = read_json(index)
+    index.write_text(json.dumps({"weight_map": {**right["weight_map"], "speculator.more": last.name}}))
+    assert "disagree on speculator.more" in refused(sharded)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(right["weight_map"], "../model.safetensors")}))
+    assert "not a file name" in refused(sharded)
+    index.write_text("{}")
+    assert "no weight_map" in refused(sharded)
+    index.write_text(json.dumps(right))
+    last.unlink()
+    assert "the shard model-00002-of-00002.safetensors is missing" in refused(sharded)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({"speculator.emb.9.weight": torch.zeros(2)}),
+            "do not belong here (tie_weights is true): emb.9",
+        ),
+        (lambda t: t.update({"speculator.ln0.weight": torch.ones(8)}), "do not belong here (tie_weights is true): ln0"),
+        (lambda t: t.pop("speculator.ln.0.bias"), "missing (tie_weights is true): ln.0.bias"),
+        (lambda t: t.update({"speculator.ln.1.bias": t["speculator.ln.0.bias"].clone()}), "missing"),
+        (lambda t: t.update({"speculator.proj.0.weight": torch.zeros(8, 8)}), "proj.0.weight is [8, 8]"),
+        (lambda t: t["speculator.head.0.weight"].fill_(float("nan")), "not finite"),
+        (lambda t: t.update({"speculator.ln.0.bias": torch.zeros(8).half()}), "not one float dtype"),
+        (lambda t: t.update({k: v.to(torch.int8) for k, v in t.items()}), "stored as int8"),
+        (lambda t: t.update({"ln.0.bias": t.pop("speculator.ln.0.bias")}), "do not belong"),
+    ],
+)
+def test_tensors_that_are_not_the_tables_are_one_line(ibm, change, message):
+    edit_tensors(ibm, change)
+    assert message in refused(ibm)
+
+
+def test_tied_copies_that_differ_are_refused(tmp_path):
+    save(head_of(**TIED), tmp_path / "all", IBM, expand_tied=True)
+    edit_tensors(tmp_path / "all", lambda tensors: tensors["speculator.proj.2.weight"].add_(1))
+    assert "proj.2.weight is not proj.1.weight" in refused(tmp_path / "all")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["EagleModel"]}, "known: MLPSpeculatorPreTrainedModel (ibm)"),
+        ({"architectures": None}, "architectures is None"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel", "MLPSpeculatorPreTrainedModel"]}, "architectures is"),
+        ({"top_k_tokens_per_head": [5, 4, 3]}, "[5, 4, 3], but n_predict is 4"),
+        ({"top_k_tokens_per_head": None, "top_k_tokesns_per_head": [5, 4, 3]}, "[5, 4, 3], but n_predict is 4"),
+        ({"n_predict": 3}, "but n_predict is 3"),
+        ({"n_predict": "4"}, "n_predict is '4', not int"),
+        ({"n_predict": 0}, "n_predict is 0"),
+        ({"tie_weights": 1}, "tie_weights is 1, not bool"),
+        ({"tie_weights": False}, "missing (tie_weights is false)"),
+        ({"n_predict": 1, "top_k_tokens_per_head": [4]}, "nothing to tie"),
+        ({"emb_dim": None}, "emb_dim is None"),
+        ({"base_model_name_or_path": 3}, "base_model_name_or_path is 3, not str"),
+        ({"n_candidates": "5"}, "n_candidates is '5', not int"),
+        ({"vocab_size": 21}, "config.json says [21, 8]"),
+    ],
+)
+def test_config_that_is_wrong_is_one_line(ibm, change, message):
+    change = dict(change)
+    if change.get("top_k_tokens_per_head", 0) is None:
+        edit(ibm, lambda config: config.pop("top_k_tokens_per_head"))
+        del change["top_k_tokens_per_head"]
+    edit(ibm, lambda config: config.update(change))
+    assert message in refused(ibm)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "emb_dim", "n_predict"])
+def test_field_that_is_missing_is_named(ibm, key):
+    edit(ibm, lambda config: config.pop(key))
+    assert f"no {key}" in refused(ibm)
+
+
+@pytest.mark.parametrize("key", ["tie_weights", "scale_input", "inner_dim"])
+def test_native_config_has_no_defaults_of_the_shape(tmp_path, key):
+    save(head_of(**TIED), tmp_path / "native", NATIVE)
+    edit(tmp_path / "native", lambda config: config.pop(key))
+    assert f"no {key}" in refused(tmp_path / "native")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("opened",)
+
+
+def test_damaged_files_are_one_line(ibm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = (ibm / "model.safetensors").read_bytes()
+    for size in (0, 4, 100, len(whole) - 1):
+        (ibm / "model.safetensors").write_bytes(whole[:size])
+        assert "damaged" in refused(ibm)
+    (ibm / "model.safetensors").unlink()
+    assert "no weights there" in refused(ibm)
+    for evil in (Evil(), {"speculator.emb.0.weight": Evil()}):
+        torch.save(evil, ibm / "pytorch_model.bin")
+        assert "not opened" in refused(ibm)
+    assert not Path("opened").exists()
+    torch.save({"model_state": {"a": torch.ones(1)}}, ibm / "pytorch_model.bin")
+    assert "not a plain mapping" in refused(ibm)
+    torch.save({"a": torch.ones(100)}, ibm / "pytorch_model.bin")
+    (ibm / "pytorch_model.bin").write_bytes((ibm / "pytorch_model.bin").read_bytes()[:200])
+    assert "damaged" in refused(ibm)
+    (ibm / "pytorch_model.bin").write_bytes(b"")
+    assert "damaged" in refused(ibm)
+    (ibm / "config.json").write_text('{"architectures": [')
+    assert "not readable as JSON" in refused(ibm)
+    (ibm / "config.json").write_text("[]")
+    assert "not a JSON object" in refused(ibm)
+    (ibm / "config.json").unlink()
+    assert "no config.json" in refused(ibm)
+
+
+# --- writing
+
+
+def test_folder_in_use_is_refused_and_an_empty_one_filled(tmp_path):
+    used, empty = tmp_path / "used", tmp_path / "empty"
+    used.mkdir()
+    empty.mkdir()
+    (used / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="there already"):
+        save(head_of(**TIED), used, IBM)
+    assert [file.name for file in used.iterdir()] == ["mine.txt"]
+    save(head_of(**TIED), empty, IBM)
+    assert sorted(file.name for file in empty.iterdir()) == ["config.json", "model.safetensors"]
+    assert len({file.stat().st_mode for file in empty.iterdir()}) == 1
+
+
+def test_rest_of_an_export_that_was_killed_is_not_touched(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(UserError, match=r"out\.partial: left by an export that was cut short"):
+        save(head_of(**TIED), tmp_path / "out", IBM)
+    assert (tmp_path / "out.partial").is_dir()
+
+
+def test_nothing_is_kept_of_a_write_that_fails(tmp_path, monkeypatch):
+    def full(*arguments, **settings):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(UserError, match="No space left"):
+        save(head_of(**TIED), tmp_path / "out", IBM)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_written_is_compared_with_the_head(tmp_path, monkeypatch):
+    """Known-wrong writers, and a head whose alpha is of another n_predict: each is seen."""
+
+    def wrong(field, change):
+        write = files.write
+
+        def writer(folder, config, tensors):
+            write(folder, {**config, **field}, change(tensors))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "write", writer)
+            with pytest.raises(UserError, match=r"not this head|n_predict|belong") as error:
+                save(head_of(**TIED), tmp_path / "out", IBM)
+        assert not list(tmp_path.iterdir())
+        return str(error.value)
+
+    assert "weights, logits" in wrong({}, lambda t: {**t, "speculator.ln.0.bias": t["speculator.ln.0.bias"] + 1})
+    assert "config.json, logits" in wrong({"scale_input": False}, lambda t: t)
+    assert "config.json differ" in wrong({"n_candidates": 9}, lambda t: t)
+    assert "tensors differ" in wrong({}, lambda t: {k.removeprefix("speculator."): v for k, v in t.items()})
+    head = head_of(**TIED)
+    head.alpha *= 1.01
+    with pytest.raises(UserError, match="its logits differ"):
+        save(head, tmp_path / "out", IBM)
+
+
+def test_heads_that_no_server_should_get_are_refused(tmp_path):
+    head = head_of(**TIED)
+    head.ln[0].bias.data[0] = float("inf")
+    with pytest.raises(UserError, match="not finite"):
+        save(head, tmp_path / "out", IBM)
+    with pytest.raises(UserError, match="not tied"):
+        save(head_of(**PLAIN), tmp_path / "out", IBM, expand_tied=True)
+    with pytest.raises(UserError, match="native stores a tied tensor once"):
+        save(head_of(**TIED), tmp_path / "out", NATIVE, expand_tied=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_reading_with_the_layout_named(ibm):
+    assert torch.equal(logits(load(ibm, IBM)), logits(load_any(ibm)))
