@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from speculator import Drafter, Generation, Sampling, Session, Target, UserError
 from speculator.commands import drafting
 from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
+from speculator.decoding.session import common_prefix
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
 _SAMPLED_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
@@ -144,7 +144,7 @@ def compare_texts(
     parted: list[float] = []
     for text, reference, gap in zip(texts, references, closeness, strict=True):
         if text != reference:
-            at = _agreed(text, reference)
+            at = common_prefix(text, reference)
             parted.append(gap[at] if at < min(len(text), len(reference)) else math.inf)
     above = sum(not gap <= tolerance for gap in parted)
     same = len(texts) - len(parted)
@@ -157,11 +157,6 @@ def compare_texts(
         above == 0,
         {"identical": same, "of": len(texts), "above_tolerance": above, "tolerance": tolerance},
     )
-
-
-def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that two texts share at their start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def greedy_checks(
@@ -192,7 +187,7 @@ def greedy_checks(
         precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
         rounding = max(rounding, difference, precision)
         # Where the texts agree so far, both runs computed the same logits: the first difference is still one of them.
-        shared = min(_agreed(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
+        shared = min(common_prefix(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
         apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
         moved = max(moved, apart) if apart == apart else math.inf
         positions += shared

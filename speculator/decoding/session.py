@@ -41,7 +41,7 @@ class Session:
         known = [0] * len(texts)
         if len(self.texts) == len(texts):
             pairs = zip(self.texts, texts, strict=True)
-            known = [min(_common(old, new), max(len(new) - 1, 0)) for old, new in pairs]
+            known = [min(common_prefix(old, new), max(len(new) - 1, 0)) for old, new in pairs]
         new = [list(text[n:]) for text, n in zip(texts, known, strict=True)]
         width = max(map(len, new))
         capacity = max(max(map(len, texts)) + room, max(known) + width)
@@ -80,6 +80,6 @@ class Session:
         return hidden.gather(1, place.expand(-1, 1, hidden.shape[-1]))[:, 0]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens that two texts share at their start."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
