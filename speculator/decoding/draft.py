@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def take_at(values: Tensor, place: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
+    """Each row's values at a place of its own."""
+    return values.gather(1, place[:, None, None].expand(-1, 1, values.shape[-1]))[:, 0]
+
+
 @dataclass
 class Draft:
     """Proposed tokens. In a verify pass position 0 is the pending token and draft token i stands at i + 1.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speculator.decoding import rules
 from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import Draft
+from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.rules import RULES, Rule
 from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.decoding.session import Session
@@ -237,8 +237,7 @@ def _check_prompts(target: Target, lengths: list[int]) -> None:
 
 def _first(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]
     """Each row's first new token, from the prompt's last hidden state."""
-    last = hidden.gather(1, (counts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
-    logits = target.logits(last)
+    logits = target.logits(take_at(hidden, counts - 1))
     if sampling.greedy:
         return logits.argmax(-1)
     return draw(sampling.law(logits), uniforms(sampling.seeds, torch.zeros_like(counts), 1)[:, 0])

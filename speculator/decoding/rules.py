@@ -15,13 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speculator.decoding.draft import Draft
+from speculator.decoding.draft import Draft, take_at
 
 _TINY = 1e-30
-
-
-def _at(laws: Tensor, position: Tensor) -> Tensor:  # [B, T, V], [B] -> [B, V]
-    return laws.gather(1, position[:, None, None].expand(-1, 1, laws.shape[-1]))[:, 0]
 
 
 def _chosen(laws: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B, T]
@@ -72,7 +68,7 @@ def token(
     q = _draft_laws(p, draft)
     accept = u * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
     last = _deepest(accept, draft)
-    return last, _residual(_at(p, last), _at(q, last))
+    return last, _residual(take_at(p, last), take_at(q, last))
 
 
 def block(
@@ -99,7 +95,7 @@ def block(
     prefix = torch.arange(1, draft.depth + 1, device=p.device)
     passes = torch.where(prefix == length, weight[:, 1:], passes[:, 1:])
     last = ((u < passes) & draft.drafted).long().mul(prefix).amax(-1) if draft.depth else draft.lengths
-    return last, _residual(_at(p, last) * weight.gather(1, last[:, None]), _at(q, last))
+    return last, _residual(take_at(p, last) * weight.gather(1, last[:, None]), take_at(q, last))
 
 
 def walk(
@@ -121,7 +117,7 @@ def walk(
     last = _deepest((floor <= threshold) & (threshold < floor + chance), draft)
     tried = ((at == last[:, None]) & draft.drafted).to(p.dtype)
     taken = torch.zeros_like(p[:, 0]).scatter_reduce_(1, tokens, tried, "amax")
-    return last, _residual(_at(p, last), taken * _at(p, last))
+    return last, _residual(take_at(p, last), taken * take_at(p, last))
 
 
 def multi_candidate(
@@ -154,7 +150,7 @@ def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[T
     for _ in range(draft.depth):
         child = (draft.before == last[:, None]) & draft.drafted & moving[:, None]  # [B, n]
         rank = child.long().cumsum(-1)
-        t, entered = _at(p, last), torch.zeros_like(moving)
+        t, entered = take_at(p, last), torch.zeros_like(moving)
         s = torch.zeros_like(t)
         for sibling in range(draft.width):
             here = child & (rank == sibling + 1)
@@ -176,7 +172,7 @@ def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[T
                 s = torch.where(refuse[:, None], others, s)
         law = torch.where((moving & ~entered)[:, None], t, law)
         moving = moving & entered
-    return last, torch.where(moving[:, None], _at(p, last), law)
+    return last, torch.where(moving[:, None], take_at(p, last), law)
 
 
 def typical_lossy(
@@ -194,7 +190,7 @@ def typical_lossy(
     least = (share * torch.exp(-entropy)).clamp_max(threshold)
     rows = torch.arange(len(p), device=p.device)[:, None]
     last = _deepest(p[rows, draft.before, draft.tokens] > least[rows, draft.before], draft)
-    return last, _at(p, last)
+    return last, take_at(p, last)
 
 
 Rule = Callable[[Tensor, Draft, Tensor], tuple[Tensor, Tensor]]

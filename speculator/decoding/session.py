@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.cache import RowCache
+from speculator.decoding.draft import take_at
 from speculator.target import Target
 
 
@@ -76,8 +77,7 @@ class Session:
         self.cache.lengths = torch.tensor(ends, device=device)
         self.cache.longest = max(ends)
         self.texts = [list(text[:-1]) for text in texts]
-        place = (self.cache.lengths - torch.tensor(starts, device=device))[:, None, None]
-        return hidden.gather(1, place.expand(-1, 1, hidden.shape[-1]))[:, 0]
+        return take_at(hidden, self.cache.lengths - torch.tensor(starts, device=device))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from speculator.decoding.draft import Draft
+from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import Texts
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import MLPSpeculator
-
-
-def _last(hidden: Tensor, counts: Tensor) -> Tensor:  # [B, T, D], [B] -> [B, D]
-    """The hidden state of the last of the first `counts` positions."""
-    index = (counts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-    return hidden.gather(1, index)[:, 0]
 
 
 class HeadDrafter:
@@ -40,14 +34,14 @@ class HeadDrafter:
             raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
 
     def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
-        self._hidden = _last(hidden, counts)
+        self._hidden = take_at(hidden, counts - 1)
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         # A row that keeps nothing is finished: any state will do.
-        self._hidden = _last(hidden, counts.clamp_min(1))
+        self._hidden = take_at(hidden, counts.clamp_min(1) - 1)
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
         state = self.head.start(self._hidden.to(self.head.dtype))[:, None]
