@@ -51,23 +51,27 @@ class Chain:
         sampled = self.sampled and not sampling.greedy
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
-        lengths = torch.zeros_like(pending)
-        confidence = torch.ones_like(pending, dtype=torch.float32)
+        lengths = torch.ones_like(pending)
+        confidence: Tensor | float = 1.0
         logits = source.first(pending, texts)[:, 0]
         while True:
-            lengths = lengths + (confidence >= self.min_confidence)
             if sampled:
                 laws.append(sampling.law(logits))
                 tokens.append(draw(laws[-1], u[:, len(tokens)]))
             else:
                 tokens.append(logits.argmax(-1))
+            if len(tokens) == self.depth:
+                break
+            going: Tensor | int = 1
             if self.min_confidence:
                 law = laws[-1] if sampled else logits.softmax(-1)
-                confidence = confidence * law.gather(1, tokens[-1][:, None])[:, 0]
-            if len(tokens) == self.depth or (self.min_confidence and not (confidence >= self.min_confidence).any()):
-                break
+                confidence = confidence * law.gather(1, tokens[-1][:, None])[:, 0].float()
+                going = confidence >= self.min_confidence
+                if not going.any():
+                    break
             so_far = Draft(torch.stack(tokens, 1), lengths)
             logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None], so_far)[:, 0]
+            lengths = lengths + going
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
 
 
