@@ -7,6 +7,7 @@ import inspect
 import json
 import tarfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ from transformers import (
 )
 
 from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters import HeadDrafter
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.target import Target
 
@@ -121,6 +124,16 @@ class Oracle:
 
     def commit(self, tokens, hidden, counts):
         pass
+
+
+class MisstatedHead(HeadDrafter):
+    """The classic bug: draws its tokens from one law and tells another."""
+
+    def propose(self, pending, sampling, u, texts):
+        colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
+        draft = super().propose(pending, colder, u, texts)
+        draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
+        return draft
 
 
 def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:

@@ -4,11 +4,10 @@ import copy
 import json
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, tiny_head, tiny_model, tiny_tokenizer
+from conftest import CONFIGS, MisstatedHead, tiny_head, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
@@ -24,7 +23,6 @@ from speculator import (
     Tree,
 )
 from speculator.decoding.cache import RowCache
-from speculator.decoding.sampling import RowSampling
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 SAMPLES = 2000
@@ -66,16 +64,6 @@ def test_a_lossy_rule_fails():
     checks = sampled_checks(target, HeadDrafter(tiny_head()), PROMPTS[:2], [1.0], SAMPLES, rule="typical-lossy")
     assert any(check.figures["p"] < 1e-6 for check in checks)
     assert failures(checks)
-
-
-class MisstatedHead(HeadDrafter):
-    """Draws its tokens from one law and tells another."""
-
-    def propose(self, pending, sampling, u, texts):
-        colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
-        draft = super().propose(pending, colder, u, texts)
-        draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
-        return draft
 
 
 def test_a_drafter_that_misstates_its_law_fails():
