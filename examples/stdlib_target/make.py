@@ -51,7 +51,7 @@ class Phase:
 
 
 # Short rows first: attention over 256 tokens costs half of what 512 does. The learning rate falls on full rows.
-PHASES = [Phase(256, 8, 3600, "constant_with_warmup"), Phase(512, 4, 900, "linear")]
+PHASES = [Phase(256, 8, 3600, "constant_with_warmup"), Phase(512, 4, 950, "linear")]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
