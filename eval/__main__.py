@@ -14,7 +14,7 @@ from transformers.utils import logging
 from data.sources import PYTHON_SOURCES
 from eval import lossless
 from eval.run import evaluate
-from eval.suites import from_text
+from eval.suites import held_out
 from speculator import Target, load_head
 from speculator.commands import drafting
 from speculator.errors import OneLineParser, run_command
@@ -56,13 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, dtype=arguments.dtype)
     head = load_head(arguments.speculator, target)
     suites = [
-        from_text(
-            [source],
-            target.tokenizer,
-            arguments.prompt_tokens,
-            arguments.max_prompts,
-            split="held-out" if source == PYTHON_SOURCES else None,
-        )
+        held_out(source, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
         for source in arguments.suite or [PYTHON_SOURCES]
     ]
     evaluate(

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from data.sources import PYTHON_SOURCES
 from eval.run import hardware, speedup
 from eval.speed import Timed, time_ours
-from eval.suites import from_text
+from eval.suites import held_out
 from speculator import (
     Candidates,
     Chain,
@@ -170,9 +170,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, dtype=arguments.dtype)
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
-    suite = from_text(
-        [PYTHON_SOURCES], target.tokenizer, arguments.prompt_tokens, arguments.max_prompts, split="held-out"
-    )
+    suite = held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
     table = decoders(target, head, model)
     names = [decoder.name for decoder in table]
     for name in arguments.decoder or []:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from data.sources import PYTHON_SOURCES
 from eval.run import hardware, speedup
 from eval.speed import Timed, time_ours, time_transformers
-from eval.suites import from_text
+from eval.suites import held_out
 from speculator import ModelDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, run_command
@@ -120,9 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, dtype=arguments.dtype)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype)
     assistant = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=target.dtype).to(target.device)
-    suite = from_text(
-        [PYTHON_SOURCES], target.tokenizer, arguments.prompt_tokens, arguments.max_prompts, split="held-out"
-    )
+    suite = held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
     report = {
         "target": target.name,
         "draft_model": model.name,

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from data.sources import PYTHON_SOURCES
 from eval.chi_square import detectable, homogeneity
 from eval.speed import as_loaded
-from eval.suites import from_text
+from eval.suites import held_out
 from speculator import Drafter, Generation, Sampling, Session, Target, UserError, generate
 from speculator.commands import drafting
 from speculator.decoding.draft import Draft
@@ -314,13 +314,7 @@ def run(arguments: argparse.Namespace) -> bool:
     drafter = drafting.drafter(arguments, target)
     assert drafter is not None
     source = arguments.suite or PYTHON_SOURCES
-    suite = from_text(
-        [source],
-        target.tokenizer,
-        arguments.prompt_tokens,
-        arguments.max_prompts,
-        split="held-out" if source == PYTHON_SOURCES else None,
-    )
+    suite = held_out(source, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
     checks: list[Check] = []
     if 0.0 in temperatures:
         checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, arguments.rule)

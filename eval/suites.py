@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.sources import documents
+from data.sources import PYTHON_SOURCES, documents
 from speculator.errors import UserError
 
 
@@ -18,6 +18,16 @@ class Suite:
 
     name: str
     prompts: list[list[int]]
+
+
+def held_out(source: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, max_prompts: int) -> Suite:
+    """What a head is measured on: the held-out split of python-sources, or all documents of a file.
+
+    Raises:
+        UserError: as `from_text`.
+    """
+    split = "held-out" if source == PYTHON_SOURCES else None
+    return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split)
 
 
 def from_text(
