@@ -40,6 +40,7 @@ from speculator import (
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.heads import MLPSpeculator
+from speculator.target import dtype_name
 
 
 @dataclass
@@ -184,7 +185,7 @@ def run(arguments: argparse.Namespace) -> None:
         "draft_model": arguments.draft_model,
         "hardware": hardware(target),
         "torch": torch.__version__,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "batch_size": arguments.batch_size,
         "prompts": len(suite.prompts),
         "prompt_tokens": arguments.prompt_tokens,

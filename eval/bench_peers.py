@@ -25,6 +25,7 @@ from eval.suites import held_out
 from speculator import ModelDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, run_command
+from speculator.target import dtype_name
 
 _PAIRS = (("plain", "hf plain"), ("n-gram", "hf prompt lookup"), ("draft model", "hf assistant"))
 
@@ -127,7 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
         "hardware": hardware(target),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "draft_length": arguments.draft_length,
         "prompts": len(suite.prompts),
         "max_new_tokens": arguments.max_new_tokens,

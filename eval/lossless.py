@@ -29,6 +29,7 @@ from speculator.commands import drafting
 from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
 from speculator.decoding.session import common_prefix
+from speculator.target import dtype_name
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
 _SAMPLED_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
@@ -326,7 +327,7 @@ def run(arguments: argparse.Namespace) -> bool:
     failed = [f"{check.name} at temperature {check.temperature:g}" for check in checks if not check.passed]
     verdict = f"NOT LOSSLESS: {'; '.join(failed)}" if failed else "LOSSLESS"
     rule = arguments.rule or drafter.rules[0]
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     print(f"{target.name} in {dtype}, {suite.name}, {drafter.name} drafts {drafter.nodes} tokens, rule {rule}\n")
     print(table(checks))
     if warm:

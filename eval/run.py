@@ -19,7 +19,7 @@ from eval.suites import Suite
 from speculator import HeadDrafter, NgramDrafter, Sampling, UserError
 from speculator.drafters import Drafter
 from speculator.heads import MLPSpeculator
-from speculator.target import Target
+from speculator.target import Target, dtype_name
 
 _RESAMPLES = 2000
 
@@ -60,7 +60,7 @@ def evaluate(
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
         "settings": {
             "batch_size": 1,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),
             "ignore_eos": True,
             "seed": seed,
@@ -140,7 +140,7 @@ def _row(
         row["identical_to_greedy"] = {
             "identical": sum(a == b for a, b in zip(own.tokens, timed["hf_generate"].tokens, strict=True)),
             "of": len(own.tokens),
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
         }
     if drafter:
         row["speedup"] = {baseline: speedup(own, timed_as) for baseline, timed_as in baselines.items()}

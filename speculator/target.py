@@ -217,6 +217,11 @@ class Target:
         return logits.view(*hidden.shape[:-1], -1)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a user types it: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """The device asked for, or the accelerator if there is one, else the CPU.
 

@@ -10,6 +10,7 @@ from speculator.errors import OneLineParser, UserError, refuse
 from speculator.export import LAYOUTS, load_any, save
 from speculator.export.layout import DTYPES, base_config
 from speculator.heads.mlp import MLPSpeculatorConfig
+from speculator.target import dtype_name
 
 HELP = "write a head in a server's checkpoint layout, or a server's head in ours; says who loads it and how"
 
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
         head.to(DTYPES[arguments.dtype])
     checked = check_base(head.config)
     save(head, arguments.output, layout, arguments.expand_tied)
-    dtype = str(head.dtype).removeprefix("torch.")
+    dtype = dtype_name(head.dtype)
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print("read back: config, tensors, weights and logits are the head's")
     if dtype == "float32" and layout.name != "native":

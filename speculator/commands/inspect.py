@@ -7,6 +7,7 @@ from typing import Any
 
 from speculator.errors import OneLineParser
 from speculator.export import LAYOUTS, load, recognise
+from speculator.target import dtype_name
 
 HELP = "say what a head's folder holds: architecture, size, base model, layout, and what it can be exported to"
 
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
         "layout": f"{layout.name} ({layout.architecture})",
         "architecture": f"MLP, {config.n_predict} heads, {tied}, {scaled}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
-        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {str(head.dtype)[6:]}",
+        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",
         "base model": config.base_model_name_or_path or "not recorded",
         "trained length": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
         "training data": ", ".join(map(str, config.training_data or [])) or "not recorded",

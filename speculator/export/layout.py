@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from speculator.errors import UserError, refuse
 from speculator.export import files
 from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
+from speculator.target import dtype_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE: dict[str, type] = {
@@ -196,7 +197,7 @@ def _check_tensors(where: object, config: MLPSpeculatorConfig, tensors: dict[str
         (surplus, f"{where}: tensors that do not belong here ({tied}): {_list(surplus)}"),
         (missing, f"{where}: tensors that are missing ({tied}): {_list(missing)}"),
     )
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
     refuse((len(dtypes) > 1 or dtypes[0] not in DTYPES, f"{where}: stored as {', '.join(dtypes)}, not one float dtype"))
     for name, shape in expected.items():
         tensor, source = tensors[name], _source(name, config.tie_weights)
@@ -208,7 +209,7 @@ def _check_tensors(where: object, config: MLPSpeculatorConfig, tensors: dict[str
 
 
 def _dtype_name(head: MLPSpeculator) -> str:
-    return str(head.dtype).removeprefix("torch.")
+    return dtype_name(head.dtype)
 
 
 def _list(names: Iterable[str]) -> str:
