@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from speculator import HeadDrafter, Sampling, generate
 from speculator.decoding.generate import Step
-from speculator.heads import MLPSpeculator
+from speculator.heads import Speculator
 from speculator.target import Target
 
 _NEW_TOKENS = 64
@@ -39,7 +39,7 @@ def acceptance(steps: Iterable[Step], draft_length: int) -> dict:
     }
 
 
-def real_acceptance(target: Target, head: MLPSpeculator, prompts: list[list[int]], seed: int) -> dict[str, float]:
+def real_acceptance(target: Target, head: Speculator, prompts: list[list[int]], seed: int) -> dict[str, float]:
     """tokens_per_step of a head on prompts, greedy and sampled, from the decoding loop. Processes share the prompts."""
     state = PartialState()
     was_training = head.training

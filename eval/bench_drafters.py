@@ -39,7 +39,7 @@ from speculator import (
 )
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, UserError, run_command
-from speculator.heads import MLPSpeculator
+from speculator.heads import Speculator
 from speculator.target import dtype_name
 
 
@@ -52,7 +52,7 @@ class Decoder:
     rule: str | None = None
 
 
-def decoders(target: Target, head: MLPSpeculator, model: Target | None) -> list[Decoder]:
+def decoders(target: Target, head: Speculator, model: Target | None) -> list[Decoder]:
     """What is compared: the head in every shape, n-gram lookup, and the draft model if there is one."""
     n = head.n_predict
     wide = (3, 2, *[1] * (n - 2))[:n]

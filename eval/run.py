@@ -18,7 +18,7 @@ from eval.speed import Timed, step_costs, time_ours, time_transformers
 from eval.suites import Suite
 from speculator import HeadDrafter, NgramDrafter, Sampling, UserError
 from speculator.drafters import Drafter
-from speculator.heads import MLPSpeculator
+from speculator.heads import Speculator
 from speculator.target import Target, dtype_name
 
 _RESAMPLES = 2000
@@ -26,7 +26,7 @@ _RESAMPLES = 2000
 
 def evaluate(
     target: Target,
-    head: MLPSpeculator,
+    head: Speculator,
     suites: list[Suite],
     output: Path,
     *,

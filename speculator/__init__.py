@@ -6,7 +6,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
 from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator, load_head
 from speculator.target import Target
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Paths",
     "Sampling",
     "Session",
+    "Speculator",
     "Step",
     "Target",
     "Tree",

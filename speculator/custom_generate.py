@@ -28,7 +28,7 @@ from speculator.decoding.generate import generate
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator, load_head
+from speculator.heads import Speculator, load_head
 from speculator.target import Target
 
 # In the order in which `Sampling` applies them, with the name that it has for each.
@@ -43,7 +43,7 @@ _OWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache",
 
 
 def speculative(
-    drafter: Drafter | MLPSpeculator | str | Path,
+    drafter: Drafter | Speculator | str | Path,
     rule: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Callable[..., Tensor]:
@@ -122,10 +122,10 @@ def _borrowed(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def _drafter(given: Drafter | MLPSpeculator | str | Path, target: Target) -> Drafter:
+def _drafter(given: Drafter | Speculator | str | Path, target: Target) -> Drafter:
     if isinstance(given, str | Path):
         return HeadDrafter(load_head(given, target))
-    if isinstance(given, MLPSpeculator):
+    if isinstance(given, Speculator):
         return HeadDrafter(given.to(target.device))  # type: ignore[arg-type]
     return given
 

@@ -20,7 +20,7 @@ from eval.acceptance import real_acceptance
 from eval.run import evaluate
 from eval.suites import Suite, from_text
 from speculator.errors import UserError, run_command
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, load_head
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator, load_head
 from speculator.target import Target
 from train import checkpoint
 from train.config import RunConfig
@@ -87,7 +87,7 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def new_head(config: RunConfig, target: Target) -> MLPSpeculator:
+def new_head(config: RunConfig, target: Target) -> Speculator:
     """A fresh head of the configured shape: float32 master weights, whatever the target's dtype."""
     torch.manual_seed(config.seed)
     shape = {name: value for name, value in dataclasses.asdict(config.speculator).items() if name != "initialise"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator
+from speculator.heads import Speculator
 from speculator.target import Target
 from train.checkpoint import seal
 from train.config import LossConfig
@@ -49,7 +49,7 @@ class SpeculatorTrainer(Trainer):
         *,
         target: Target,
         loss: LossConfig,
-        decode: Callable[[MLPSpeculator], dict[str, float]],
+        decode: Callable[[Speculator], dict[str, float]],
         **kwargs: Any,
     ):
         super().__init__(**kwargs)

@@ -9,7 +9,7 @@ from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import Texts
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator
+from speculator.heads import Speculator
 
 
 class HeadDrafter:
@@ -25,7 +25,7 @@ class HeadDrafter:
 
     name = "head"
 
-    def __init__(self, head: MLPSpeculator, shape: Shape | int | None = None):
+    def __init__(self, head: Speculator, shape: Shape | int | None = None):
         self.head = head.eval()
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)

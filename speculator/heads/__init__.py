@@ -1,6 +1,11 @@
 """Draft heads, one file per architecture. Importing this package registers them with transformers' Auto classes."""
 
+from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.loading import load_head
 from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
 
-__all__ = ["MLPSpeculator", "MLPSpeculatorConfig", "load_head"]
+ARCHITECTURES: dict[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
+    "mlp": (MLPSpeculatorConfig, MLPSpeculator),
+}
+
+__all__ = ["ARCHITECTURES", "MLPSpeculator", "MLPSpeculatorConfig", "Speculator", "SpeculatorConfig", "load_head"]

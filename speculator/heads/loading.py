@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from speculator.errors import UserError
-from speculator.heads.mlp import MLPSpeculator
+from speculator.heads.base import Speculator
 from speculator.target import Target
 
 
-def load_head(folder: str | Path, target: Target) -> MLPSpeculator:
+def load_head(folder: str | Path, target: Target) -> Speculator:
     """Load a head of any checkpoint layout in the target's dtype, on its device.
 
     Raises:

@@ -1,0 +1,170 @@
+"""What every draft head is: a recurrence over drafted tokens, with the vocabulary read off its state.
+
+A head of N steps starts from the target's hidden state h_t (after its final norm, so what its lm_head reads). Step i
+takes in token x_{t+1+i} and drafts x_{t+2+i}; the token of step 0 is the one that the target sampled from h_t:
+
+    state = start(h_t)
+    state = advance(i, state, x_{t+1+i})
+    logits_i = output(i)(features(i, state))
+
+alpha = sqrt((1 - w^2) I/2) / w with w = 0.5^(0.5/N) is the weight of a token's embedding beside the state: the state's
+variance is then half h_t's at the last step. It depends on n_predict, so a checkpoint is only itself at its own N.
+
+An architecture is a file with those four, its config, and a line in `speculator.heads.ARCHITECTURES`. The state is one
+tensor, so that whoever keeps it (a tree of drafts, a batch of rows) can gather and repeat it without knowing the head.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_EPS = 1e-6
+
+
+class SpeculatorConfig(PreTrainedConfig):
+    """Shape of a head, and where it comes from.
+
+    Args:
+        vocab_size: V, the target's `config.vocab_size`.
+        emb_dim: D, the target's hidden size.
+        inner_dim: I, the head's width; 0 means `emb_dim`.
+        n_predict: N, the number of steps.
+        tie_weights: the steps share what they can of their weights.
+        scale_input: normalise the hidden state before the first step.
+        base_model_name_or_path: the target that the head was trained for.
+        trained_length: the longest context, in tokens, that it was trained on.
+        training_data: the sources that it was trained on.
+
+    Raises:
+        ValueError: `n_predict` < 1, or tied weights with a single step.
+    """
+
+    attribute_map = {"hidden_size": "emb_dim"}  # noqa: RUF012 (transformers reads it so)
+
+    vocab_size: int = 32000
+    emb_dim: int = 4096
+    inner_dim: int = 0
+    n_predict: int = 3
+    tie_weights: bool = True
+    scale_input: bool = True
+    base_model_name_or_path: str | None = None
+    trained_length: int | None = None
+    training_data: list[str] | None = None
+
+    def __post_init__(self, **kwargs):
+        self.inner_dim = self.inner_dim or self.emb_dim
+        if self.n_predict < 1:
+            raise ValueError(f"n_predict must be at least 1, not {self.n_predict}")
+        if self.tie_weights and self.n_predict == 1:
+            raise ValueError("tie_weights needs n_predict of at least 2: there is nothing to tie")
+        super().__post_init__(**kwargs)
+
+
+class Speculator(PreTrainedModel, ABC):
+    """A head that drafts up to N tokens. `step` is the one piece of maths: training and drafting both call it."""
+
+    config_class = SpeculatorConfig
+    base_model_prefix = "speculator"
+    main_input_name = "hidden"
+
+    def __init__(self, config: SpeculatorConfig):
+        super().__init__(config)
+        state_weight = 0.5 ** (0.5 / config.n_predict)
+        self.alpha = math.sqrt((1 - state_weight**2) * config.inner_dim / 2) / state_weight
+
+    def start(
+        self,
+        hidden: Tensor,  # [..., D] the target's, after its final norm
+    ) -> Tensor:  # [..., any]
+        """The state that step 0 reads: the hidden state itself, or rms(h) / sqrt(2) with `scale_input`."""
+        return (
+            nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
+            if self.config.scale_input
+            else hidden
+        )
+
+    @abstractmethod
+    def advance(
+        self,
+        index: int,
+        state: Tensor,  # [..., any] from `start` for step 0, from the step before after it
+        tokens: Tensor,  # [...] the token that came after the one that `state` ends with
+    ) -> Tensor:  # [..., any]
+        """The next state."""
+
+    @abstractmethod
+    def features(
+        self,
+        index: int,
+        state: Tensor,  # [..., any] from `advance`
+    ) -> Tensor:  # [..., I]
+        """The part of a state that the output matrix reads."""
+
+    @abstractmethod
+    def output(self, index: int) -> nn.Linear:  # I -> V
+        """The output matrix of a step; it has no bias."""
+
+    @property
+    def n_predict(self) -> int:
+        return self.config.n_predict
+
+    def step(
+        self,
+        index: int,
+        state: Tensor,  # [..., any]
+        tokens: Tensor,  # [...]
+    ) -> tuple[Tensor, Tensor]:  # [..., any], [..., V]
+        """One step: the next state, and the logits of the token after `tokens`."""
+        state = self.advance(index, state, tokens)
+        return state, self.output(index)(self.features(index, state))
+
+    def unroll(
+        self,
+        hidden: Tensor,  # [B, S, D]
+        tokens: Tensor,  # [B, S+N-1] step i reads columns i..i+S-1
+    ) -> Iterator[Tensor]:  # N times [B, S, V]
+        """Each step's logits in turn, teacher-forced."""
+        length = hidden.shape[1]
+        state = self.start(hidden)
+        for i in range(self.n_predict):
+            state, logits = self.step(i, state, tokens[:, i : i + length])
+            yield logits
+
+    def forward(
+        self,
+        hidden: Tensor,  # [B, S, D]
+        tokens: Tensor,  # [B, S+N-1]
+        measure: Callable[[int, Tensor], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:  # each [N]
+        """What a trainer wraps: `measure(i, logits_i [B, S, V])` gives sums (of a loss, of hits), stacked over steps.
+
+        The measuring happens in here, so that a data-parallel wrapper sees the losses as this module's output.
+        """
+        measured = [measure(i, logits) for i, logits in enumerate(self.unroll(hidden, tokens))]
+        return {name: torch.stack([sums[name] for sums in measured]) for name in measured[0]}
+
+    def logits(
+        self,
+        hidden: Tensor,  # [B, S, D]
+        tokens: Tensor,  # [B, S+N-1]
+    ) -> Tensor:  # [N, B, S, V]
+        """Every step's logits, for tests and exporters: all of them in memory at once."""
+        return torch.stack(list(self.unroll(hidden, tokens)))
+
+
+class BiasedRMSNorm(nn.Module):
+    """RMS norm (no mean subtraction) with weight and bias."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, _EPS) + self.bias
