@@ -39,6 +39,7 @@ from speculator import (
 )
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, UserError, run_command
+from speculator.files import make_folder, write_text
 from speculator.heads import Speculator
 from speculator.target import dtype_name
 
@@ -198,9 +199,9 @@ def run(arguments: argparse.Namespace) -> None:
             )
         ],
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "drafters.json").write_text(json.dumps(report, indent=1))
-    (arguments.output / "drafters.md").write_text(markdown(report))
+    make_folder(arguments.output)
+    write_text(arguments.output / "drafters.json", json.dumps(report, indent=1))
+    write_text(arguments.output / "drafters.md", markdown(report))
     print(markdown(report))
 
 

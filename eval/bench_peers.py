@@ -25,6 +25,7 @@ from eval.suites import held_out
 from speculator import ModelDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import OneLineParser, run_command
+from speculator.files import make_folder, write_text
 from speculator.target import dtype_name
 
 _PAIRS = (("plain", "hf plain"), ("n-gram", "hf prompt lookup"), ("draft model", "hf assistant"))
@@ -134,9 +135,9 @@ def run(arguments: argparse.Namespace) -> None:
         "max_new_tokens": arguments.max_new_tokens,
         **measure(target, model, assistant, suite.prompts, arguments.draft_length, arguments.max_new_tokens),
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "peers.json").write_text(json.dumps(report, indent=1))
-    (arguments.output / "peers.md").write_text(markdown(report))
+    make_folder(arguments.output)
+    write_text(arguments.output / "peers.json", json.dumps(report, indent=1))
+    write_text(arguments.output / "peers.md", markdown(report))
     print(markdown(report))
 
 

@@ -29,6 +29,7 @@ from speculator.commands import drafting
 from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
 from speculator.decoding.session import common_prefix
+from speculator.files import write_text
 from speculator.target import dtype_name
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
@@ -340,9 +341,7 @@ def run(arguments: argparse.Namespace) -> bool:
         settings = {name: value for name, value in vars(arguments).items() if name != "output"}
         report = {"schema": 1, "lossless": not failed, "rule": rule, "dtype": dtype, "settings": settings}
         report["checks"] = [asdict(check) for check in checks]
-        scratch = arguments.output.with_name(f"{arguments.output.name}.partial")
-        scratch.write_text(json.dumps(report, indent=1))
-        scratch.rename(arguments.output)
+        write_text(arguments.output, json.dumps(report, indent=1))
     return not failed
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from speculator.files import write_text
+
 _LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "none": "plain decoding, same loop"}
 
 
 def write(report: dict, folder: Path) -> None:
     """Write both files, each whole or not at all; report.json last, since it marks an evaluation as done."""
     for name, text in (("report.md", markdown(report)), ("report.json", json.dumps(report, indent=1))):
-        scratch = folder / f"{name}.partial"
-        scratch.write_text(text)
-        scratch.rename(folder / name)
+        write_text(folder / name, text)
 
 
 def markdown(report: dict) -> str:

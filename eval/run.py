@@ -18,6 +18,7 @@ from eval.speed import Timed, step_costs, time_ours, time_transformers
 from eval.suites import Suite
 from speculator import HeadDrafter, NgramDrafter, Sampling, UserError
 from speculator.drafters import Drafter
+from speculator.files import make_folder
 from speculator.heads import Speculator
 from speculator.target import Target, dtype_name
 
@@ -41,6 +42,7 @@ def evaluate(
     whose speed drifts slows all of them alike. EOS is ignored: all texts are equally long.
     """
     _check_lengths(target, suites, max_new_tokens)
+    make_folder(output)
     drafters: dict[str, Drafter | None] = {
         "none": None,
         "head": HeadDrafter(head),
@@ -69,7 +71,6 @@ def evaluate(
         },
         "suites": rows,
     }
-    output.mkdir(parents=True, exist_ok=True)
     draw_plots(report, output)
     write(report, output)
     return report

@@ -7,6 +7,8 @@ import json
 import os
 from pathlib import Path
 
+from speculator.files import write_text
+
 MANIFEST = "checksums.json"
 
 
@@ -30,12 +32,7 @@ def seal(folder: str | Path) -> None:
         sums[file.relative_to(folder).as_posix()] = _sha256(file)
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-    scratch = folder / f"{MANIFEST}.partial"
-    with scratch.open("w") as stream:
-        json.dump(sums, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    scratch.rename(folder / MANIFEST)
+    write_text(folder / MANIFEST, json.dumps(sums, indent=1))
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from speculator.errors import UserError
+from speculator.files import make_folder, write_text
 from train.config import ROOT, RunConfig
 
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir")
@@ -45,7 +46,7 @@ def claim(folder: Path, config: RunConfig) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if record.exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     facts = {
         "settings": _settings(config),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
@@ -53,9 +54,7 @@ def claim(folder: Path, config: RunConfig) -> None:
         "git_commit": _git_commit(),
         "argv": sys.argv,
     }
-    scratch = record.with_suffix(".partial")
-    scratch.write_text(yaml.safe_dump(facts, sort_keys=False))
-    scratch.rename(record)
+    write_text(record, yaml.safe_dump(facts, sort_keys=False))
 
 
 def _first_difference(before: Any, now: Any, path: str = "") -> str | None:

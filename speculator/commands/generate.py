@@ -19,6 +19,7 @@ from speculator.decoding.generate import Generation, Step, generate, tokens_per_
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
 from speculator.errors import OneLineParser, UserError, refuse
+from speculator.files import write_text
 from speculator.streaming import LEGEND, TextStream, decode
 from speculator.target import Target
 
@@ -155,9 +156,7 @@ def _continue_rows(
             if not stream and not arguments.output:
                 print(lead + text, flush=True)
     if arguments.output:
-        scratch = arguments.output.with_name(f"{arguments.output.name}.partial")
-        scratch.write_text("".join(json.dumps(row) + "\n" for row in written))
-        scratch.rename(arguments.output)
+        write_text(arguments.output, "".join(json.dumps(row) + "\n" for row in written))
 
 
 def _converse(continue_: Continue, target: Target, arguments: argparse.Namespace, tally: _Tally) -> None:

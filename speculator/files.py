@@ -1,0 +1,40 @@
+"""Writing files whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from speculator.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file aside, flush it to disk, then rename it: under its name there is never half of it.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    scratch = path.with_name(f"{path.name}.partial")
+    try:
+        with scratch.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        raise UserError(f"can't write {path}: {error.strerror}") from None
+
+
+def make_folder(path: Path) -> None:
+    """Have a folder to write to.
+
+    Raises:
+        UserError: it can't be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't make the folder {path}: {error.strerror}") from None
