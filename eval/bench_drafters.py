@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
+import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
+from eval.bootstrap import paired_bootstrap
 from eval.run import hardware, speedup
 from eval.speed import Timed, time_ours
 from eval.suites import held_out
@@ -115,12 +115,8 @@ def measure(
 
 
 def _difference(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Mean difference over prompts, with its interval."""
-    pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
-    generator = random.Random(0)
-    means: Callable[[list[float]], float] = lambda values: sum(values) / len(values)  # noqa: E731
-    drawn = sorted(means(generator.choices(pairs, k=len(pairs))) for _ in range(2000))
-    return {"value": means(pairs), "low": drawn[50], "high": drawn[1949]}
+    """Mean difference over batches, with its interval."""
+    return paired_bootstrap([a - b for a, b in zip(ours, theirs, strict=True)], statistics.fmean)
 
 
 def markdown(report: dict) -> str:

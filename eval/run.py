@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-import random
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from eval.acceptance import acceptance
+from eval.bootstrap import paired_bootstrap
 from eval.plots import draw_plots
 from eval.report import write
 from eval.speed import Timed, step_costs, time_ours, time_transformers
@@ -21,8 +22,6 @@ from speculator.drafters import Drafter
 from speculator.files import make_folder
 from speculator.heads import Speculator
 from speculator.target import Target, dtype_name
-
-_RESAMPLES = 2000
 
 
 def evaluate(
@@ -152,17 +151,14 @@ def _row(
 
 
 def speedup(ours: Timed, baseline: Timed) -> dict[str, float]:
-    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap over prompts."""
-    samples = list(zip(ours.decoded, ours.decode_seconds, baseline.decoded, baseline.decode_seconds, strict=True))
+    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap over prompts, or batches."""
 
-    def ratio(sample: list[tuple[int, float, int, float]]) -> float:
-        a, sa, b, sb = (sum(column) for column in zip(*sample, strict=True))
+    def ratio(samples: Sequence[tuple[int, float, int, float]]) -> float:
+        a, sa, b, sb = (sum(column) for column in zip(*samples, strict=True))
         return (a / sa) / (b / sb)
 
-    generator = random.Random(0)
-    resampled = sorted(ratio(generator.choices(samples, k=len(samples))) for _ in range(_RESAMPLES))
-    low, high = resampled[int(0.025 * _RESAMPLES)], resampled[int(0.975 * _RESAMPLES) - 1]
-    return {"value": ratio(samples), "low": low, "high": high}
+    columns = (ours.decoded, ours.decode_seconds, baseline.decoded, baseline.decode_seconds)
+    return paired_bootstrap(list(zip(*columns, strict=True)), ratio)
 
 
 def hardware(target: Target) -> str:
