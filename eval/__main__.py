@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
 from eval import lossless
-from eval.run import evaluate
+from eval.run import check_flags, evaluate
 from eval.suites import held_out
 from speculator import Target, load_head
 from speculator.commands import drafting
@@ -51,6 +51,7 @@ def build_parser() -> OneLineParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate and say where the report is."""
+    check_flags(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, dtype=arguments.dtype)

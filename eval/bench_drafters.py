@@ -9,21 +9,16 @@ order that rotates. Intervals are 95% paired bootstraps over batches.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from tqdm import tqdm
-from transformers.utils import logging
 
-from data.sources import PYTHON_SOURCES
+from eval import bench
 from eval.bootstrap import paired_bootstrap
-from eval.run import hardware, speedup
+from eval.run import speedup
 from eval.speed import Timed, time_ours
-from eval.suites import held_out
 from speculator import (
     Candidates,
     Chain,
@@ -38,10 +33,8 @@ from speculator import (
     load_head,
 )
 from speculator.decoding.generate import tokens_per_step
-from speculator.errors import OneLineParser, UserError, run_command
-from speculator.files import make_folder, write_text
+from speculator.errors import UserError, refuse_below, run_command
 from speculator.heads import Speculator
-from speculator.target import dtype_name
 
 
 @dataclass
@@ -56,13 +49,14 @@ class Decoder:
 def decoders(target: Target, head: Speculator, model: Target | None) -> list[Decoder]:
     """What is compared: the head in every shape, n-gram lookup, and the draft model if there is one."""
     n = head.n_predict
+    branches = (4, 3, 2, 2)[:n]
     wide = (3, 2, *[1] * (n - 2))[:n]
     table = [
         Decoder("none", None),
         Decoder("head chain", HeadDrafter(head)),
         Decoder("head chain, block", HeadDrafter(head), "block"),
         Decoder("head chain, greedy draft", HeadDrafter(head, Chain(n, sampled=False))),
-        Decoder("head tree", HeadDrafter(head, Tree((4, 3, 2, 2)[:n], nodes=12))),
+        Decoder("head tree", HeadDrafter(head, Tree(branches, nodes=3 * len(branches)))),
         Decoder("head paths", HeadDrafter(head, Paths((4, 3, 2, 1)[:n], paths=4))),
         Decoder("head candidates", HeadDrafter(head, Candidates(wide))),
         Decoder("head candidates, replacement", HeadDrafter(head, Candidates(wide, replacement=True))),
@@ -141,8 +135,7 @@ def markdown(report: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m eval.bench_drafters", description=__doc__)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser = bench.build_parser("bench_drafters", __doc__, max_prompts=24)
     parser.add_argument("--speculator", required=True, help="folder of a trained head")
     parser.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
     parser.add_argument(
@@ -151,24 +144,18 @@ def main(argv: list[str] | None = None) -> int:
         help="a line of the table, beside plain decoding and the head's chain; default: all",
     )
     parser.add_argument("--temperature", type=float, action="append", help="default: 0, 0.7 and 1")
-    parser.add_argument("--max_prompts", type=int, default=24)
-    parser.add_argument("--prompt_tokens", type=int, default=64)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args(argv)
     return run_command("bench_drafters", lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print the table."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    target = Target.load(arguments.target, dtype=arguments.dtype)
+    refuse_below(arguments, batch_size=1)
+    target = bench.load_target(arguments)
     head = load_head(arguments.speculator, target)
+    bench.check_steps(arguments, head.n_predict)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
-    suite = held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
     table = decoders(target, head, model)
     names = [decoder.name for decoder in table]
     for name in arguments.decoder or []:
@@ -176,29 +163,19 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"no decoder {name!r}: there are {', '.join(names)}")
     if arguments.decoder:
         table = [decoder for decoder in table if decoder.name in ("none", "head chain", *arguments.decoder)]
-    report = {
-        "target": target.name,
+    prompts = bench.load_prompts(arguments, target)
+    rows = [
+        row
+        for temperature in arguments.temperature or [0.0, 0.7, 1.0]
+        for row in measure(target, table, prompts, temperature, arguments.max_new_tokens, arguments.batch_size)
+    ]
+    measured = {
         "speculator": arguments.speculator,
         "draft_model": arguments.draft_model,
-        "hardware": hardware(target),
-        "torch": torch.__version__,
-        "dtype": dtype_name(target.dtype),
         "batch_size": arguments.batch_size,
-        "prompts": len(suite.prompts),
-        "prompt_tokens": arguments.prompt_tokens,
-        "max_new_tokens": arguments.max_new_tokens,
-        "rows": [
-            row
-            for temperature in arguments.temperature or [0.0, 0.7, 1.0]
-            for row in measure(
-                target, table, suite.prompts, temperature, arguments.max_new_tokens, arguments.batch_size
-            )
-        ],
+        "rows": rows,
     }
-    make_folder(arguments.output)
-    write_text(arguments.output / "drafters.json", json.dumps(report, indent=1))
-    write_text(arguments.output / "drafters.md", markdown(report))
-    print(markdown(report))
+    bench.write(arguments, target, prompts, measured, "drafters", markdown)
 
 
 if __name__ == "__main__":

@@ -9,29 +9,23 @@ greedy. The decoders take turns on every prompt; texts are compared token by tok
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
-import torch
+import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
-from data.sources import PYTHON_SOURCES
-from eval.run import hardware, speedup
+from eval import bench
+from eval.run import speedup
 from eval.speed import Timed, time_ours, time_transformers
-from eval.suites import held_out
 from speculator import ModelDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding.generate import tokens_per_step
-from speculator.errors import OneLineParser, run_command
-from speculator.files import make_folder, write_text
-from speculator.target import dtype_name
+from speculator.errors import refuse_below, run_command
 
 _PAIRS = (("plain", "hf plain"), ("n-gram", "hf prompt lookup"), ("draft model", "hf assistant"))
 
 
-def measure(target: Target, model: Target, assistant, prompts: list[list[int]], length: int, count: int) -> dict:
+def measure(target: Target, model: Target, assistant, prompts: list[list[int]], length: int, count: int) -> list[dict]:
     """Tokens per second of each decoder, ratios of ours to theirs with intervals, and how many texts are identical."""
     ours = {"plain": None, "n-gram": NgramDrafter(length), "draft model": ModelDrafter(model, target, length)}
     # A fixed draft length on their side too: no confidence threshold, no schedule.
@@ -75,7 +69,7 @@ def measure(target: Target, model: Target, assistant, prompts: list[list[int]], 
                 "of": len(a.tokens),
             }
         )
-    return {"rows": rows}
+    return rows
 
 
 def markdown(report: dict) -> str:
@@ -100,45 +94,28 @@ def markdown(report: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m eval.bench_peers", description=__doc__)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser = bench.build_parser("bench_peers", __doc__, max_prompts=16)
     parser.add_argument("--draft_model", required=True, help="hub id or folder of a small LM with the same tokenizer")
     parser.add_argument("--draft_length", type=int, default=4)
-    parser.add_argument("--max_prompts", type=int, default=16)
-    parser.add_argument("--prompt_tokens", type=int, default=64)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args(argv)
     return run_command("bench_peers", lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print the table."""
-    import transformers
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    target = Target.load(arguments.target, dtype=arguments.dtype)
+    refuse_below(arguments, draft_length=1)
+    bench.check_steps(arguments, arguments.draft_length)
+    target = bench.load_target(arguments)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype)
     assistant = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=target.dtype).to(target.device)
-    suite = held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
-    report = {
-        "target": target.name,
+    prompts = bench.load_prompts(arguments, target)
+    measured = {
         "draft_model": model.name,
-        "hardware": hardware(target),
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": dtype_name(target.dtype),
         "draft_length": arguments.draft_length,
-        "prompts": len(suite.prompts),
-        "max_new_tokens": arguments.max_new_tokens,
-        **measure(target, model, assistant, suite.prompts, arguments.draft_length, arguments.max_new_tokens),
+        "rows": measure(target, model, assistant, prompts, arguments.draft_length, arguments.max_new_tokens),
     }
-    make_folder(arguments.output)
-    write_text(arguments.output / "peers.json", json.dumps(report, indent=1))
-    write_text(arguments.output / "peers.md", markdown(report))
-    print(markdown(report))
+    bench.write(arguments, target, prompts, measured, "peers", markdown)
 
 
 if __name__ == "__main__":

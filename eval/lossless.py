@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
 from eval.chi_square import detectable, homogeneity
+from eval.run import check_lengths
 from eval.speed import as_loaded
 from eval.suites import held_out
 from speculator import Drafter, Generation, Sampling, Session, Target, UserError, generate
@@ -29,6 +30,7 @@ from speculator.commands import drafting
 from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
 from speculator.decoding.session import common_prefix
+from speculator.errors import refuse_below
 from speculator.files import write_text
 from speculator.target import dtype_name
 
@@ -308,11 +310,7 @@ def run(arguments: argparse.Namespace) -> bool:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, dtype=arguments.dtype)
-    if arguments.prompt_tokens + arguments.max_new_tokens > target.context_length:
-        raise UserError(
-            f"--prompt_tokens {arguments.prompt_tokens} and --max_new_tokens {arguments.max_new_tokens} do not fit "
-            f"{target.name}, which has a context of {target.context_length}"
-        )
+    check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)
     assert drafter is not None
     source = arguments.suite or PYTHON_SOURCES
@@ -349,9 +347,7 @@ def _check(arguments: argparse.Namespace, temperatures: list[float]) -> None:
     """Refuse what can be refused before the target is loaded."""
     for temperature in temperatures:
         Sampling(temperature)
-    for name, least in (("max_new_tokens", 2), ("samples", 100), ("sampled_prompts", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} must be at least {least}")
+    refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2, samples=100, sampled_prompts=1)
     if not abs(arguments.seed) < 2**62:
         raise UserError("--seed must be below 2**62 in size")
     drafting.check(arguments)

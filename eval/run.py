@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from eval.speed import Timed, step_costs, time_ours, time_transformers
 from eval.suites import Suite
 from speculator import HeadDrafter, NgramDrafter, Sampling, UserError
 from speculator.drafters import Drafter
+from speculator.errors import refuse, refuse_below
 from speculator.files import make_folder
 from speculator.heads import Speculator
 from speculator.target import Target, dtype_name
@@ -40,7 +42,7 @@ def evaluate(
     Every prompt goes through every decoder before the next prompt comes, in an order that rotates, so that a machine
     whose speed drifts slows all of them alike. EOS is ignored: all texts are equally long.
     """
-    _check_lengths(target, suites, max_new_tokens)
+    check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     make_folder(output)
     drafters: dict[str, Drafter | None] = {
         "none": None,
@@ -75,14 +77,34 @@ def evaluate(
     return report
 
 
-def _check_lengths(target: Target, suites: list[Suite], max_new_tokens: int) -> None:
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse what can't be, before any model is loaded: of the flags that measurements share.
+
+    Raises:
+        UserError: a count, temperature or seed out of range, or an output folder that is none.
+    """
+    refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
+    given, output = vars(arguments), arguments.output
+    for temperature in given.get("temperature") or []:
+        Sampling(temperature)
+    refuse(
+        (not abs(given.get("seed", 0)) < 2**62, "--seed must be below 2**62 in size"),
+        (output.exists() and not output.is_dir(), f"--output {output} is not a folder"),
+    )
+
+
+def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse texts that can't be timed, or do not fit the target.
+
+    Raises:
+        UserError: fewer than 2 new tokens, or more than the context has room for.
+    """
     if max_new_tokens < 2:
         raise UserError("max_new_tokens must be at least 2: the first new token is the prefill's")
-    longest = max(len(prompt) for suite in suites for prompt in suite.prompts)
-    if longest + max_new_tokens > target.context_length:
+    if prompt_tokens + max_new_tokens > target.context_length:
         raise UserError(
-            f"prompts of {longest} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a context "
-            f"of {target.context_length}"
+            f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "
+            f"context of {target.context_length}"
         )
 
 

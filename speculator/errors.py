@@ -30,6 +30,15 @@ def refuse(*faults: tuple[Any, str]) -> None:
             raise UserError(message)
 
 
+def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
+    """Raise for the first of these counts that is too small.
+
+    Raises:
+        UserError: one of them is.
+    """
+    refuse(*((getattr(arguments, name) < n, f"--{name} must be at least {n}") for name, n in least.items()))
+
+
 def run_command(name: str, work: Callable[[], int | None]) -> int:
     """Run a command; gives its exit code: what the work says, or 0. A UserError is one line on stderr and 2."""
     try:

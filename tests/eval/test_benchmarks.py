@@ -2,7 +2,9 @@
 
 import json
 
+import pytest
 import torch
+from conftest import VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench_drafters, bench_peers
@@ -25,6 +27,14 @@ def test_every_drafter_has_a_line(target_folder, tmp_path):
     assert greedy["draft model chain"]["tokens_per_step"] == 4.0
 
 
+@pytest.mark.parametrize("n_predict", [1, 2, 3, 5, 20])
+def test_every_head_gets_the_whole_table(target, n_predict):
+    config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=8, n_predict=n_predict, tie_weights=False)
+    table = bench_drafters.decoders(target, MLPSpeculator(config), model=None)
+    assert len(table) == 9
+    assert all(decoder.drafter.draft_length <= n_predict for decoder in table[1:])
+
+
 def test_peers_say_the_same_text(target_folder, tmp_path):
     torch.manual_seed(1)
     LlamaForCausalLM(
@@ -45,3 +55,43 @@ def test_peers_say_the_same_text(target_folder, tmp_path):
     rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
     assert [row["ours"] for row in rows] == ["plain", "n-gram", "draft model"]
     assert all(row["identical"] == row["of"] == 3 for row in rows)
+
+
+BOTH = [
+    (["--max_new_tokens", "1"], "--max_new_tokens must be at least"),
+    (["--max_new_tokens", "4"], "--max_new_tokens must be at least 5"),
+    (["--max_prompts", "0"], "--max_prompts must be at least 1"),
+    (["--prompt_tokens", "-1"], "--prompt_tokens must be at least 1"),
+    (["--prompt_tokens", "120"], "context of 128"),
+    (["--output", "a_file"], "a_file is not a folder"),
+    (["--output", "a_file/below"], "can't make the folder a_file/below"),
+    (["--draft_model", "./nowhere"], "nowhere"),
+]
+DRAFTERS = [
+    (["--batch_size", "0"], "--batch_size must be at least 1"),
+    (["--temperature", "0", "--temperature", "-1"], "temperature"),
+    (["--decoder", "head forest"], "no decoder 'head forest': there are none, head chain"),
+    (["--speculator", "nowhere"], "nowhere"),
+]
+PEERS = [(["--draft_length", "0"], "--draft_length must be at least 1")]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "flags", "message"),
+    [("drafters", *case) for case in BOTH + DRAFTERS] + [("peers", *case) for case in BOTH + PEERS],
+)
+def test_wrong_input_is_one_line(benchmark, flags, message, target_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
+    command = ["--target", str(target_folder), "--output", "out", "--max_new_tokens", "12", "--prompt_tokens", "8"]
+    if benchmark == "drafters":
+        MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8, n_predict=3)).save_pretrained("head")
+        code = bench_drafters.main([*command, "--speculator", "head", *flags])
+    else:
+        code = bench_peers.main([*command, "--draft_model", str(target_folder), "--draft_length", "3", *flags])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith(f"bench_{benchmark}: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

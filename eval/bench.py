@@ -1,0 +1,89 @@
+"""What the benchmarks share: their flags, the target and its prompts, the report as .json and .md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from data.sources import PYTHON_SOURCES
+from eval.run import check_flags, check_lengths, hardware
+from eval.suites import held_out
+from speculator import Target
+from speculator.errors import OneLineParser, UserError
+from speculator.files import make_folder, write_text
+from speculator.target import dtype_name
+
+
+def build_parser(name: str, description: str, max_prompts: int) -> OneLineParser:
+    """The flags that every benchmark has."""
+    parser = OneLineParser(prog=f"python -m eval.{name}", description=description)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--max_prompts", type=int, default=max_prompts)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the report")
+    return parser
+
+
+def load_target(arguments: argparse.Namespace) -> Target:
+    """The target.
+
+    Raises:
+        UserError: there is none, or the flags can't be.
+    """
+    check_flags(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, dtype=arguments.dtype)
+    check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
+    return target
+
+
+def load_prompts(arguments: argparse.Namespace, target: Target) -> list[list[int]]:
+    """The prompts; what can't be measured has been refused by now, so the output folder is made."""
+    suite = held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
+    make_folder(arguments.output)
+    return suite.prompts
+
+
+def check_steps(arguments: argparse.Namespace, draft_length: int) -> None:
+    """Refuse texts so short that every step could be cut by their end, and none be counted.
+
+    Raises:
+        UserError: they are.
+    """
+    if arguments.max_new_tokens < draft_length + 2:
+        raise UserError(
+            f"--max_new_tokens must be at least {draft_length + 2}: one of the prefill, and a whole step of "
+            f"{draft_length} drafted tokens"
+        )
+
+
+def write(
+    arguments: argparse.Namespace,
+    target: Target,
+    prompts: list[list[int]],
+    measured: dict,
+    name: str,
+    markdown: Callable[[dict], str],
+) -> None:
+    """Write what was `measured`, and on what, as NAME.md and NAME.json, and print the former."""
+    report = {
+        "target": target.name,
+        "hardware": hardware(target),
+        "torch": torch.__version__,
+        "dtype": dtype_name(target.dtype),
+        "prompts": len(prompts),
+        "prompt_tokens": arguments.prompt_tokens,
+        "max_new_tokens": arguments.max_new_tokens,
+        **measured,
+    }
+    write_text(arguments.output / f"{name}.md", markdown(report))
+    write_text(arguments.output / f"{name}.json", json.dumps(report, indent=1))
+    print(markdown(report))
