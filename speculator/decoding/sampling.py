@@ -72,7 +72,7 @@ class RowSampling:
 
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
         self.temperature = column(row.temperature or 1.0 for row in rows)
-        self.top_k = column(row.top_k or 2**31 for row in rows).long()
+        self.top_k = column(min(row.top_k or 2**31, 2**31) for row in rows).long()
         self.top_p = column(row.top_p for row in rows)
         self.min_p = column(row.min_p for row in rows)
         self.cold = column(row.greedy for row in rows).bool()

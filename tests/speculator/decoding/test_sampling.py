@@ -45,6 +45,7 @@ def test_draw_inverts_the_cumulative_law():
 def test_warpers_keep_what_they_say():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert (Sampling(1.0, top_k=2).law(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(1.0, top_k=2**70).law(logits) > 0).all()
     assert (Sampling(1.0, top_p=0.65).law(logits) > 0).tolist() == [[True, True, False, False]]
     assert (Sampling(1.0, top_p=0.75).law(logits) > 0).tolist() == [[True, True, True, False]]
     assert (Sampling(1.0, min_p=0.6).law(logits) > 0).tolist() == [[True, True, False, False]]
