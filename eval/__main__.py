@@ -85,7 +85,11 @@ def build_lossless_parser() -> OneLineParser:
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     drafting.add_flags(parser, required=True)
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
-    parser.add_argument("--suite", help="python-sources (the default): its held-out split; or a .jsonl or .txt file")
+    parser.add_argument(
+        "--suite",
+        default=PYTHON_SOURCES,
+        help="python-sources (the default): its held-out split; or a .jsonl or .txt file",
+    )
     parser.add_argument("--max_prompts", type=int, default=32)
     parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--max_new_tokens", type=int, default=128, help="at temperature 0")

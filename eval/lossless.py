@@ -13,14 +13,12 @@ import argparse
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers.utils import logging
 
-from data.sources import PYTHON_SOURCES
 from eval.chi_square import detectable, homogeneity
 from eval.run import check_lengths
 from eval.speed import as_loaded
@@ -31,7 +29,7 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
 from speculator.decoding.session import common_prefix
 from speculator.errors import refuse_below
-from speculator.files import write_text
+from speculator.files import check_file, write_text
 from speculator.target import dtype_name
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
@@ -313,8 +311,7 @@ def run(arguments: argparse.Namespace) -> bool:
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)
     assert drafter is not None
-    source = arguments.suite or PYTHON_SOURCES
-    suite = held_out(source, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
+    suite = held_out(arguments.suite, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
     checks: list[Check] = []
     if 0.0 in temperatures:
         checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, arguments.rule)
@@ -351,8 +348,7 @@ def _check(arguments: argparse.Namespace, temperatures: list[float]) -> None:
     if not abs(arguments.seed) < 2**62:
         raise UserError("--seed must be below 2**62 in size")
     drafting.check(arguments)
-    if arguments.output and not Path(arguments.output).parent.is_dir():
-        raise UserError(f"--output {arguments.output}: no folder {Path(arguments.output).parent}")
+    check_file("--output", arguments.output)
 
 
 def table(checks: list[Check]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from data.sources import PYTHON_SOURCES, documents
-from speculator.errors import UserError
+from speculator.errors import UserError, check_text
 
 
 @dataclass
@@ -24,8 +24,10 @@ def held_out(source: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
     """What a head is measured on: the held-out split of python-sources, or all documents of a file.
 
     Raises:
-        UserError: as `from_text`.
+        UserError: as `from_text`, or an empty name.
     """
+    if not source:
+        raise UserError("--suite is empty: give a .jsonl or .txt file, or python-sources")
     split = "held-out" if source == PYTHON_SOURCES else None
     return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split)
 
@@ -49,7 +51,7 @@ def from_text(
         max_package_bytes: as the training used it.
 
     Raises:
-        UserError: no document is long enough, or a length that is not positive.
+        UserError: no document is long enough, or one holds what is no text; a length that is not positive.
     """
     if prompt_tokens < 1 or max_prompts < 1:
         raise UserError("prompt_tokens and max_prompts must be at least 1")
@@ -59,7 +61,9 @@ def from_text(
         lines = row["text"].splitlines(keepends=True)
         # Where in the document: a function of its id, so the same prompt everywhere.
         start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
-        ids = tokenizer("".join(lines[start:])[: prompt_tokens * 16], verbose=False)["input_ids"]
+        text = "".join(lines[start:])[: prompt_tokens * 16]
+        check_text(row["id"], text)
+        ids = tokenizer(text, verbose=False)["input_ids"]
         if len(ids) >= prompt_tokens:
             prompts.append(ids[:prompt_tokens])
         if len(prompts) == max_prompts:

@@ -39,6 +39,18 @@ def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
     refuse(*((getattr(arguments, name) < n, f"--{name} must be at least {n}") for name, n in least.items()))
 
 
+def check_text(where: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can spell and a shell can pass on, but no tokenizer takes.
+
+    Raises:
+        UserError: there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: character {error.start + 1} is half of a surrogate pair, so not text") from None
+
+
 def run_command(name: str, work: Callable[[], int | None]) -> int:
     """Run a command; gives its exit code: what the work says, or 0. A UserError is one line on stderr and 2."""
     try:

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 
 
 def write_text(path: Path, text: str) -> None:
@@ -26,6 +26,19 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             scratch.unlink()
         raise UserError(f"can't write {path}: {error.strerror}") from None
+
+
+def check_file(flag: str, file: Path | None) -> None:
+    """Refuse a file that can't be written, before there is anything to write.
+
+    Raises:
+        UserError: its folder is not there, or it is a folder itself.
+    """
+    if file is not None:
+        refuse(
+            (not file.parent.is_dir(), f"{flag} {file}: no folder {file.parent}"),
+            (file.is_dir(), f"{flag} {file} is a folder, not a file"),
+        )
 
 
 def make_folder(path: Path) -> None:

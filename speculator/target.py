@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from safetensors import SafetensorError
@@ -99,8 +100,8 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
             model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"can't load the target {name!r}: {first_line}") from None
+            reason = shorten(str(error), 300) or type(error).__name__
+            raise UserError(f"can't load the target {name!r}: {reason}") from None
         return cls(model.to(place), tokenizer)  # type: ignore[arg-type]
 
     def _refuse_unsupported(self) -> None:

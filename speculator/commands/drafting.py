@@ -52,6 +52,8 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
     foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
     least = arguments.min_confidence
     refuse(
+        (arguments.speculator == "", "--speculator is empty: give the folder of a trained head"),
+        (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
         (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model or --ngram"),
         (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),

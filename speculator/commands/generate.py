@@ -15,11 +15,11 @@ from transformers.utils import logging
 
 from speculator.commands import drafting
 from speculator.commands.prompts import encode, prompt_of, read_rows
-from speculator.decoding.generate import Generation, Step, generate, tokens_per_step
+from speculator.decoding.generate import Generation, Step, check_prompts, generate, tokens_per_step
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
 from speculator.errors import OneLineParser, UserError, refuse
-from speculator.files import write_text
+from speculator.files import check_file, write_text
 from speculator.streaming import LEGEND, TextStream, decode
 from speculator.target import Target
 
@@ -86,7 +86,6 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can't be, before any model is loaded."""
     conversation = arguments.chat and arguments.prompt is None
     printed_late = arguments.output or (arguments.prompts and arguments.batch_size > 1)
-    folder = arguments.output.parent if arguments.output else None
     refuse(
         (
             not arguments.chat and arguments.prompt is None and arguments.prompts is None,
@@ -94,7 +93,6 @@ def _check(arguments: argparse.Namespace) -> None:
         ),
         (arguments.chat and arguments.prompts, '--chat and --prompts: rows with "messages" are chats without --chat'),
         (conversation and arguments.output, "--output needs --prompt or --prompts: a conversation is printed"),
-        (folder and not folder.is_dir(), f"--output {arguments.output}: no folder {folder}"),
         (min(arguments.batch_size, arguments.max_new_tokens) < 1, "--batch_size and --max_new_tokens: at least 1"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (not all(arguments.stop), "--stop: the string is empty"),
@@ -103,6 +101,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "--show-drafts colours text as it comes: not with --output, nor with a --batch_size above 1",
         ),
     )
+    check_file("--output", arguments.output)
     _sampling(arguments, 0)
     drafting.check(arguments, show_drafts=arguments.show_drafts)
 
@@ -139,6 +138,7 @@ def _continue_rows(
     continue_: Continue, target: Target, rows: list[dict], arguments: argparse.Namespace, tally: _Tally
 ) -> None:
     ids = [encode(target.tokenizer, row, arguments.chat) for row in rows]
+    check_prompts(target, list(map(len, ids)))  # all of them before the first is answered
     written: list[dict] = []
     for start in range(0, len(rows), arguments.batch_size):
         batch = rows[start : start + arguments.batch_size]

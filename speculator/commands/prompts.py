@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from speculator.errors import UserError
+from speculator.errors import UserError, check_text
 
 
 def read_rows(file: Path) -> list[dict]:
@@ -50,9 +50,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: dict, chat: bool) -> list[in
     """The row's tokens: of its text, or with `chat` of that as a user's message, or of its messages.
 
     Raises:
-        UserError: the chat template refuses the messages.
+        UserError: a prompt that is no text, or the chat template refuses the messages.
     """
     prompt = prompt_of(row)
+    if prompt is not None:
+        check_text(f"prompt {prompt[:20]!r}", prompt)
     if prompt is not None and not chat:
         return tokenizer(prompt)["input_ids"]
     messages = row["messages"] if prompt is None else [{"role": "user", "content": prompt}]

@@ -152,7 +152,7 @@ def generate(
     accept = _rule(drafter, rule)
     settings = _each(sampling or Sampling(), len(prompts))
     lengths = [len(prompt) for prompt in prompts]
-    _check_prompts(target, lengths)
+    check_prompts(target, lengths)
     limits = [min(max_new_tokens, target.context_length - n) for n in lengths]
     eos = target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
     stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
@@ -226,13 +226,20 @@ def _each(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
     return list(sampling)
 
 
-def _check_prompts(target: Target, lengths: list[int]) -> None:
+def check_prompts(target: Target, lengths: list[int]) -> None:
+    """Refuse prompts that can't be continued.
+
+    Raises:
+        UserError: there is none, or one is empty, or as long as the target's context.
+    """
     if not lengths:
         raise UserError("no prompt to continue")
     if min(lengths) == 0:
         raise UserError(f"prompt {lengths.index(0) + 1} is empty: give it at least one token")
-    if max(lengths) >= target.context_length:
-        raise UserError(f"a prompt of {max(lengths)} tokens leaves no room in the context of {target.context_length}")
+    longest, limit = max(lengths), target.context_length
+    if longest >= limit:
+        number = lengths.index(longest) + 1
+        raise UserError(f"prompt {number} of {longest} tokens leaves no room in the context of {limit}")
 
 
 def _first(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]

@@ -190,6 +190,9 @@ def test_the_command_tells_a_lossy_rule_by_its_exit_code(folders, capsys):
         (["--ngram", "--max_prompts", "0"], "max_prompts"),
         (["--ngram", "--max_new_tokens", "400"], "context of 128"),
         (["--ngram", "--output", "nowhere/checks.json"], "no folder nowhere"),
+        (["--ngram", "--output", "."], "--output . is a folder"),
+        (["--ngram", "--suite", ""], "--suite is empty"),
+        (["--speculator", ""], "--speculator is empty"),
     ],
 )
 def test_wrong_input_is_one_line(folders, capsys, flags, message):

@@ -7,11 +7,12 @@ import pytest
 from conftest import VOCAB, tiny_head, tiny_model
 
 from eval import run as evaluation
+from eval.__main__ import main
 from eval.report import markdown
 from eval.run import evaluate, speedup
 from eval.speed import Timed
 from eval.suites import Suite
-from speculator import HeadDrafter, Target
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -89,3 +90,39 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
     assert ratio["value"] == pytest.approx(3.0)
     assert ratio["low"] == pytest.approx(2.0)
     assert ratio["high"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_prompts", "0"], "--max_prompts must be at least 1"),
+        (["--prompt_tokens", "-1"], "--prompt_tokens must be at least 1"),
+        (["--max_new_tokens", "1"], "--max_new_tokens must be at least 2"),
+        (["--prompt_tokens", "100"], "context of 128"),
+        (["--temperature", "1", "--temperature", "nan"], "temperature"),
+        (["--seed", str(2**63)], "--seed"),
+        (["--speculator", "nowhere"], "nowhere"),
+        (["--target", "./nowhere"], "nowhere"),
+        (["--suite", ""], "--suite is empty"),
+        (["--suite", "nowhere.txt"], "nowhere.txt"),
+        (["--suite", "empty.jsonl"], "no document of empty.jsonl has 8 tokens"),
+        (["--suite", "half.jsonl"], "half.jsonl:1: character 1 is half of a surrogate pair"),
+        (["--suite", "wrong.jsonl"], "wrong.jsonl:2: not a row"),
+        (["--output", "empty.jsonl"], "empty.jsonl is not a folder"),
+        (["--output", "empty.jsonl/below"], "can't make the folder"),
+    ],
+)
+def test_wrong_input_is_one_line(target_folder, text_file, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    rows = {"empty": "", "wrong": '{"text": "x"}\n{"texts": 1}', "half": json.dumps({"text": "\ud800 and so on " * 9})}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(row)
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained("head")
+    command = ["--target", str(target_folder), "--speculator", "head", "--suite", str(text_file), "--output", "out"]
+    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "32"]
+    capsys.readouterr()  # what saving the head said
+    assert main([*command, *sizes, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -75,6 +75,7 @@ def test_a_prompt_is_continued_on_the_terminal(target_folder):
     [
         (["--prompt", "x", "--speculator", "nowhere"], "nowhere"),
         (["--prompt", ""], "prompt 1 is empty"),
+        (["--prompt", "x\udcff"], "prompt 'x\\udcff': character 2 is half of a surrogate pair"),
         (["--prompt", "x", "--chat"], "no chat template"),
         (["--prompt", "x", "--draft_model", "nowhere"], "nowhere"),
     ],
@@ -84,6 +85,20 @@ def test_wrong_input_is_one_line(target_folder, capsys, flags, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "prompt 3 is empty"), ("x\n" * 300, "prompt 3 of 600 tokens leaves no room in the context of 128")],
+)
+def test_all_prompts_are_looked_at_before_the_first_is_answered(target_folder, tmp_path, capsys, prompt, message):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", prompt, "c")))
+    assert main(["generate", "--target", str(target_folder), "--prompts", str(prompts), "--max_new_tokens", "4"]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
 
 
 HEAD = ["--speculator", "some_head"]
@@ -98,6 +113,9 @@ TEXT = ["--prompt", "x"]
         (["--chat", "--prompts", "in.jsonl"], "--chat and --prompts"),
         (["--chat", "--output", "out.jsonl"], "--output"),
         ([*TEXT, "--output", "nowhere/out.jsonl"], "no folder nowhere"),
+        ([*TEXT, "--output", "."], "--output . is a folder"),
+        ([*TEXT, "--speculator", ""], "--speculator is empty"),
+        ([*TEXT, "--draft_model", ""], "--draft_model is empty"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         ([*TEXT, "--temperature", "-1"], "temperature"),
         ([*TEXT, "--top_p", "1.5"], "top_p"),
