@@ -6,7 +6,14 @@ from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
 from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
 from speculator.errors import UserError
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator, load_head
+from speculator.heads import (
+    LSTMSpeculator,
+    LSTMSpeculatorConfig,
+    MLPSpeculator,
+    MLPSpeculatorConfig,
+    Speculator,
+    load_head,
+)
 from speculator.target import Target
 
 __all__ = [
@@ -15,6 +22,8 @@ __all__ = [
     "Drafter",
     "Generation",
     "HeadDrafter",
+    "LSTMSpeculator",
+    "LSTMSpeculatorConfig",
     "MLPSpeculator",
     "MLPSpeculatorConfig",
     "ModelDrafter",

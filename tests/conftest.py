@@ -36,7 +36,7 @@ from transformers import (
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters import HeadDrafter
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads import ARCHITECTURES, Speculator
 from speculator.target import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
@@ -94,14 +94,14 @@ def target() -> Target:
 
 
 @pytest.fixture
-def head() -> MLPSpeculator:
+def head() -> Speculator:
     return tiny_head()
 
 
-def tiny_head(n_predict: int = 3) -> MLPSpeculator:
+def tiny_head(n_predict: int = 3, architecture: str = "mlp") -> Speculator:
     torch.manual_seed(1)
-    config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, n_predict=n_predict)
-    return MLPSpeculator(config)
+    config_class, head_class = ARCHITECTURES[architecture]
+    return head_class(config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=16, n_predict=n_predict))
 
 
 class Oracle:

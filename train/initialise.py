@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from speculator.heads import MLPSpeculator
+from speculator.heads import Speculator
 from speculator.target import Target
 
 _NOISE = 0.3
 
 
 @torch.no_grad()
-def from_target(head: MLPSpeculator, target: Target) -> None:
+def from_target(head: Speculator, target: Target) -> None:
     """Copy the target's token geometry into a fresh head, at the scale that the head's own initialisation has.
 
     Embedding and output rows are those of the target; the first projection is near the identity, so that head 0 sees
@@ -27,8 +27,10 @@ def from_target(head: MLPSpeculator, target: Target) -> None:
     def rescaled(weight: Tensor) -> Tensor:
         return weight / weight.std() * config.inner_dim**-0.5
 
-    for emb, out in zip(head.emb, head.head, strict=True):
-        emb.weight.copy_(rescaled(target.model.get_input_embeddings().weight))
-        out.weight.copy_(rescaled(target.model.get_output_embeddings().weight))
-    first = head.proj[0].weight
+    for module in head.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.copy_(rescaled(target.model.get_input_embeddings().weight))
+    for i in range(head.n_predict):
+        head.output(i).weight.copy_(rescaled(target.model.get_output_embeddings().weight))
+    first = head.entry.weight
     first.mul_(_NOISE).add_(torch.eye(config.inner_dim))

@@ -10,7 +10,7 @@ takes in token x_{t+1+i} and drafts x_{t+2+i}; the token of step 0 is the one th
 alpha = sqrt((1 - w^2) I/2) / w with w = 0.5^(0.5/N) is the weight of a token's embedding beside the state: the state's
 variance is then half h_t's at the last step. It depends on n_predict, so a checkpoint is only itself at its own N.
 
-An architecture is a file with those four, its config, and a line in `speculator.heads.ARCHITECTURES`. The state is one
+An architecture is a file with these, its config, and a line in `speculator.heads.ARCHITECTURES`. The state is one
 tensor, so that whoever keeps it (a tree of drafts, a batch of rows) can gather and repeat it without knowing the head.
 """
 
@@ -109,6 +109,15 @@ class Speculator(PreTrainedModel, ABC):
     @abstractmethod
     def output(self, index: int) -> nn.Linear:  # I -> V
         """The output matrix of a step; it has no bias."""
+
+    @property
+    @abstractmethod
+    def entry(self) -> nn.Linear:  # D -> I
+        """The matrix through which the hidden state comes in: near the identity, the state keeps the target's basis."""
+
+    def aliases(self) -> dict[str, str]:
+        """Of tied weights: names that published checkpoints may also store a tensor under, to its name here."""
+        return {}
 
     @property
     def n_predict(self) -> int:

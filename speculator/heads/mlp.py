@@ -67,6 +67,18 @@ class MLPSpeculator(Speculator):
     def output(self, index: int) -> nn.Linear:
         return cast(nn.Linear, self.head[min(index, len(self.head) - 1)])
 
+    @property
+    def entry(self) -> nn.Linear:
+        return cast(nn.Linear, self.proj[0])
+
+    def aliases(self) -> dict[str, str]:
+        if not self.config.tie_weights:
+            return {}
+        shared = ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
+        later = range(1, self.n_predict)
+        names = {name.format(i): name.format(0) for name in shared for i in later}
+        return names | {f"proj.{i}.weight": "proj.1.weight" for i in later[1:]}
+
 
 AutoConfig.register(MLPSpeculatorConfig.model_type, MLPSpeculatorConfig)
 AutoModel.register(MLPSpeculatorConfig, MLPSpeculator)

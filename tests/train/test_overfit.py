@@ -1,23 +1,27 @@
 """Training alignment and decoding tied together: a head that knows one text drafts all of it."""
 
+import pytest
 import torch
 from conftest import VOCAB, tiny_model
 
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, generate
+from speculator import HeadDrafter, Target, generate
+from speculator.drafters.shapes import Shape, Tree
+from speculator.heads import ARCHITECTURES
 from train.config import LossConfig
 from train.losses import Measure, align
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def overfit(shift: int) -> float:
+def overfit(architecture: str, shift: int, shape: Shape | None = None) -> float:
     """tokens_per_step on the prompt of the one sequence trained on; `shift` misaligns the labels."""
     target = Target(tiny_model(), tokenizer=None)
     text = PROMPT + generate(target, None, [PROMPT], max_new_tokens=60).tokens[0]
     row = torch.tensor([text])
     torch.manual_seed(0)
-    config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=64, n_predict=3)
-    head = MLPSpeculator(config)
+    config_class, head_class = ARCHITECTURES[architecture]
+    config = config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=64, n_predict=3)
+    head = head_class(config)
     labels = align(row, torch.zeros_like(row), config.n_predict).roll(shift, dims=-1)
     hidden = target.hidden(row)[:, : labels.shape[-1]]
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
@@ -26,12 +30,15 @@ def overfit(shift: int) -> float:
         sums = head(hidden, row[:, 1:-1], Measure(labels, None, LossConfig(cross_entropy=1.0, kl=0.0)))
         (sums["loss"] / sums["count"]).sum().backward()
         optimiser.step()
-    return generate(target, HeadDrafter(head), [PROMPT], max_new_tokens=60).tokens_per_step
+    return generate(target, HeadDrafter(head, shape), [PROMPT], max_new_tokens=60).tokens_per_step
 
 
-def test_a_head_overfit_on_the_targets_own_text_drafts_all_of_it():
-    assert overfit(shift=0) == 4.0
+@pytest.mark.parametrize("shape", [None, Tree((2, 2, 1), nodes=6)], ids=["chain", "tree"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_head_overfit_on_the_targets_own_text_drafts_all_of_it(architecture, shape):
+    assert overfit(architecture, shift=0, shape=shape) == 4.0
 
 
-def test_labels_one_place_off_would_be_seen():
-    assert overfit(shift=1) < 2.0
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_labels_one_place_off_would_be_seen(architecture):
+    assert overfit(architecture, shift=1) < 2.0

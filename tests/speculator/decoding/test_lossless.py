@@ -45,11 +45,26 @@ def drafters(dtype=torch.float32) -> dict:
     """Every source in every shape. The draft model is another random model than the target."""
     draft_model = Target(tiny_model("qwen3").to(dtype), None)
     made = {f"head-{name}": HeadDrafter(tiny_head().to(dtype), shape) for name, shape in SHAPES.items()}
+    lstm = tiny_head(architecture="lstm").to(dtype)
+    made |= {f"lstm-{name}": HeadDrafter(lstm, SHAPES[name]) for name in ("chain", "tree")}
     made |= {f"model-{name}": ModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
     return {"none": None, **made, "ngram": NgramDrafter()}
 
 
 # ---- temperature 0
+
+
+GREEDY = [
+    "none",
+    "head-chain",
+    "head-tree",
+    "head-candidates",
+    "lstm-chain",
+    "lstm-tree",
+    "model-chain",
+    "model-tree",
+    "ngram",
+]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -68,7 +83,7 @@ def test_greedy_text_is_what_transformers_generates(family):
     ]
     target = Target(model, tokenizer=None)
     for name, drafter in drafters(dtype).items():
-        if name in ("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree", "ngram"):
+        if name in GREEDY:
             for rows in (slice(0, 1), slice(0, 4)):
                 assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
     for rows in (slice(0, 1), slice(0, 4)):

@@ -1,0 +1,100 @@
+"""The LSTM speculator: the recurrence keeps a cell beside its state (Snowflake's Arctic speculator, `sum_lstm`).
+
+From the target's hidden state h_t and the tokens after it, step i with its token's embedding e = emb(x_{t+1+i}):
+
+    s_0 = h_t                                         or rms(h_t) / sqrt(2) with scale_input
+    c_0 = 0
+    z_g = proj_{g,i}(s_i) + alpha * e                 for g of forget, input, output, cell
+    c_{i+1} = sigmoid(z_forget) * c_i + sigmoid(z_input) * gelu(norm_cell(z_cell))
+    s_{i+1} = sigmoid(z_output) * gelu(norm_state(c_{i+1}))
+    logits_i = head(s_{i+1})
+
+All steps share every weight but the projections of step 0, which read the hidden state; the four gates share one
+embedding. Arctic can also train untied ones, but serves none. The modules have the names of Arctic's checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from speculator.heads.base import BiasedRMSNorm, Speculator, SpeculatorConfig
+
+
+class LSTMSpeculatorConfig(SpeculatorConfig):
+    """Shape of an `LSTMSpeculator`.
+
+    Raises:
+        ValueError: as of any head, or weights that are not tied.
+    """
+
+    model_type = "lstm_speculator"
+
+    def __post_init__(self, **kwargs):
+        if not self.tie_weights:
+            raise ValueError("tie_weights must be true: there is no untied LSTM head")
+        super().__post_init__(**kwargs)
+
+
+class LSTMSpeculator(Speculator):
+    """One LSTM that drafts N tokens in turn. Its state is [s, c]; the output matrix reads s."""
+
+    config_class = LSTMSpeculatorConfig
+
+    def __init__(self, config: LSTMSpeculatorConfig):
+        super().__init__(config)
+        inner = config.inner_dim
+        self.forget_emb = nn.ModuleList([nn.Embedding(config.vocab_size, inner)])
+
+        def projections() -> nn.ModuleList:
+            return nn.ModuleList(nn.Linear(size, inner, bias=False) for size in (config.emb_dim, inner))
+
+        self.forget_proj, self.input_proj, self.output_proj, self.cell_proj = (projections() for _ in range(4))
+        self.cell_ln = nn.ModuleList([BiasedRMSNorm(inner)])
+        self.state_ln = nn.ModuleList([BiasedRMSNorm(inner)])
+        self.head = nn.ModuleList([nn.Linear(inner, config.vocab_size, bias=False)])
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=min(module.weight.shape) ** -0.5)
+        elif isinstance(module, BiasedRMSNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    def start(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., D+I]
+        state = super().start(hidden)
+        return torch.cat([state, state.new_zeros(*state.shape[:-1], self.config.inner_dim)], dim=-1)
+
+    def advance(self, index: int, state: Tensor, tokens: Tensor) -> Tensor:  # [..., D+I or 2I], [...] -> [..., 2I]
+        inner = self.config.inner_dim
+        state, cell = state[..., :-inner], state[..., -inner:]
+        token = self.alpha * self.forget_emb[0](tokens)
+        gates = (self.forget_proj, self.input_proj, self.output_proj, self.cell_proj)
+        forget, take, give, candidate = (proj[min(index, 1)](state) + token for proj in gates)
+        new = nn.functional.gelu(self.cell_ln[0](candidate))
+        cell = forget.sigmoid() * cell + take.sigmoid() * new
+        state = give.sigmoid() * nn.functional.gelu(self.state_ln[0](cell))
+        return torch.cat([state, cell], dim=-1)
+
+    def features(self, index: int, state: Tensor) -> Tensor:  # [..., 2I] -> [..., I]
+        return state[..., : self.config.inner_dim]
+
+    def output(self, index: int) -> nn.Linear:
+        return cast(nn.Linear, self.head[0])
+
+    @property
+    def entry(self) -> nn.Linear:
+        return cast(nn.Linear, self.cell_proj[0])
+
+    def aliases(self) -> dict[str, str]:
+        heads = {f"head.{i}.weight": "head.0.weight" for i in range(1, self.n_predict)}
+        return heads | {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in ("input", "output", "cell")}
+
+
+AutoConfig.register(LSTMSpeculatorConfig.model_type, LSTMSpeculatorConfig)
+AutoModel.register(LSTMSpeculatorConfig, LSTMSpeculator)

@@ -1,0 +1,30 @@
+"""A head that drafts step by step says what it says of a whole text at once: its state is carried, branch by branch."""
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_head
+
+from speculator import HeadDrafter, Tree
+from speculator.heads import ARCHITECTURES
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
+    head = tiny_head(architecture=architecture).double()
+    drafter = HeadDrafter(head, Tree((2, 2, 1), nodes=8))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
+    pending = torch.tensor([3, 4])
+    drafter.start([[0], [0]], hidden, torch.tensor([5, 2]))
+    levels = [(torch.tensor([[1, 2], [5, 6]]), [0, 0]), (torch.tensor([[7, 8, 9], [10, 11, 12]]), [1, 0, 1])]
+    laws = [drafter.first(pending, [])]
+    for level, (tokens, parents) in enumerate(levels, start=1):
+        laws.append(drafter.next(level, tokens, torch.tensor([parents, parents]), None))
+    for row, last in enumerate((4, 1)):
+        for leaf in range(3):
+            parent = levels[1][1][leaf]
+            text = [pending[row], levels[0][0][row, parent], levels[1][0][row, leaf]]
+            whole = head.logits(hidden[row : row + 1, last : last + 1], torch.tensor([text]))[:, 0, 0]
+            assert whole.shape == (3, VOCAB)
+            for level, place in enumerate((0, parent, leaf)):
+                torch.testing.assert_close(laws[level][row, place], whole[level])
