@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from speculator.errors import OneLineParser, UserError, refuse
-from speculator.export import LAYOUTS, load_any, save
+from speculator.export import FORMATS, layout_of, load_any, save
 from speculator.export.layout import DTYPES, base_config
-from speculator.heads.mlp import MLPSpeculatorConfig
+from speculator.heads.base import SpeculatorConfig
 from speculator.target import dtype_name
 
 HELP = "write a head in a server's checkpoint layout, or a server's head in ours; says who loads it and how"
@@ -19,7 +19,7 @@ def add_flags(parser: OneLineParser) -> None:
     """The command's flags, and `run` as its work."""
     parser.set_defaults(run=run)
     parser.add_argument("--speculator", required=True, help="folder of a head, in any of the layouts")
-    parser.add_argument("--format", required=True, choices=list(LAYOUTS), help="the layout to write")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="the layout to write")
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must not be there, or be empty")
     expand = "write tied tensors under every head's name, for loaders that do not tie"
     parser.add_argument("--expand-tied", "--expand_tied", action="store_true", help=expand)
@@ -29,8 +29,8 @@ def add_flags(parser: OneLineParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, then say which servers load the result."""
-    layout = LAYOUTS[arguments.format]
     head: Any = load_any(arguments.speculator)
+    layout = layout_of(arguments.format, head)
     if arguments.base_model:
         head.config.base_model_name_or_path = arguments.base_model
     if arguments.dtype:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
 
 
-def check_base(config: MLPSpeculatorConfig) -> str:
+def check_base(config: SpeculatorConfig) -> str:
     """Compare the head with its base model, if that is on this machine; gives what to tell the user.
 
     Raises:

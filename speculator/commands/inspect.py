@@ -23,11 +23,12 @@ def run(arguments: argparse.Namespace) -> None:
     layout = recognise(arguments.path)
     head = load(arguments.path, layout)
     config: Any = head.config
+    kind = layout.head.__name__.removesuffix("Speculator")
     tied = "tied" if config.tie_weights else "not tied"
     scaled = "input scaled" if config.scale_input else "input not scaled"
     facts = {
         "layout": f"{layout.name} ({layout.architecture})",
-        "architecture": f"MLP, {config.n_predict} heads, {tied}, {scaled}",
+        "architecture": f"{kind}, {config.n_predict} heads, {tied}, {scaled}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
         "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",
         "base model": config.base_model_name_or_path or "not recorded",
@@ -36,6 +37,6 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for name, fact in facts.items():
         print(f"{name:15} {fact}")
-    for other in LAYOUTS.values():
+    for other in (other for other in LAYOUTS if other.head is layout.head):
         loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
         print(f"{'exports to':15} {other.name}: for {'; '.join(loaders)}")

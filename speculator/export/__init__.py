@@ -7,14 +7,30 @@ from pathlib import Path
 from speculator.errors import UserError
 from speculator.export import files
 from speculator.export.arctic import ARCTIC
+from speculator.export.arctic_lstm import ARCTIC_LSTM
 from speculator.export.ibm import IBM
 from speculator.export.layout import Layout, Server, load, save, table
 from speculator.export.native import NATIVE
-from speculator.heads.mlp import MLPSpeculator
+from speculator.heads.base import Speculator
 
-__all__ = ["LAYOUTS", "Layout", "Server", "load", "load_any", "recognise", "save", "table"]
+__all__ = ["FORMATS", "LAYOUTS", "Layout", "Server", "layout_of", "load", "load_any", "recognise", "save", "table"]
 
-LAYOUTS = {layout.name: layout for layout in (IBM, ARCTIC, NATIVE)}
+LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *NATIVE)
+FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
+
+
+def layout_of(name: str, head: Speculator) -> Layout:
+    """The layout of this name for a head of this kind.
+
+    Raises:
+        UserError: there is none.
+    """
+    fitting = {layout.name: layout for layout in LAYOUTS if layout.head is type(head)}
+    if name not in fitting:
+        raise UserError(
+            f"no server of the {name} layout loads a head of this kind ({type(head).__name__}); try {', '.join(fitting)}"
+        )
+    return fitting[name]
 
 
 def recognise(folder: str | Path) -> Layout:
@@ -24,16 +40,18 @@ def recognise(folder: str | Path) -> Layout:
         UserError: no config.json, or one of another kind of model.
     """
     found = files.read_config(Path(folder)).get("architectures")
-    # A list; ArcticTraining's writer makes it a string.
+    # A list; ArcticTraining's writer of MLP heads makes it a string, of the name that IBM gives them.
     names = found if isinstance(found, list) else [found]
-    for layout in LAYOUTS.values():
-        if names == [layout.architecture]:
+    for layout in LAYOUTS:
+        if len(names) == 1 and names[0] in (layout.architecture, *layout.also):
+            if not isinstance(found, list) and layout.name == "arctic":
+                raise UserError(f"{folder}: architectures is {found!r}, but arctic-inference takes a list of one only")
             return layout
-    known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in LAYOUTS.values())
+    known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in LAYOUTS)
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
 
 
-def load_any(folder: str | Path) -> MLPSpeculator:
+def load_any(folder: str | Path) -> Speculator:
     """The head in a folder of any layout, on the CPU, in the dtype that it is stored in.
 
     Raises:

@@ -1,29 +1,28 @@
-"""The MLP head's layout for arctic-inference 0.3.0, which patches vLLM 0.26.0."""
+"""The MLP head's layout for arctic-inference 0.3.0, which patches vLLM 0.26.0: IBM's under another name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from speculator.export import ibm
-from speculator.export.layout import Layout, Server, base_config
-from speculator.heads.mlp import MLPSpeculatorConfig
+from speculator.export.ibm import IBM
+from speculator.export.layout import Server, base_config
+from speculator.heads.base import SpeculatorConfig
 
 
-def fields(config: MLPSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """IBM's fields under Arctic's architecture: a list of exactly one name, a string is refused there.
+def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """IBM's fields under Arctic's architecture: a list of exactly one name, a string is refused there."""
+    return {**IBM.fields(config, dtype), "architectures": [ARCTIC.architecture], **base_archs(config)}
 
-    `base_model_archs` comes from the base model's own config, where that is on this machine.
-    """
+
+def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
+    """`base_model_archs`, from the base model's own config where that is on this machine."""
     base = base_config(config.base_model_name_or_path)
     archs = base and base.architectures
-    return {
-        **ibm.fields(config, dtype),
-        "architectures": [ARCTIC.architecture],
-        **({"base_model_archs": list(archs)} if archs else {}),
-    }
+    return {"base_model_archs": list(archs)} if archs else {}
 
 
-def servers(config: MLPSpeculatorConfig, folder: str) -> list[Server]:
+def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Who loads it."""
     n, base = config.n_predict, config.base_model_name_or_path or "BASE"
     arctic = f'{{"method": "arctic", "model": "{folder}", "num_speculative_tokens": {n}}}'
@@ -34,13 +33,4 @@ def servers(config: MLPSpeculatorConfig, folder: str) -> list[Server]:
     ]
 
 
-ARCTIC = Layout(
-    name="arctic",
-    architecture="ArcticMLPSpeculatorPreTrainedModel",
-    prefix="speculator.",
-    fields=fields,
-    defaults=ibm.IBM.defaults,
-    kept=ibm.IBM.kept,
-    servers=servers,
-    expandable=True,
-)
+ARCTIC = replace(IBM, name="arctic", architecture="ArcticMLPSpeculatorPreTrainedModel", fields=fields, servers=servers)

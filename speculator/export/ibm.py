@@ -6,11 +6,12 @@ from typing import Any
 
 import transformers
 
-from speculator.export.layout import Layout, Server
-from speculator.heads.mlp import MLPSpeculatorConfig
+from speculator.export.layout import PREFIX, Layout, Server
+from speculator.heads.base import SpeculatorConfig
+from speculator.heads.mlp import MLPSpeculator
 
 
-def fields(config: MLPSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
     """config.json, every field written out: some loaders have other defaults, or none.
 
     `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM only counts the list.
@@ -34,7 +35,7 @@ def fields(config: MLPSpeculatorConfig, dtype: str) -> dict[str, Any]:
     return {**written, "base_model_name_or_path": base} if base else written
 
 
-def servers(config: MLPSpeculatorConfig, folder: str) -> list[Server]:
+def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Who loads it."""
     n, base = config.n_predict, config.base_model_name_or_path
     vllm = f'{{"model": "{folder}", "num_speculative_tokens": {n}, "draft_tensor_parallel_size": 1}}'
@@ -58,8 +59,9 @@ def servers(config: MLPSpeculatorConfig, folder: str) -> list[Server]:
 
 IBM = Layout(
     name="ibm",
+    head=MLPSpeculator,
     architecture="MLPSpeculatorPreTrainedModel",
-    prefix="speculator.",
+    prefix=PREFIX,
     fields=fields,
     # The accelerators from before July 2024 have neither of the last two, and are neither.
     defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},

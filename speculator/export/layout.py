@@ -1,4 +1,4 @@
-"""What every checkpoint layout of the MLP head shares: the table of tensors, reading by it, and a proved write.
+"""What every checkpoint layout shares: the table of a head's tensors, reading by it, and a proved write.
 
 A layout is a config.json of certain fields and a set of tensor names. Loaders elsewhere skip names that they do not
 know and leave alone what they do not find; here the names, shapes and dtypes have to be exactly the table's.
@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from speculator.errors import UserError, refuse
 from speculator.export import files
-from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target import dtype_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,14 +32,14 @@ SHAPE: dict[str, type] = {
     "tie_weights": bool,
     "scale_input": bool,
 }
-_KEPT: dict[str, type] = {
+KEPT: dict[str, type] = {
     "base_model_name_or_path": str,
     "trained_length": int,
     "training_data": list,
     "top_k_tokens_per_head": list,
     "n_candidates": int,
 }
-_PREFIX = "speculator."  # of the tensor names in servers' layouts; read with or without
+PREFIX = "speculator."  # of the tensor names in servers' layouts; read with or without
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Layout:
-    """One checkpoint layout.
+    """One checkpoint layout of one kind of head.
 
     Attributes:
         name: what the user types.
+        head: the kind of head; another kind has another layout of this name, or none.
         architecture: `architectures[0]` of its config.json, by which a folder is recognised.
         prefix: of the tensor names, as written.
         fields: config.json as written, from the head's config and the name of its dtype.
@@ -70,32 +71,32 @@ class Layout:
         kept: the fields beside the shape that are read into the head's config.
         servers: who loads a head of this config from the folder that is named, and how.
         expandable: whether its loaders take tied tensors under every head's name.
+        translate: config.json as read, into the names that heads here give the fields; may raise a UserError.
+        bare: whether its loaders find tensors by names without prefix only.
+        also: other architectures that its loaders take for this one.
     """
 
     name: str
+    head: type[Speculator]
     architecture: str
     prefix: str
-    fields: Callable[[MLPSpeculatorConfig, str], dict[str, Any]]
+    fields: Callable[[Any, str], dict[str, Any]]
     defaults: dict[str, Any]
     kept: tuple[str, ...]
-    servers: Callable[[MLPSpeculatorConfig, str], list[Server]]
+    servers: Callable[[Any, str], list[Server]]
     expandable: bool
+    translate: Callable[[dict[str, Any], Path], dict[str, Any]] = lambda read, file: read
+    bare: bool = False
+    also: tuple[str, ...] = ()
 
 
-def table(config: MLPSpeculatorConfig, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
+def table(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
     """Every tensor's name, without prefix, and shape; of a tied head each once, or by `expand_tied` once per head."""
-    n, inner, vocab = config.n_predict, config.inner_dim, config.vocab_size
-    once = config.tie_weights and not expand_tied
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(1 if once else n):
-        shapes |= {f"emb.{i}.weight": (vocab, inner), f"head.{i}.weight": (vocab, inner)}
-        shapes |= {f"ln.{i}.weight": (inner,), f"ln.{i}.bias": (inner,)}
-    for i in range(2 if once else n):
-        shapes[f"proj.{i}.weight"] = (inner, config.emb_dim if i == 0 else inner)
-    return shapes
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
 
 
-def load(folder: str | Path, layout: Layout) -> MLPSpeculator:
+def load(folder: str | Path, layout: Layout) -> Speculator:
     """The head in a folder of this layout, on the CPU, in the dtype that it is stored in.
 
     Raises:
@@ -105,16 +106,17 @@ def load(folder: str | Path, layout: Layout) -> MLPSpeculator:
     folder = Path(folder)
     config = _read_config(folder, layout)
     tensors = files.read_tensors(folder)
-    if tensors and all(name.startswith(_PREFIX) for name in tensors):
-        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-    _check_tensors(folder, config, tensors)
+    if tensors and all(name.startswith(PREFIX) for name in tensors):
+        refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, but this layout's are found bare only"))
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     with torch.device("meta"):  # no memory and no time for weights that are replaced at once
-        head = MLPSpeculator(config)
-    head.load_state_dict({name: tensors[name] for name in table(config)}, assign=True)
+        head = layout.head(config)
+    _check_tensors(folder, head, tensors)
+    head.load_state_dict({name: tensors[name] for name in table(head)}, assign=True)
     return head.eval()
 
 
-def save(head: MLPSpeculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
+def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
     """Write a head in this layout, then read it back: config, names, shapes, dtype, weights and logits are compared.
 
     The folder appears under its name when all of that held, or not at all.
@@ -126,15 +128,20 @@ def save(head: MLPSpeculator, folder: str | Path, layout: Layout, expand_tied: b
     folder = Path(folder).resolve()
     scratch = folder.with_name(f"{folder.name}.partial")
     config: Any = head.config
-    tied, held = config.tie_weights, head.state_dict()
+    held = head.state_dict()
     refuse(
+        (type(head) is not layout.head, f"this is no {layout.architecture}: the head is a {type(head).__name__}"),
         (folder.is_file() or (folder.is_dir() and any(folder.iterdir())), f"{folder} is there already and not empty"),
         (scratch.exists(), f"{scratch}: left by an export that was cut short; remove it"),
-        (expand_tied and not tied, "--expand-tied: this head is not tied, each of its tensors is written anyway"),
+        (
+            expand_tied and not head.aliases(),
+            "--expand-tied: this head is not tied, each of its tensors is written anyway",
+        ),
         (expand_tied and not layout.expandable, f"--expand-tied: {layout.name} stores a tied tensor once"),
     )
-    _check_tensors("the head", config, held)
-    written = {layout.prefix + name: held[_source(name, tied)] for name in table(config, expand_tied)}
+    _check_tensors("the head", head, held)
+    aliases = head.aliases()
+    written = {layout.prefix + name: held[aliases.get(name, name)] for name in table(head, expand_tied)}
     try:
         scratch.mkdir(parents=True)
         files.write(scratch, layout.fields(config, _dtype_name(head)), written)
@@ -156,17 +163,11 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
         return None
 
 
-def _source(name: str, tied: bool) -> str:
-    """Where a head keeps this tensor: of a tied one emb.3.weight is emb.0.weight, proj.3.weight is proj.1.weight."""
-    part, index, kind = name.split(".")
-    return f"{part}.{min(int(index), 1 if part == 'proj' else 0)}.{kind}" if tied else name
-
-
-def _read_config(folder: Path, layout: Layout) -> MLPSpeculatorConfig:
-    read = {**layout.defaults, **files.read_config(folder)}
+def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     file = folder / files.CONFIG
+    read = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
     kept = {name: read[name] for name in layout.kept if read.get(name) is not None}
-    for name, kind in {**SHAPE, **{name: _KEPT[name] for name in kept}}.items():
+    for name, kind in {**SHAPE, **{name: KEPT[name] for name in kept}}.items():
         refuse(
             (name not in read, f"{file}: no {name} in it"),
             (type(read.get(name)) is not kind, f"{file}: {name} is {read.get(name)!r}, not {kind.__name__}"),
@@ -180,19 +181,19 @@ def _read_config(folder: Path, layout: Layout) -> MLPSpeculatorConfig:
     if widths is not None and (not isinstance(widths, list) or len(widths) != read["n_predict"]):
         raise UserError(f"{file}: top_k_tokens_per_head is {widths!r}, but n_predict is {read['n_predict']}")
     try:
-        return MLPSpeculatorConfig(**{name: read[name] for name in SHAPE}, **kept)
+        return layout.head.config_class(**{name: read[name] for name in SHAPE}, **kept)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{file}: {error}") from None
 
 
-def _check_tensors(where: object, config: MLPSpeculatorConfig, tensors: dict[str, Tensor]) -> None:
+def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:
     """Exactly the table's tensors, or with tied ones under every head's name, all of one float dtype and finite."""
-    expected, full = table(config), table(config, expand_tied=True)
+    expected, full, aliases = table(head), table(head, expand_tied=True), head.aliases()
     surplus = set(tensors) - set(full)
     if not surplus and not set(expected) - set(tensors) and set(tensors) != set(expected):
         expected = full
     missing = set(expected) - set(tensors)
-    tied = f"tie_weights is {str(config.tie_weights).lower()}"
+    tied = f"tie_weights is {str(head.config.tie_weights).lower()}"
     refuse(
         (surplus, f"{where}: tensors that do not belong here ({tied}): {_list(surplus)}"),
         (missing, f"{where}: tensors that are missing ({tied}): {_list(missing)}"),
@@ -200,7 +201,7 @@ def _check_tensors(where: object, config: MLPSpeculatorConfig, tensors: dict[str
     dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
     refuse((len(dtypes) > 1 or dtypes[0] not in DTYPES, f"{where}: stored as {', '.join(dtypes)}, not one float dtype"))
     for name, shape in expected.items():
-        tensor, source = tensors[name], _source(name, config.tie_weights)
+        tensor, source = tensors[name], aliases.get(name, name)
         refuse(
             (tensor.shape != shape, f"{where}: {name} is {list(tensor.shape)}, config.json says {list(shape)}"),
             (not tensor.isfinite().all(), f"{where}: {name} has values that are not finite"),
@@ -208,7 +209,7 @@ def _check_tensors(where: object, config: MLPSpeculatorConfig, tensors: dict[str
         )
 
 
-def _dtype_name(head: MLPSpeculator) -> str:
+def _dtype_name(head: Speculator) -> str:
     return dtype_name(head.dtype)
 
 
@@ -218,10 +219,10 @@ def _list(names: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def _prove(head: MLPSpeculator, folder: Path, layout: Layout, expand_tied: bool) -> None:
+def _prove(head: Speculator, folder: Path, layout: Layout, expand_tied: bool) -> None:
     """What was written has the fields and the tensors of the layout, and is this head."""
     config: Any = head.config
-    shapes = {layout.prefix + name: shape for name, shape in table(config, expand_tied).items()}
+    shapes = {layout.prefix + name: shape for name, shape in table(head, expand_tied).items()}
     stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in files.read_tensors(folder).items()}
     again: Any = load(folder, layout)
     again.to(head.device)

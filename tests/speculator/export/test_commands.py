@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig
 from speculator.__main__ import main
-from speculator.export import save
-from speculator.export.native import NATIVE
+from speculator.export import layout_of, save
 
 
 def head_folder(folder, base, **changes):
@@ -18,7 +17,8 @@ def head_folder(folder, base, **changes):
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "emb_dim": 32, "inner_dim": 16, "n_predict": 3, **changes}
     recorded = {"base_model_name_or_path": base and str(base), "trained_length": 256, "training_data": ["a", "b"]}
-    save(MLPSpeculator(MLPSpeculatorConfig(**shape, **recorded)), folder, NATIVE)
+    head = MLPSpeculator(MLPSpeculatorConfig(**shape, **recorded))
+    save(head, folder, layout_of("native", head))
     return folder
 
 
@@ -170,7 +170,7 @@ def test_wrong_input_is_one_line(head, tmp_path, capsys):
     assert "no config.json" in refused(capsys, main(["inspect", str(tmp_path / "nowhere")]))
     assert "no config.json" in refused(capsys, export(tmp_path / "nowhere", tmp_path / "out"))
     assert "there already and not empty" in refused(capsys, export(head, head))
-    save(tiny_head(), tmp_path / "cut", NATIVE)
+    save(tiny_head(), tmp_path / "cut", layout_of("native", tiny_head()))
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "damaged" in refused(capsys, main(["inspect", str(tmp_path / "cut")]))

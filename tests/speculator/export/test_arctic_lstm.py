@@ -1,0 +1,275 @@
+"""The LSTM head in Arctic's layout: what arctic-inference finds in the folder is the head; its traps are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speculator import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig, UserError
+from speculator.__main__ import main
+from speculator.export import files, layout_of, load_any, recognise, save
+from speculator.export.arctic_lstm import ARCTIC_LSTM
+from speculator.export.ibm import IBM
+
+GATES = ("forget", "input", "output", "cell")
+
+
+def head_of(n_predict: int = 3, **changes) -> LSTMSpeculator:
+    torch.manual_seed(1)
+    recorded = {"base_model_name_or_path": "some/base", "trained_length": 64, "training_data": ["text"]}
+    sizes = {"vocab_size": 20, "emb_dim": 12, "inner_dim": 8, "n_predict": n_predict, **changes}
+    head = LSTMSpeculator(LSTMSpeculatorConfig(**sizes, **recorded))
+    for norm in (head.cell_ln[0], head.state_ln[0]):
+        torch.nn.init.normal_(norm.weight, mean=1.0, std=0.2)
+        torch.nn.init.normal_(norm.bias, std=0.2)
+    return head
+
+
+def inputs(head) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(2, 5, head.config.emb_dim, generator=torch.Generator().manual_seed(3)).to(head.dtype)
+    return hidden, torch.arange(2 * (4 + head.n_predict)).view(2, -1) * 3 % head.config.vocab_size
+
+
+@pytest.fixture
+def arctic(tmp_path):
+    save(head_of(), tmp_path / "arctic", ARCTIC_LSTM)
+    return tmp_path / "arctic"
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    left = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(left))
+
+
+def refused(folder) -> str:
+    with pytest.raises(UserError) as error:
+        load_any(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+    return str(error.value)
+
+
+# --- there and back
+
+
+@pytest.mark.parametrize("scale_input", [True, False])
+@pytest.mark.parametrize("expand_tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_keeps_every_bit(tmp_path, dtype, expand_tied, scale_input):
+    head = head_of(scale_input=scale_input).to(dtype)
+    head.save_pretrained(tmp_path / "native")
+    save(load_any(tmp_path / "native"), tmp_path / "served", ARCTIC_LSTM, expand_tied)
+    native = layout_of("native", head)
+    save(load_any(tmp_path / "served"), tmp_path / "back", native)
+    assert recognise(tmp_path / "served") is ARCTIC_LSTM
+    assert recognise(tmp_path / "back") is native
+    again = LSTMSpeculator.from_pretrained(tmp_path / "back")
+    assert again.dtype == dtype
+    assert again.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in head.state_dict().items())
+    assert torch.equal(again.logits(*inputs(head)), head.logits(*inputs(head)))
+
+
+def test_every_field_of_arctics_config_is_written(tmp_path, target_folder):
+    head = head_of().half()
+    head.config.base_model_name_or_path = str(target_folder)
+    save(head, tmp_path / "out", ARCTIC_LSTM)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.pop("transformers_version")
+    assert written == {
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "torch_dtype": "float16",
+        "vocab_size": 20,
+        "input_hidden_dim": 12,
+        "inner_dim": "8",
+        "proj_dim": "8",
+        "emb_dim": "8",
+        "n_predict": 3,
+        "top_k_tokens_per_head": [1, 1, 1],
+        "n_candidates": 3,
+        "tie_weights": True,
+        "scale_input": True,
+        "method": "sum_lstm",
+        "tie_lstm_embs": True,
+        "base_model_name_or_path": str(target_folder),
+        "base_model_archs": ["LlamaForCausalLM"],
+    }
+
+
+def as_served(folder) -> torch.Tensor:
+    """Logits as arctic-inference makes them of a folder: gates fused by bare name, split in the same order."""
+    config = json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    n, inner = config["n_predict"], int(config["inner_dim"].split(".")[0])
+    fused = [torch.cat([stored.pop(f"{gate}_proj.{i}.weight") for gate in GATES]) for i in (0, 1)]
+    state_weight = 0.5 ** (0.5 / n)
+    alpha = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        scaled = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        return torch.nn.functional.gelu(stored[f"{name}.0.weight"] * scaled + stored[f"{name}.0.bias"])
+
+    hidden, tokens = inputs(head_of())
+    state = hidden / (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() / 2**0.5 if config["scale_input"] else hidden
+    cell, logits = torch.zeros(*hidden.shape[:-1], inner), []
+    for i in range(n):
+        token = stored["forget_emb.0.weight"][tokens[:, i : i + hidden.shape[1]]]
+        gates = state @ fused[min(i, 1)].T + alpha * token.repeat(1, 1, 4)
+        forget, take, give, candidate = gates.split(inner, dim=-1)
+        cell = cell * torch.sigmoid(forget) + norm(candidate, "cell_ln") * torch.sigmoid(take)
+        state = torch.sigmoid(give) * norm(cell, "state_ln")
+        logits.append(state @ stored["head.0.weight"].T)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("scale_input", [True, False])
+def test_what_the_server_computes_from_the_folder_is_the_head(tmp_path, scale_input):
+    head = head_of(scale_input=scale_input)
+    save(head, tmp_path / "out", ARCTIC_LSTM)
+    torch.testing.assert_close(as_served(tmp_path / "out"), head.logits(*inputs(head)), atol=1e-5, rtol=0)
+
+
+def test_names_are_bare(arctic):
+    projections = {f"{gate}_proj.{i}.weight" for gate in GATES for i in (0, 1)}
+    norms = {f"{part}_ln.0.{kind}" for part in ("cell", "state") for kind in ("weight", "bias")}
+    names = projections | norms | {"forget_emb.0.weight", "head.0.weight"}
+    assert load_file(arctic / "model.safetensors").keys() == names
+
+
+def test_reads_what_arctics_trainer_writes(arctic):
+    """A pickle with every tied tensor under all of its names, and no base_model_archs."""
+    expected = load_any(arctic)
+    stored = load_file(arctic / "model.safetensors")
+    stored |= {f"{gate}_emb.0.weight": stored["forget_emb.0.weight"] for gate in ("input", "output", "cell")}
+    stored |= {f"head.{i}.weight": stored["head.0.weight"] for i in (1, 2)}
+    torch.save(stored, arctic / "pytorch_model.bin")
+    (arctic / "model.safetensors").unlink()
+    head = load_any(arctic)
+    assert torch.equal(head.logits(*inputs(head)), expected.logits(*inputs(expected)))
+
+
+def test_the_other_name_of_the_architecture_is_known(arctic):
+    edit(arctic, architectures=["MLPVariantSpeculatorPreTrainedModel"])
+    assert recognise(arctic) is ARCTIC_LSTM
+
+
+def test_widths_may_be_numbers_when_read(arctic):
+    edit(arctic, inner_dim=8, proj_dim=8, emb_dim=8)
+    assert load_any(arctic).config.inner_dim == 8
+
+
+# --- traps
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": "ArcticLSTMSpeculatorPreTrainedModel"}, "takes a list of one"),
+        ({"method": "sum_rnn"}, "method is 'sum_rnn'"),
+        ({"method": None}, "method is None"),
+        ({"tie_lstm_embs": False}, "tie_lstm_embs is False"),
+        ({"tie_weights": False}, "no untied LSTM"),
+        ({"tie_weights": None}, "no tie_weights"),
+        ({"scale_input": None}, "no scale_input"),
+        ({"inner_dim": "8.4"}, "no single width"),
+        ({"inner_dim": "0", "proj_dim": "0", "emb_dim": "0"}, "no single width"),
+        ({"emb_dim": "4"}, "have to be one"),
+        ({"proj_dim": None}, "no single width"),
+        ({"input_hidden_dim": None}, "no input_hidden_dim"),
+        ({"input_hidden_dim": 11}, "config.json says [8, 11]"),
+        ({"n_predict": 4}, "top_k_tokens_per_head is [1, 1, 1], but n_predict is 4"),
+    ],
+)
+def test_config_that_is_wrong_is_one_line(arctic, changes, message):
+    edit(arctic, **changes)
+    assert message in refused(arctic)
+
+
+def test_string_of_the_mlp_heads_architecture_is_refused_too(tmp_path):
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=20, emb_dim=12, inner_dim=8))
+    save(head, tmp_path / "mlp", layout_of("arctic", head))
+    edit(tmp_path / "mlp", architectures="ArcticMLPSpeculatorPreTrainedModel")
+    assert "takes a list of one" in refused(tmp_path / "mlp")
+
+
+def test_prefixed_names_are_refused(arctic):
+    stored = load_file(arctic / "model.safetensors")
+    save_file({f"speculator.{name}": tensor for name, tensor in stored.items()}, arctic / "model.safetensors")
+    assert "names start with speculator." in refused(arctic)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("cell_ln.0.bias"), "missing (tie_weights is true): cell_ln.0.bias"),
+        (lambda t: t.update({"input_emb.0.weight": torch.zeros(20, 8)}), "missing"),
+        (lambda t: t.update({"forget_proj.2.weight": torch.zeros(8, 8)}), "do not belong here"),
+    ],
+)
+def test_tensors_that_are_wrong_are_one_line(arctic, change, message):
+    stored = load_file(arctic / "model.safetensors")
+    change(stored)
+    save_file(stored, arctic / "model.safetensors")
+    assert message in refused(arctic)
+
+
+def test_gates_with_embeddings_of_their_own_are_refused(tmp_path):
+    save(head_of(), tmp_path / "all", ARCTIC_LSTM, expand_tied=True)
+    stored = load_file(tmp_path / "all" / "model.safetensors")
+    stored["input_emb.0.weight"] += 1
+    save_file(stored, tmp_path / "all" / "model.safetensors")
+    assert "tied, but input_emb.0.weight is not forget_emb.0.weight" in refused(tmp_path / "all")
+
+
+def test_known_wrong_writers_are_seen(tmp_path, monkeypatch):
+    write = files.write
+
+    def swap(stored):
+        return {**stored, "input_proj.1.weight": stored["output_proj.1.weight"]}
+
+    def prefixed(stored):
+        return {f"speculator.{name}": tensor for name, tensor in stored.items()}
+
+    for change, message in ((swap, "weights, logits differ"), (prefixed, "names start with speculator")):
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                files, "write", lambda folder, config, stored, change=change: write(folder, config, change(stored))
+            )
+            with pytest.raises(UserError, match=message):
+                save(head_of(), tmp_path / "out", ARCTIC_LSTM)
+        assert not list(tmp_path.iterdir())
+
+
+# --- commands
+
+
+def test_ibm_has_no_layout_for_it(tmp_path, capsys):
+    head_of().save_pretrained(tmp_path / "head")
+    argv = ["export", "--speculator", str(tmp_path / "head"), "--output", str(tmp_path / "out"), "--format"]
+    capsys.readouterr()
+    assert main([*argv, "ibm"]) == 2
+    shown = capsys.readouterr()
+    assert (
+        shown.err
+        == "speculator: no server of the ibm layout loads a head of this kind (LSTMSpeculator); try arctic, native\n"
+    )
+    assert not shown.out
+    with pytest.raises(UserError, match="no MLPSpeculatorPreTrainedModel"):
+        save(head_of(), tmp_path / "out", IBM)
+    assert not (tmp_path / "out").exists()
+    assert main([*argv, "arctic"]) == 0
+    assert "loads in arctic-inference 0.3.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["arctic", "native"])
+def test_inspect_tells_what_it_is(tmp_path, name, capsys):
+    save(head_of(), tmp_path / "head", layout_of(name, head_of()))
+    assert main(["inspect", str(tmp_path / "head")]) == 0
+    shown = capsys.readouterr().out
+    assert "LSTM, 3 heads, tied, input scaled" in shown
+    assert "hidden 12, inner 8, vocabulary 20" in shown
+    assert "exports to      arctic: for arctic-inference 0.3.0" in shown
+    assert "ibm" not in shown
