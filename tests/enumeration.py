@@ -7,6 +7,7 @@ and every cell of its uniforms, and the law of the emitted tokens, completed by 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -14,6 +15,7 @@ from itertools import pairwise, product
 import torch
 
 from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import Sampling
 
 Prefix = tuple[int, ...]
 
@@ -288,3 +290,38 @@ def _complete(w: World, joint: dict[Prefix, float], length: int) -> dict[Prefix,
                     grown[key] = grown.get(key, 0.0) + mass * share
         joint = grown
     return joint
+
+
+# ---- what real models say
+
+
+def joint_law(model, prompt: list[int], count: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The exact law of `count` sampled tokens, by enumerating the model."""
+    laws = {(): 1.0}
+    for _ in range(count):
+        prefixes = list(laws)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]), use_cache=False).logits[:, -1]
+        rows = sampling.law(logits.double())
+        laws = {
+            (*prefix, token): laws[prefix] * row[token].item()
+            for prefix, row in zip(prefixes, rows, strict=True)
+            for token in range(len(row))
+            if row[token] > 0
+        }
+    return laws
+
+
+def chi_square_p(counts: Counter, law: dict, total: int) -> float:
+    """Goodness of fit, cells with fewer than 5 expected merged."""
+    cells, rest, rest_seen = [], 0.0, 0
+    for outcome, probability in law.items():
+        if probability * total >= 5:
+            cells.append((counts[outcome], probability * total))
+        else:
+            rest, rest_seen = rest + probability * total, rest_seen + counts[outcome]
+    if rest >= 5:
+        cells.append((rest_seen, rest))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(half[0], half[1]).item()

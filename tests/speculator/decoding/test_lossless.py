@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, tiny_head, tiny_model
+from enumeration import chi_square_p, joint_law
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator import (
@@ -95,38 +96,6 @@ def test_greedy_text_is_what_transformers_generates(family):
 
 
 # ---- above it
-
-
-def joint_law(model, prompt: list[int], count: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The exact law of `count` sampled tokens, by enumerating the model."""
-    laws = {(): 1.0}
-    for _ in range(count):
-        prefixes = list(laws)
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]), use_cache=False).logits[:, -1]
-        rows = sampling.law(logits.double())
-        laws = {
-            (*prefix, token): laws[prefix] * row[token].item()
-            for prefix, row in zip(prefixes, rows, strict=True)
-            for token in range(VOCAB)
-            if row[token] > 0
-        }
-    return laws
-
-
-def chi_square_p(counts: Counter, law: dict, total: int) -> float:
-    """Goodness of fit, cells with fewer than 5 expected merged."""
-    cells, rest, rest_seen = [], 0.0, 0
-    for outcome, probability in law.items():
-        if probability * total >= 5:
-            cells.append((counts[outcome], probability * total))
-        else:
-            rest, rest_seen = rest + probability * total, rest_seen + counts[outcome]
-    if rest >= 5:
-        cells.append((rest_seen, rest))
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return torch.special.gammaincc(half[0], half[1]).item()
 
 
 _LAWS: dict = {}

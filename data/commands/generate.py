@@ -1,0 +1,154 @@
+"""`python -m data generate`: the target's own continuations of prompts, to train on."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from data.batches import state
+from data.onpolicy import BATCH_SIZE, generate_rows
+from data.server import CONCURRENCY, Prompt, fetch_rows
+from data.sources import documents
+from speculator.commands.prompts import encode, prompt_of, read_rows
+from speculator.decoding.sampling import Sampling
+from speculator.drafters import HeadDrafter
+from speculator.errors import OneLineParser, UserError, refuse, run_command
+from speculator.heads import load_head
+from speculator.target import Target
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return run_command("data generate", lambda: run(arguments))
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(prog="python -m data generate", description=__doc__)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument("--speculator", help="folder of a trained head that drafts; default: plain decoding")
+    who.add_argument("--server", metavar="URL", help="of an OpenAI-compatible server that runs the target")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--sources", nargs="+", help="prompts cut from text: python-sources, or local files or folders")
+    source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the rows; an unfinished one is gone on with"
+    )
+    parser.add_argument("--split", default="train", help="of --sources; default: train")
+    parser.add_argument("--prompt_tokens", type=int, default=64, help="of each prompt of --sources; default: 64")
+    parser.add_argument("--max_rows", type=int, help="at most so many prompts; default: all")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="the most new tokens of a row; default: 256")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the target's own law")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
+    parser.add_argument("--min_p", type=float, default=0.0, help="sample from those this share as likely as the first")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        help=f"rows decoded at a time, or requests to the server; default: {BATCH_SIZE}, {CONCURRENCY} with --server",
+    )
+    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generate, and say where the rows are."""
+    _check(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    processes = state()  # before the target is loaded: it says which device is whose
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+    how = {"sampling": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
+    if arguments.server:
+        tokenizer = _tokenizer(arguments.target)
+        prompts = _prompts(arguments, tokenizer)
+        concurrency = arguments.batch_size or CONCURRENCY
+        fetch_rows(
+            arguments.server, arguments.target, tokenizer, prompts, arguments.output, concurrency=concurrency, **how
+        )
+    else:
+        target = Target.load(arguments.target)
+        head = load_head(arguments.speculator, target) if arguments.speculator else None
+        drafter = HeadDrafter(head, arguments.draft_length) if head else None
+        prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer)]
+        generate_rows(target, drafter, prompts, arguments.output, batch_size=arguments.batch_size or BATCH_SIZE, **how)
+    if processes.is_main_process:
+        print(_told(arguments.output), file=sys.stderr)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what can't be, before any model is loaded."""
+    positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "draft_length")
+    low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
+    refuse(
+        (low, f"{', '.join(low)}: at least 1"),
+        (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
+        (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
+        (arguments.output.is_file(), f"--output {arguments.output} is a file, not a folder"),
+    )
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"can't load the tokenizer of {name!r}: {str(error).strip().splitlines()[0]}") from None
+
+
+def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    if arguments.sources:
+        return prompts_of_text(
+            arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, arguments.max_rows
+        )
+    rows = read_rows(arguments.prompts)[: arguments.max_rows]
+    if tokenizer.chat_template is None and any(prompt_of(row) is None for row in rows):
+        raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
+    return [
+        Prompt(encode(tokenizer, row, chat=False), row["messages"] if prompt_of(row) is None else None) for row in rows
+    ]
+
+
+def prompts_of_text(
+    sources: list[str], split: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, count: int | None
+) -> list[Prompt]:
+    """In each document, `prompt_tokens` tokens from the beginning of some line; at most `count` prompts."""
+
+    def cuts():
+        for row in documents(sources, split):
+            lines = row["text"].splitlines(keepends=True)
+            start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
+            ids = tokenizer("".join(lines[start:])[: prompt_tokens * 16], verbose=False)["input_ids"]
+            if len(ids) >= prompt_tokens:
+                yield Prompt(ids[:prompt_tokens])
+
+    prompts = list(islice(cuts(), count))
+    if not prompts:
+        raise UserError(f"no document in the {split} split of {', '.join(sources)} has {prompt_tokens} tokens")
+    return prompts
+
+
+def _told(folder: Path) -> str:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    speed = manifest["tokens_per_second"]
+    told = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
+    if manifest["tokens_per_step"] and manifest["drafter"]:
+        told += f", {manifest['tokens_per_step']:.2f} tokens per step"
+    if speed["speculative"] and speed["same_loop"]:
+        gain = speed["speculative"] / speed["same_loop"]
+        told += f", {speed['speculative']:.0f} tokens/s where the same loop without a draft gives "
+        told += f"{speed['same_loop']:.0f} ({gain:.2f}x)"
+    return told

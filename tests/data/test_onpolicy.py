@@ -1,0 +1,247 @@
+"""Text by the target through the decoder: its law, its order, the same rows whatever interrupts or shares the work."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_head, tiny_model
+from enumeration import chi_square_p, joint_law
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from data import batches
+from data.onpolicy import generate_rows
+from speculator import HeadDrafter, Sampling, Target, UserError, generate
+from speculator.decoding.sampling import RowSampling
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 1], [9] * 7, [2, 2], [8, 7, 6]]
+
+
+def made(target, folder, **changes) -> list[dict]:
+    settings = {"max_new_tokens": 12, "batch_size": 2, "progress": False, **changes}
+    drafter = settings.pop("drafter", HeadDrafter(tiny_head()))
+    return list(generate_rows(target, drafter, settings.pop("prompts", PROMPTS), folder, **settings))
+
+
+def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tmp_path):
+    rows = made(target, tmp_path / "out", seed=5)
+    for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
+        own = Sampling(1.0, seed=5 + index)
+        alone = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).tokens[0]
+        assert row["input_ids"] == [*prompt, *alone]
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * len(alone)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
+
+
+def test_a_row_ends_with_eos_and_keeps_it(target, tmp_path):
+    target.model.generation_config.eos_token_id = 3
+    ends = [row["input_ids"][len(prompt) :] for row, prompt in zip(made(target, tmp_path), PROMPTS, strict=True)]
+    assert any(len(end) < 12 for end in ends)
+    for end in ends:
+        assert 3 not in end[:-1]
+        assert end[-1] == 3 or len(end) == 12
+
+
+def test_the_manifest_says_what_was_made_and_how_fast(target, tmp_path):
+    rows = made(target, tmp_path, sampling=Sampling(0.8, top_k=9), seed=2)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["rows"] == len(PROMPTS)
+    assert manifest["tokens"] == sum(sum(row["loss_mask"]) for row in rows)
+    assert manifest["sampling"] == {"temperature": 0.8, "top_k": 9, "top_p": 1.0, "min_p": 0.0}
+    assert manifest["seed"] == 2
+    assert manifest["tokens_per_step"] >= 1
+    assert all(manifest["tokens_per_second"][name] > 0 for name in ("speculative", "same_loop"))
+    made(target, tmp_path / "plain", drafter=None)
+    plain = json.loads((tmp_path / "plain" / "manifest.json").read_text())
+    assert plain["tokens_per_second"]["speculative"] is None
+    assert plain["tokens_per_second"]["same_loop"] > 0
+    assert plain["tokens_per_step"] == 1
+
+
+def test_a_finished_folder_is_not_made_again(target, tmp_path, monkeypatch):
+    rows = made(target, tmp_path)
+    monkeypatch.setattr("data.onpolicy.generate", None)
+    assert made(target, tmp_path) == rows
+
+
+class Cut(BaseException):
+    """The process ends here."""
+
+
+def test_whatever_write_is_the_last_the_same_call_makes_the_same_rows(target, tmp_path, monkeypatch):
+    """Each rename and each removal of a folder in turn is where the process ends: just before it, or just after."""
+    expected = made(target, tmp_path / "whole")
+    moments = 0
+    while True:
+        folder, left = tmp_path / f"cut{moments}", [moments]
+
+        def ending(original, left=left):
+            def call(*args, **kwargs):
+                for act in (lambda: None, lambda: original(*args, **kwargs)):
+                    act()
+                    left[0] -= 1
+                    if left[0] < 0:
+                        raise Cut
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", ending(Path.rename))
+            patch.setattr(batches.shutil, "rmtree", ending(batches.shutil.rmtree))
+            try:
+                assert made(target, folder) == expected
+                break  # nothing was left to cut
+            except Cut:
+                pass
+        assert made(target, folder) == expected
+        assert {path.name for path in folder.iterdir()} == {"rows", "manifest.json"}
+        moments += 1
+    assert moments > 2 * (4 + 2)  # four batches, the rows, the manifest
+
+
+@pytest.fixture
+def command(target_folder, text_file, tmp_path, monkeypatch):
+    """The command line of a run of some batches, into a folder."""
+    head = tmp_path / "head"
+    torch.manual_seed(1)
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(head)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def build(output: Path, processes: int = 1) -> list[str]:
+        flags = {"target": target_folder, "speculator": head, "sources": text_file, "output": output}
+        flags |= {"prompt_tokens": 8, "max_rows": 30, "max_new_tokens": 100, "batch_size": 2}
+        launcher = [sys.executable]
+        if processes > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d"]
+            launcher += ["--rdzv-endpoint", "localhost:0"]
+        return [*launcher, "-m", "data", "generate", *(str(w) for k, v in flags.items() for w in (f"--{k}", v))]
+
+    return build
+
+
+def rows_of(folder: Path) -> list[dict]:
+    from datasets import load_from_disk
+
+    return list(load_from_disk(folder / "rows"))
+
+
+def test_killed_it_goes_on_and_two_processes_make_the_same(command, tmp_path):
+    whole, killed, shared = tmp_path / "whole", tmp_path / "killed", tmp_path / "shared"
+    subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
+    process = subprocess.Popen(command(killed), cwd=ROOT, stderr=subprocess.DEVNULL)
+    while len(done := sorted((killed / "batches").glob("??????.json"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "manifest.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in done}
+    # Two processes take over what one began; the batches that it finished stay.
+    process = subprocess.Popen(command(killed, processes=2), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and (killed / "batches").exists():
+        assert all(path.stat().st_mtime_ns == at for path, at in kept.items() if path.exists())
+        time.sleep(0.05)
+    assert process.wait() == 0, process.stderr.read()
+    subprocess.run(command(shared, processes=2), cwd=ROOT, check=True, capture_output=True)
+    assert rows_of(whole) == rows_of(killed) == rows_of(shared)
+    assert len(rows_of(whole)) == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"seed": 1}, "seed 0, not 1"),
+        ({"max_new_tokens": 13}, "max_new_tokens 12, not 13"),
+        ({"batch_size": 3}, "batch_size 2, not 3"),
+        ({"sampling": Sampling(0.5)}, "sampling .*not .*0.5"),
+        ({"prompts": [[1], *PROMPTS[1:]]}, "prompts"),
+        ({"drafter": None}, "drafter .*not null"),
+        ({"drafter": HeadDrafter(tiny_head(), 2)}, "drafter .*3 tokens.* not .*2 tokens"),
+        ({"batch_size": 3, "seed": 1}, "seed"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_call_in_the_same_folder_is_refused(target, tmp_path, changes, first, finished):
+    made(target, tmp_path)
+    if not finished:
+        (tmp_path / "batches").mkdir()
+        (tmp_path / "manifest.json").rename(tmp_path / "batches" / "record.json")
+    with pytest.raises(UserError, match=f"was made with {first}"):
+        made(target, tmp_path, **changes)
+
+
+def test_another_head_in_the_same_folder_is_refused(target, tmp_path):
+    made(target, tmp_path)
+    head = tiny_head()
+    with torch.no_grad():
+        next(head.parameters())[0, 0] += 1
+    with pytest.raises(UserError, match="drafter"):
+        made(target, tmp_path, drafter=HeadDrafter(head))
+
+
+def test_a_folder_of_other_files_is_refused_and_left(target, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"):
+        made(target, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"), [([], "no prompt"), ([[1], []], "prompt 2 is empty"), ([[1] * 128], "no room")]
+)
+def test_prompts_that_cannot_be_continued_leave_nothing_behind(target, tmp_path, prompts, message):
+    with pytest.raises(UserError, match=message):
+        made(target, tmp_path / "out", prompts=prompts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sharded_target_is_refused(target, tmp_path):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        layer = target.model.model.layers[0].mlp.up_proj
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,))), False)
+        with pytest.raises(UserError, match="sharded"):
+            made(target, tmp_path / "out")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- the law
+
+
+class MisstatedHead(HeadDrafter):
+    """Drafts from a colder law than the one it claims."""
+
+    def propose(self, pending, sampling, u, texts):
+        draft = super().propose(pending, RowSampling([Sampling(0.5)], pending.device), u, texts)
+        draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
+        return draft
+
+
+def law_p_value(drafter, folder) -> float:
+    """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
+    model, prompt, rows = tiny_model(scale=2.0), [1, 2, 3, 4, 5], 20_000
+    law: dict[tuple[int, ...], float] = Counter()
+    for tokens, probability in joint_law(model, prompt, 3, Sampling(1.0)).items():
+        law[tokens[1:]] += probability
+    made = generate_rows(
+        Target(model, None), drafter, [prompt] * rows, folder, max_new_tokens=3, batch_size=4096, progress=False
+    )
+    return chi_square_p(Counter(tuple(ids[-2:]) for ids in made["input_ids"]), law, rows)
+
+
+def test_the_text_follows_the_targets_enumerated_law(tmp_path):
+    assert law_p_value(HeadDrafter(tiny_head()), tmp_path) > 1e-4
+
+
+def test_a_draft_law_that_is_not_the_drawn_one_is_seen(tmp_path):
+    assert law_p_value(MisstatedHead(tiny_head()), tmp_path) < 1e-6
