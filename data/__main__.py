@@ -1,19 +1,33 @@
-"""`python -m data`: text into rows to train on."""
+"""`python -m data`: text into token rows.
+
+    prepare     tokenise and pack sources into a folder of rows
+    generate    let the target write the text that its speculator learns from
+    view        show rows, and which of their tokens are learnt
+
+Each explains its flags with --help.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from importlib import import_module
+
+from speculator.errors import OneLineParser
+
+COMMANDS = ("prepare", "generate", "view")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; gives the exit code."""
+    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["generate"]:
-        from data.commands.generate import main as generate
-
-        return generate(argv[1:])
-    print("data: no such command: generate", file=sys.stderr)
-    return 2
+    parser = OneLineParser(
+        prog="python -m data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    command = parser.parse_args(argv[:1]).command
+    # Only the one that runs: `generate` loads what a model needs, the others don't.
+    return import_module(f"data.commands.{command}").main(argv[1:])
 
 
 if __name__ == "__main__":

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
-
-from transformers import PreTrainedTokenizerBase
-
-_DOCUMENTS_AT_ONCE = 64
+from typing import Any
 
 
 def pack(
-    documents: Iterable[dict[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    max_tokens: int | None = None,
+    documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None
 ) -> Iterator[dict[str, list[int]]]:
-    """Tokenise documents, end each with EOS, lay them end to end and cut the stream into rows.
+    """Lay rendered documents end to end and cut the stream into rows.
 
-    Special tokens in front of a document (BOS) are those that the tokenizer adds itself.
-
-    Every row is {"input_ids": [length], "document_ids": [length]}: two positions belong to the same
-    document iff their document ids agree, e.g. (length 8, EOS 0)
+    Every row is {"input_ids": [length], "document_ids": [length], "loss_mask": [length]}: two positions belong to the
+    same document iff their document ids agree, e.g. (length 8, EOS 0, the second document a prompt and its completion)
         input_ids     5 9 0 7 7 3 0 4
         document_ids  0 0 0 1 1 1 1 2
+        loss_mask     1 1 1 0 0 1 1 1
     The tail that does not fill a row is dropped.
     """
-    ids: list[int] = []
-    document_ids: list[int] = []
+    columns: dict[str, list[int]] = {"input_ids": [], "document_ids": [], "loss_mask": []}
     emitted = 0
-    count = 0
-    stream = iter(documents)
-    while batch := list(islice(stream, _DOCUMENTS_AT_ONCE)):
-        for tokens in tokenizer([row["text"] for row in batch], verbose=False)["input_ids"]:
-            ended = tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
-            ids += ended
-            document_ids += [count] * len(ended)
-            count += 1
-        while len(ids) >= length:
+    for count, document in enumerate(documents):
+        columns["input_ids"] += document["input_ids"]
+        columns["document_ids"] += [count] * len(document["input_ids"])
+        columns["loss_mask"] += document["loss_mask"]
+        whole = len(columns["input_ids"]) // length * length
+        for start in range(0, whole, length):
             if max_tokens is not None and emitted + length > max_tokens:
                 return
-            first = document_ids[0]
-            yield {"input_ids": ids[:length], "document_ids": [d - first for d in document_ids[:length]]}
+            row = {name: column[start : start + length] for name, column in columns.items()}
+            first = row["document_ids"][0]
+            yield {**row, "document_ids": [d - first for d in row["document_ids"]]}
             emitted += length
-            del ids[:length], document_ids[:length]
+        for column in columns.values():
+            del column[:whole]

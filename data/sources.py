@@ -1,35 +1,69 @@
-"""Where text comes from: one function per kind of source, each giving a dataset of documents.
+"""What a run reads: sources with their weights, without duplicates, split and mixed.
 
-A document is a row {"id": str, "text": str}. `id` names it for the reader and decides its split, so a
-document stays in its split whatever machine the source is read on.
+A source is spelled as `data.readers.read` takes it, with its weight after an @ where sources are mixed:
+
+    python-sources
+    chats.jsonl@0.7   org/name:train_sft@0.3
+
+Weights are shares of tokens; they need not add up to 1.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
-import sysconfig
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
 
-from speculator.errors import UserError
+from transformers import PreTrainedTokenizerBase
 
-SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
-"""Share of each split, as ranges of a document's SHA-256 modulo 100."""
+from data.readers import PYTHON_SOURCES, SPLITS, fingerprint, read
+from data.rendering import chat_text, chat_tokens, render
+from data.rows import SourceError
 
-PYTHON_SOURCES = "python-sources"
-_TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
-_TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
-_PIECE_CHARACTERS = 10_000
-_FILE_BYTES = range(1_000, 200_000)
-_MAX_DIGIT_SHARE = 0.10
+__all__ = [
+    "PYTHON_SOURCES",
+    "SPLITS",
+    "Source",
+    "SourceError",
+    "documents",
+    "fingerprint",
+    "parse",
+    "prompts",
+    "token_documents",
+]
+
+_CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask")
+Item = TypeVar("Item")
 
 
-class SourceError(UserError):
-    """A source that can't be read, or that holds nothing to train on."""
+@dataclass(frozen=True)
+class Source:
+    """Where text lies, and its weight among others; None where sources are not mixed."""
+
+    location: str
+    weight: float | None
+
+
+def parse(sources: Sequence[str]) -> list[Source]:
+    """Sources as they are spelled.
+
+    Raises:
+        SourceError: none, a weight that is not above 0, or weights of some only.
+    """
+    matches = [re.fullmatch(r"(.+?)(?:@(\d+\.?\d*|\.\d+))?", source) for source in sources]
+    parsed = [Source(m[1], float(m[2]) if m[2] else None) for m in matches if m]
+    if len(parsed) < len(sources) or not parsed:
+        raise SourceError("no source")
+    weighted = [source for source in parsed if source.weight is not None]
+    if any(source.weight == 0 for source in weighted):
+        raise SourceError("the weight of a source must be above 0")
+    if weighted and len(weighted) < len(parsed):
+        raise SourceError(f"{weighted[0].location} has a weight, others have not: give one to each source, or to none")
+    return parsed
 
 
 def split_of(document_id: str) -> str:
@@ -39,128 +73,125 @@ def split_of(document_id: str) -> str:
 
 
 def documents(
-    sources: Sequence[str], split: str | None, *, max_package_bytes: int = 2_000_000
-) -> Iterator[dict[str, str]]:
-    """The documents of one split of some sources, without exact duplicates among all of them.
+    sources: Sequence[str], split: str | None, *, max_package_bytes: int = 2_000_000, only: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The documents of one split of some sources, one source after the other, without exact duplicates among all.
 
     Args:
-        sources: each "python-sources", or the path of a .txt or .jsonl (key `text`) file, or a folder of such
-            files; .gz of any.
+        sources: as spelled above.
         split: "train", "validation" or "held-out"; None for all three.
         max_package_bytes: "python-sources" only: at most this much of each top-level package.
+        only: leave out the documents of all sources but this one.
 
     Raises:
-        SourceError: no such file, or an unreadable row.
+        SourceError: no such source, or an unreadable row.
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
     seen: set[bytes] = set()
-    for source in sources:
-        for row in python_sources(max_package_bytes) if source == PYTHON_SOURCES else local_files(Path(source)):
-            # Duplicates are dropped before the split, or a copy could sit on both sides of it.
-            digest = hashlib.sha256(row["text"].encode(errors="surrogatepass")).digest()
-            if digest not in seen and row["text"].strip():
-                seen.add(digest)
-                if split is None or split_of(row["id"]) == split:
-                    yield row
+    for index, source in enumerate(parse(sources)[: None if only is None else only + 1]):
+        for row in read(source.location, max_package_bytes):
+            # Duplicates are dropped before the split, or a copy could sit on both sides of it. A row with a split of
+            # its own was cut out of documents that were compared.
+            digest = hashlib.sha256(_identity(row)).digest()
+            if ("split" not in row and digest in seen) or not row.get("text", "x").strip():
+                continue
+            seen.add(digest)
+            own = split is None or row.get("split", split_of(row["id"])) == split
+            if own and only in (None, index):
+                yield row
 
 
-def fingerprint(source: str) -> str:
-    """Changes whenever the content of a source does: names, sizes and modification times, not the bytes."""
-    files = _python_files() if source == PYTHON_SOURCES else {p.as_posix(): p for p in _local_paths(Path(source))}
-    stats = ((name, path.stat()) for name, path in sorted(files.items()))
-    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+def _identity(row: dict[str, Any]) -> bytes:
+    if "text" in row:
+        return row["text"].encode()
+    return json.dumps({key: row[key] for key in _CONTENT if key in row}, sort_keys=True, default=str).encode()
 
 
-def _python_files() -> dict[str, Path]:
-    """Module path -> file, over the standard library and installed packages, tests left out."""
-    files: dict[str, Path] = {}
-    for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
-                files.setdefault(relative.as_posix(), path)
-    return files
+def token_documents(
+    sources: Sequence[str], split: str | None, tokenizer: PreTrainedTokenizerBase, *, max_package_bytes: int = 2_000_000
+) -> Iterator[dict[str, Any]]:
+    """The documents of one split as `data.rendering.render` gives them.
 
+    Sources without weights come one after the other, to their ends. With weights each has its share of the tokens at
+    every point, up to one document, until the first of them ends.
 
-def python_sources(max_package_bytes: int) -> Iterator[dict[str, str]]:
-    """The running interpreter's standard library and installed packages: real text on every machine.
-
-    Left out: tests, files outside 1-200 kB, generated tables (more than a tenth of the characters are
-    digits), text that is not UTF-8. Ids are module paths ("json/decoder.py"). Within a package files come
-    in the order of their ids' hashes, so the byte cap picks the same ones everywhere.
+    Raises:
+        SourceError: no such source, or a row that can't be read or rendered.
     """
-    files = _python_files()
-    taken: Counter[str] = Counter()
-    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        package, size = name.split("/")[0], files[name].stat().st_size
-        if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
-            continue
-        try:
-            raw = files[name].read_bytes()
-            text = raw.decode()
-        except (OSError, UnicodeDecodeError):
-            continue
-        digits = size - len(raw.translate(None, b"0123456789"))
-        if digits <= _MAX_DIGIT_SHARE * size:
-            taken[package] += size
-            yield {"id": name, "text": text}
+    streams, weights = _streams(sources, split, max_package_bytes)
+    rendered = [render(stream, tokenizer) for stream in streams]
+    return _interleave(rendered, weights, lambda document: len(document["input_ids"]))
 
 
-def _local_paths(path: Path) -> list[Path]:
-    if not path.exists():
-        raise SourceError(f"no such source: {path} (a local file or folder, or {PYTHON_SOURCES!r})")
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+def _streams(
+    sources: Sequence[str], split: str | None, max_package_bytes: int
+) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
+    """One stream of documents, or one per source where they have weights; and the weights."""
+    weights = [source.weight for source in parse(sources) if source.weight is not None]
+    # Which copy of a document stays must not depend on how sources are mixed: that differs from split to split.
+    places = range(len(weights)) if weights else [None]
+    return [
+        documents(sources, split, max_package_bytes=max_package_bytes, only=place) for place in places
+    ], weights or [1.0]
 
 
-def local_files(path: Path) -> Iterator[dict[str, str]]:
-    """Documents of a local file or folder: .jsonl row by row, text files in pieces of some 10 kB; .gz of any."""
-    for file in _local_paths(path):
-        suffix = Path(file.name.removesuffix(".gz")).suffix
-        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        if suffix == ".jsonl":
-            yield from _jsonl(file, name)
-        elif suffix in _TEXT_SUFFIXES:
-            yield from _pieces(_read(file), name)
-        elif not path.is_dir():
-            raise SourceError(
-                f"{file}: can't read {suffix or 'a file without a suffix'}: .jsonl or .txt, .gz of either"
-            )
+def _interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:
+    """Always from the stream that is furthest behind its share, until that one has ended."""
+    drawn = [0] * len(streams)
+    while True:
+        index = min(range(len(streams)), key=lambda i: drawn[i] / weights[i])
+        item = next(streams[index], None)
+        if item is None:
+            return
+        drawn[index] += size(item)
+        yield item
 
 
-def _read(file: Path) -> str:
-    opener = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rt", encoding="utf-8") as stream:
-            return stream.read()
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise SourceError(f"{file}: {error}") from None
+def prompts(
+    sources: Sequence[str],
+    split: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    count: int,
+    *,
+    max_package_bytes: int = 2_000_000,
+) -> list[list[int]]:
+    """Up to `count` prompts, at most one a document, as tokens.
+
+    Of a text `prompt_tokens` tokens from the beginning of some line, what the tokenizer puts in front included; shorter
+    ones are passed over. Of a chat all up to the assistant's first turn, with the template's generation prompt. Of a
+    prompt with its completion the prompt. Of tokens all that come before the first to be learnt; where that is the
+    first of all, `prompt_tokens` of them. Weights of sources are shares of prompts.
+
+    Raises:
+        SourceError: no such source, or a row that can't be read or rendered.
+    """
+    streams, weights = _streams(sources, split, max_package_bytes)
+    cut = [_prompts(stream, tokenizer, prompt_tokens) for stream in streams]
+    return list(islice(_interleave(cut, weights, lambda prompt: 1), count))
 
 
-def _pieces(text: str, name: str) -> Iterator[dict[str, str]]:
-    """Cut a text at line ends, so that one long file has a share in every split."""
-    piece: list[str] = []
-    count = size = 0
-    for line in text.splitlines(keepends=True):
-        piece.append(line)
-        size += len(line)
-        if size >= _PIECE_CHARACTERS:
-            yield {"id": f"{name}:{count}", "text": "".join(piece)}
-            piece, size, count = [], 0, count + 1
-    if piece:
-        yield {"id": f"{name}:{count}", "text": "".join(piece)}
-
-
-def _jsonl(file: Path, name: str) -> Iterator[dict[str, str]]:
-    # Not splitlines: JSON strings may hold line separators other than the newline.
-    for number, line in enumerate(_read(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise SourceError(f'{file}:{number}: not a row of the shape {{"text": "..."}}')
-        yield {"id": f"{name}:{number}", "text": text}
+def _prompts(
+    rows: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
+) -> Iterator[list[int]]:
+    for row in rows:
+        least = 1
+        if "text" in row:
+            lines = row["text"].splitlines(keepends=True)
+            # Where in the document: a function of its id, so the same prompt everywhere.
+            start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
+            text = "".join(lines[start:])[: prompt_tokens * 16]
+            ids, least = tokenizer(text, verbose=False)["input_ids"][:prompt_tokens], prompt_tokens
+        elif "messages" in row:
+            roles = [message["role"] for message in row["messages"]]
+            first = roles.index("assistant") if "assistant" in roles else None
+            ids = chat_tokens(chat_text(row, tokenizer, first, ask=True), tokenizer)
+        elif "prompt" in row:
+            ids = tokenizer(row["prompt"], verbose=False)["input_ids"]
+        elif 1 in row["loss_mask"][1:] and not row["loss_mask"][0]:
+            ids = row["input_ids"][: row["loss_mask"].index(1)]
+        else:
+            ids, least = row["input_ids"][:prompt_tokens], prompt_tokens
+        if len(ids) >= least:
+            yield ids

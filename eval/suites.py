@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.sources import PYTHON_SOURCES, documents
-from speculator.errors import UserError, check_text
+from data.sources import PYTHON_SOURCES, parse, prompts
+from speculator.errors import UserError
 
 
 @dataclass
@@ -41,11 +40,11 @@ def from_text(
     split: str | None,
     max_package_bytes: int = 2_000_000,
 ) -> Suite:
-    """Prompts cut from text: in each document, `prompt_tokens` tokens from the beginning of some line.
+    """Prompts of sources, as `data.sources.prompts` makes them: cuts of texts, the openings of chats.
 
     Args:
-        sources: as `data.sources.documents` takes them.
-        prompt_tokens: the length of every prompt, what the tokenizer puts in front included.
+        sources: as `data.sources` spells them.
+        prompt_tokens: the length of those cut from text, what the tokenizer puts in front included.
         max_prompts: at most one a document, and no more than this.
         split: "validation" or "held-out", which training never sees; None takes every document.
         max_package_bytes: as the training used it.
@@ -55,19 +54,8 @@ def from_text(
     """
     if prompt_tokens < 1 or max_prompts < 1:
         raise UserError("prompt_tokens and max_prompts must be at least 1")
-    name = ", ".join(Path(source).name for source in sources)
-    prompts: list[list[int]] = []
-    for row in documents(sources, split, max_package_bytes=max_package_bytes):
-        lines = row["text"].splitlines(keepends=True)
-        # Where in the document: a function of its id, so the same prompt everywhere.
-        start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
-        text = "".join(lines[start:])[: prompt_tokens * 16]
-        check_text(row["id"], text)
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        if len(ids) >= prompt_tokens:
-            prompts.append(ids[:prompt_tokens])
-        if len(prompts) == max_prompts:
-            break
-    if not prompts:
+    name = ", ".join(Path(source.location).name for source in parse(sources))
+    found = prompts(sources, split, tokenizer, prompt_tokens, max_prompts, max_package_bytes=max_package_bytes)
+    if not found:
         raise UserError(f"no {split or ''} document of {name} has {prompt_tokens} tokens for a prompt")
-    return Suite(f"{name} ({split})" if split else name, prompts)
+    return Suite(f"{name} ({split})" if split else name, found)

@@ -34,7 +34,7 @@ from transformers import (  # noqa: E402
 )
 
 from data.packing import pack  # noqa: E402
-from data.sources import PYTHON_SOURCES, documents  # noqa: E402
+from data.sources import PYTHON_SOURCES, documents, token_documents  # noqa: E402
 
 EOS = "<|endoftext|>"
 VOCAB, LENGTH = 4096, 512
@@ -143,8 +143,8 @@ def train(model: LlamaForCausalLM, phase: Phase, rows: dict[str, Dataset], args:
 
 def corpus_rows(tokenizer: PreTrainedTokenizerFast, split: str, max_package_bytes: int) -> Dataset:
     """The split's text as shuffled rows of LENGTH tokens."""
-    docs = documents([PYTHON_SOURCES], split, max_package_bytes=max_package_bytes)
-    rows = [{"input_ids": row["input_ids"]} for row in pack(docs, tokenizer, LENGTH)]
+    docs = token_documents([PYTHON_SOURCES], split, tokenizer, max_package_bytes=max_package_bytes)
+    rows = [{"input_ids": row["input_ids"]} for row in pack(docs, LENGTH)]
     return Dataset.from_list(rows).shuffle(seed=0)
 
 

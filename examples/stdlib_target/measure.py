@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from data.packing import pack  # noqa: E402
-from data.sources import PYTHON_SOURCES, documents  # noqa: E402
+from data.sources import PYTHON_SOURCES, documents, token_documents  # noqa: E402
 from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
 
@@ -28,7 +28,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 64, 128, 8
 
 def held_out_loss(target: Target) -> dict[str, float]:
     """Mean loss per token over packed held-out rows, in nats, and the same in bits per byte of text."""
-    rows = list(pack(documents([PYTHON_SOURCES], "held-out"), target.tokenizer, LENGTH, ROWS * LENGTH))
+    rows = list(pack(token_documents([PYTHON_SOURCES], "held-out", target.tokenizer), LENGTH, ROWS * LENGTH))
     total = 0.0
     for start in range(0, len(rows), 8):
         ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]])

@@ -1,32 +1,38 @@
+import json
 import multiprocessing
 import os
 
 import pytest
+from chat_templates import CHATML, chat_tokenizer
 from conftest import tiny_tokenizer
+from datasets import load_from_disk
 
 from data.packing import pack
-from data.prepare import token_rows
-from data.sources import SourceError
+from data.prepare import save_rows, token_rows
+from data.sources import SPLITS, SourceError, documents, token_documents
+
+COLUMNS = ("input_ids", "document_ids", "loss_mask")
 
 
-def test_pack_ends_documents_and_tells_them_apart():
-    tokenizer = tiny_tokenizer()
-    texts = ["import os", "def f(): pass", "x = 1\n" * 20]
-    rows = list(pack(({"text": text} for text in texts), tokenizer, 8))
-    stream = [token for row in rows for token in row["input_ids"]]
-    expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    assert stream == expected[: len(stream)]
-    assert len(expected) - len(stream) < 8
+@pytest.mark.parametrize("max_tokens", [None, 9, 8])
+def test_pack_cuts_the_stream_and_tells_documents_apart(max_tokens):
+    lengths = [3, 1, 9, 2, 4]
+    stream = [
+        {"input_ids": [10 * i + j for j in range(n)], "loss_mask": [j % 2 for j in range(n)]}
+        for i, n in enumerate(lengths)
+    ]
+    rows = list(pack(iter(stream), 4, max_tokens))
+    assert len(rows) == (4 if max_tokens is None else 2)
+    ids, mask = ([value for document in stream for value in document[name]] for name in ("input_ids", "loss_mask"))
+    assert [value for row in rows for value in row["input_ids"]] == ids[: 4 * len(rows)]
+    assert [value for row in rows for value in row["loss_mask"]] == mask[: 4 * len(rows)]
     for row in rows:
-        changes = [b - a for a, b in zip(row["document_ids"], row["document_ids"][1:], strict=False)]
-        assert row["document_ids"][0] == 0
-        assert [i for i, step in enumerate(changes) if step] == [
-            i for i, token in enumerate(row["input_ids"][:-1]) if token == tokenizer.eos_token_id
-        ]
+        assert set(row) == set(COLUMNS)
+        assert row["document_ids"] == [token // 10 - row["input_ids"][0] // 10 for token in row["input_ids"]]
 
 
-def prepare(source, length=16, **kwargs):
-    return token_rows([str(source)], "train", tiny_tokenizer(), length, **kwargs)
+def prepare(source, length=16, tokenizer=None, **kwargs):
+    return token_rows([str(source)], "train", tokenizer or tiny_tokenizer(), length, **kwargs)
 
 
 @pytest.fixture
@@ -52,6 +58,80 @@ def test_rows_are_made_once_and_again_when_the_source_or_an_argument_changes(sou
     (source / "0.txt").write_text("something else entirely")
     prepare(source)
     assert len(folders(tmp_path)) == 3
+
+
+def test_rows_are_made_again_for_other_weights_or_another_template(source, tmp_path):
+    prepare(f"{source}@1")
+    prepare(f"{source}@2")
+    prepare(source)
+    assert len(folders(tmp_path)) == 3
+    for template in (None, CHATML, CHATML):
+        prepare(source, tokenizer=chat_tokenizer(template=template))
+    assert len(folders(tmp_path)) == 5
+
+
+def test_columns_are_small_numbers_of_equal_length(source):
+    rows = prepare(source)
+    assert {name: str(feature.feature.dtype) for name, feature in rows.features.items()} == dict.fromkeys(
+        COLUMNS, "int32"
+    )
+    assert all(len(row[name]) == 16 for row in rows for name in COLUMNS)
+    assert all(map(all, rows["loss_mask"]))
+
+
+def test_masks_go_with_their_tokens(source, tmp_path):
+    chats = [
+        {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"Here: {i}"}]}
+        for i in range(100)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    tokenizer = chat_tokenizer("llama3")
+    rows = token_rows([str(file)], "train", tokenizer, 16)
+    learnt = [t for row in rows for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+    kept = [row["messages"][1]["content"] for row in documents([str(file)], "train")]
+    assert "".join(f"{content}<|eot_id|>" for content in kept).startswith(tokenizer.decode(learnt))
+    assert len(kept) > 80
+
+
+def test_a_mask_that_leaves_nothing_is_refused(source, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": [i, 5, 6], "loss_mask": [0, 0, 0]}) + "\n" for i in range(100)))
+    with pytest.raises(SourceError, match="leave no token to learn"):
+        prepare(file)
+
+
+def test_a_bad_row_leaves_nothing_behind(source, tmp_path):
+    (source / "rows.jsonl").write_text('{"text": "a"}\nnot json\n')
+    with pytest.raises(SourceError, match=r"rows\.jsonl:2: not JSON"):
+        prepare(source)
+    assert not folders(tmp_path)
+
+
+def test_saved_rows_are_a_source_with_the_same_rows_and_splits(source, tmp_path):
+    tokenizer, folder = tiny_tokenizer(), tmp_path / "saved"
+    (source / "more.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def f{i}():", "completion": f" return {i}"}) + "\n" for i in range(400))
+    )
+    counts = save_rows([str(source)], tokenizer, 16, folder)
+    saved = load_from_disk(str(folder))
+    assert set(saved) == set(counts) == set(SPLITS)
+    for split, rows in saved.items():
+        expected = token_rows([str(source)], split, tokenizer, 16)
+        again = token_rows([str(folder)], split, tokenizer, 16)
+        for name in COLUMNS:
+            assert list(rows[name]) == list(expected[name]) == list(again[name])
+        mask = [value for row in rows["loss_mask"] for value in row]
+        ends = [len(document["input_ids"]) for document in token_documents([str(source)], split, tokenizer)]
+        assert counts[split] == {
+            "documents": next(n for n in range(len(ends) + 1) if sum(ends[:n]) >= len(mask)),
+            "rows": len(rows),
+            "tokens": len(mask),
+            "tokens_with_loss": sum(mask),
+        }
+        assert 0 < sum(mask) < len(mask)
+    with pytest.raises(SourceError, match="saved is there already"):
+        save_rows([str(source)], tokenizer, 16, folder)
 
 
 def test_max_tokens_bounds_the_rows(source):

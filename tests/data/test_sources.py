@@ -1,9 +1,48 @@
 import gzip
 import json
+from itertools import accumulate
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from chat_templates import chat_tokenizer
+from conftest import tiny_tokenizer
+from datasets import Dataset, DatasetDict
 
-from data.sources import SPLITS, SourceError, documents, split_of
+from data.readers import hub_dataset
+from data.sources import SPLITS, SourceError, documents, fingerprint, parse, prompts, split_of, token_documents
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+ROWS = [
+    {"text": "a text", "number": 1},
+    {"prompt": "a", "completion": "b"},
+    {"messages": CHAT},
+    {"messages": CHAT, "tools": [{"name": "search"}]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
+    {"input_ids": [1, 2, 3]},
+    {"input_ids": [1, 2, 4], "loss_mask": [0, 1, 1]},
+]
+CONTENTS = [
+    {"text": "a text"},
+    {"prompt": "a", "completion": "b"},
+    {"messages": CHAT},
+    {"messages": CHAT, "tools": [{"name": "search"}]},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]},
+    {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]},
+    {"input_ids": [1, 2, 4], "loss_mask": [0, 1, 1]},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def contents(*sources):
+    return [
+        {key: value for key, value in row.items() if key not in ("id", "where", "split")}
+        for row in documents(sources, None)
+    ]
 
 
 def ids(source, split):
@@ -61,20 +100,193 @@ def test_jsonl_and_txt_are_read_gzipped_or_not(tmp_path, packed):
     assert [row["text"] for split in SPLITS for row in documents([str(page)], split)] == ["a page"]
 
 
+def test_the_shape_of_a_row_is_seen_by_its_keys_in_every_kind_of_file(tmp_path):
+    lines, listed, indented = (tmp_path / name for name in ("rows.jsonl", "lines.json", "list.json"))
+    table, folder = tmp_path / "rows.parquet", tmp_path / "saved"
+    write(lines, ROWS)
+    write(listed, ROWS)
+    indented.write_text("\n " + json.dumps(ROWS, indent=1))
+    # A table gives every row every key, most of them null.
+    every = {key: None for row in ROWS for key in row}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([every | row for row in ROWS]), table)
+    Dataset.from_parquet(str(table), cache_dir=str(tmp_path / "cache")).save_to_disk(folder)
+    for path in (lines, listed, indented, table, folder):
+        assert contents(str(path)) == CONTENTS, path
+
+
+def test_a_folder_gives_all_its_files(tmp_path):
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "deep" / "rows.jsonl", ROWS[:2])
+    (tmp_path / "list.json").write_text(json.dumps([{"text": "listed"}]))
+    (tmp_path / "page.txt").write_text("a page")
+    (tmp_path / "picture.png").write_bytes(b"not text")
+    assert contents(str(tmp_path)) == [*CONTENTS[:2], {"text": "listed"}, {"text": "a page"}]
+
+
+def test_copies_of_a_chat_are_dropped_and_what_differs_is_not(tmp_path):
+    other = [CHAT[0], {"role": "assistant", "content": "Hello!"}]
+    rows = [{"messages": CHAT}, {"messages": other}, {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "x"}]}]
+    assert len(contents(write(tmp_path / "rows.jsonl", rows))) == 3
+
+
+def test_the_hub_is_read_through_the_library_with_config_and_split(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    home = tmp_path / "org" / "name"
+    home.mkdir(parents=True)
+    write(home / "main.jsonl", [{"text": f"main {i}"} for i in range(40)])
+    write(home / "other.jsonl", [{"text": "other"}])
+    entries = "".join(f"- config_name: {n}\n  data_files: [{{split: {s}, path: {n}.jsonl}}]\n" for n, s in
+                      (("main", "train"), ("other", "train_sft")))  # fmt: skip
+    (home / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    assert hub_dataset(str(home), "main", "train")["text"][:2] == ["main 0", "main 1"]
+
+    # The library takes a local folder for a hub id, so only the name differs from a download.
+    monkeypatch.setattr("data.readers.hub_dataset", lambda name, *rest: hub_dataset(str(tmp_path / name), *rest))
+    assert contents("org/name/other:train_sft") == [{"text": "other"}]
+    rows = list(documents(["org/name/main"], None))
+    assert [row["text"] for row in rows] == [f"main {i}" for i in range(40)]
+    assert rows[4]["where"] == "org/name/main:5"
+    assert {split_of(row["id"]) for row in rows} == set(SPLITS)
+    assert fingerprint("org/name/main") == fingerprint("org/name/main:train") != fingerprint("org/name/other:train_sft")
+    with pytest.raises(SourceError, match=r"org/name: not here, and not to be had from the hub: .*test"):
+        contents("org/name/main:test")
+
+
+def test_what_is_neither_here_nor_on_the_hub_is_one_line(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match="nobody/nothing: not here, and not to be had from the hub") as error:
+        contents("nobody/nothing")
+    assert "\n" not in str(error.value)
+
+
+def test_a_saved_dataset_with_our_splits_keeps_them(tmp_path):
+    splits = {name: Dataset.from_list([{"text": f"{name} {i}"} for i in range(30)]) for name in SPLITS}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    for name in SPLITS:
+        assert [row["text"] for row in documents([str(tmp_path / "saved")], name)] == [f"{name} {i}" for i in range(30)]
+    DatasetDict({"test": splits["train"]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(SourceError, match=r"other holds the splits test: name one, as .*other/test"):
+        contents(str(tmp_path / "other"))
+    assert len(contents(str(tmp_path / "other" / "test"))) == 30
+
+
+def mixed(tmp_path):
+    """Two sources of unequal documents that share some."""
+    both = [f"shared {i} " * 5 for i in range(300)]
+    long = write(
+        tmp_path / "long.jsonl", [{"text": f"long {i} " * 30} for i in range(600)] + [{"text": t} for t in both]
+    )
+    short = write(tmp_path / "short.jsonl", [{"text": t} for t in both] + [{"text": f"short {i}"} for i in range(9000)])
+    return long, short
+
+
+def test_weights_are_shares_of_tokens_at_every_point(tmp_path):
+    long, short = mixed(tmp_path)
+    rows = list(token_documents([f"{long}@3", f"{short}@1"], "train", tiny_tokenizer()))
+    sizes = [len(row["input_ids"]) for row in rows]
+    of_long = accumulate(size * row["id"].startswith("long") for size, row in zip(sizes, rows, strict=True))
+    assert len(rows) > 800
+    for got, total in zip(of_long, accumulate(sizes), strict=True):
+        assert abs(got - 0.75 * total) <= max(sizes)
+    again = token_documents([f"{long}@3", f"{short}@1"], "train", tiny_tokenizer())
+    assert [row["id"] for row in again] == [row["id"] for row in rows]
+
+
+def test_however_sources_are_mixed_a_copy_is_in_one_split_only(tmp_path):
+    long, short = mixed(tmp_path)
+    for weights in ((1, 1), (1, 30), (30, 1)):
+        seen = [set(), set()]
+        spelled = [f"{path}@{weight}" for path, weight in zip((long, short), weights, strict=True)]
+        for split in ("train", "held-out"):
+            rows = token_documents(spelled, split, tiny_tokenizer())
+            seen[split == "train"] |= {tuple(row["input_ids"]) for row in rows}
+        assert min(map(len, seen)) > 5
+        assert not seen[0] & seen[1]
+
+
+def test_sources_without_weights_come_one_after_the_other(tmp_path):
+    long, short = mixed(tmp_path)
+    names = [row["id"].split(".")[0] for row in token_documents([long, short], None, tiny_tokenizer())]
+    assert names == ["long"] * 900 + ["short"] * 9000
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [(["a@0.5", "b"], "a has a weight, others have not"), (["a@0"], "must be above 0"), ([], "no source")],
+)
+def test_weights_that_cannot_be_are_refused(sources, message):
+    with pytest.raises(SourceError, match=message):
+        parse(sources)
+
+
+def test_prompts_are_cuts_of_texts_and_the_openings_of_answers(tmp_path):
+    tokenizer = chat_tokenizer("llama3")
+    rows = [
+        {"text": "too short"},
+        {"text": "x = 1\n" * 40},
+        {"messages": [{"role": "user", "content": "Hi"}, *CHAT[1:], *CHAT]},
+        {"messages": CHAT[:1]},
+        {"prompt": "2 + 2 =", "completion": " 4"},
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 0]},
+        {"input_ids": list(range(50))},
+        {"input_ids": [9, 8], "loss_mask": [1, 1]},
+    ]
+    source = write(tmp_path / "rows.jsonl", rows)
+    found = prompts([source], None, tokenizer, 12, 99)
+    opening = (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert tokenizer.decode(found[0]).startswith("x = 1\nx = 1\n")
+    assert len(found[0]) == 12
+    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, "2 + 2 ="]
+    assert found[4:] == [[5, 6], list(range(12))]
+    assert prompts([source], None, tokenizer, 12, 2) == found[:2]
+
+
+def test_prompts_are_drawn_by_weight(tmp_path):
+    sources = [
+        write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}", "completion": "x"} for i in range(50)])
+        for name in "ab"
+    ]
+    tokenizer = tiny_tokenizer()
+    found = prompts([f"{sources[0]}@0.75", f"{sources[1]}@0.25"], None, tokenizer, 8, 40)
+    assert [tokenizer.decode(ids)[0] for ids in found].count("a") == 30
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("rows.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2"),
         ("rows.jsonl", "not json\n", "rows.jsonl:1"),
         ("rows.jsonl", '{"text": null}\n', "rows.jsonl:1"),
-        ("model.bin", "x", "can't read .bin"),
+        ("rows.jsonl", '{"text": "\\ud800"}\n', "rows.jsonl:1: .*lone surrogate"),
+        ("rows.jsonl", '["text"]\n', "rows.jsonl:1"),
+        ("rows.jsonl", '{"prompt": "a"}\n', "rows.jsonl:1: not a row"),
+        ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is not a text'),
+        ("rows.jsonl", '{"messages": []}\n', 'rows.jsonl:1: "messages"'),
+        ("rows.jsonl", '{"messages": [{"content": "a"}]}\n', 'rows.jsonl:1: the "role" of message 1'),
+        ("rows.jsonl", '{"messages": [{"role": "user"}]}\n', 'rows.jsonl:1: the "content" of message 1'),
+        ("rows.jsonl", '{"conversations": [{"from": "me", "value": "a"}]}\n', "rows.jsonl:1: .from. is 'me'"),
+        ("rows.jsonl", '{"input_ids": [1, 2], "loss_mask": [1]}\n', "rows.jsonl:1: 1 values"),
+        ("rows.jsonl", '{"input_ids": [1], "loss_mask": [2]}\n', "rows.jsonl:1: .loss_mask. holds"),
+        ("rows.jsonl", '{"input_ids": [-1]}\n', "rows.jsonl:1: .input_ids. is not"),
+        ("rows.jsonl", '{"input_ids": []}\n', "rows.jsonl:1: 0 values"),
+        ("rows.json", '[{"text": "a"},\n{"text" "b"}]\n', "rows.json:2: not JSON"),
+        ("rows.json", '[{"text": "a"}, {"txt": "b"}]\n', "rows.json:2: not a row"),
+        ("rows.parquet", "not a table", "rows.parquet: "),
+        ("model.bin", "x", "model.bin: not a file that can be read"),
         ("rows.jsonl.gz", "not gzip", "rows.jsonl.gz"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(SourceError, match=message):
-        list(documents([str(tmp_path / name)], "train"))
+    for source in (tmp_path / name, tmp_path):
+        if source.is_file() or name != "model.bin":
+            with pytest.raises(SourceError, match=message) as error:
+                list(documents([str(source)], "train"))
+            assert "\n" not in str(error.value)
 
 
 def test_a_missing_source_is_named():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, tiny_head, tiny_model
+from conftest import CONFIGS, MisstatedHead, Oracle, tiny_head, tiny_model
 from enumeration import chi_square_p, joint_law
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,0 +1,66 @@
+"""`python -m data prepare`: tokenise and pack sources into a folder of rows.
+
+The folder holds a `datasets` dataset of the splits train, validation and held-out, and is a source itself, for
+`--data.sources` of a training run, which then keeps these splits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from data.prepare import save_rows
+from data.rendering import load_tokenizer
+from speculator.errors import OneLineParser, refuse, run_command
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
+    arguments = build_parser().parse_args(argv)
+    return run_command("data prepare", lambda: run(arguments))
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(prog="python -m data prepare", description=__doc__)
+    parser.add_argument("--target", required=True, help="hub id or folder of the target; only its tokenizer is loaded")
+    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    parser.add_argument(
+        "--sources",
+        required=True,
+        nargs="+",
+        metavar="SOURCE",
+        help="python-sources; a .jsonl, .json, .parquet or .txt file (.gz too) or a folder of them; a hub dataset as "
+        "org/name, org/name/config, org/name:split; to mix, each with its share of the tokens behind it: a.jsonl@0.7",
+    )
+    parser.add_argument("--seq_length", required=True, type=int, help="tokens per row")
+    parser.add_argument("--max_tokens", type=int, help="of each split at most this many; default: all")
+    parser.add_argument(
+        "--max_package_bytes", type=int, default=2_000_000, help="python-sources: at most this much of each package"
+    )
+    parser.add_argument("--output", required=True, type=Path, help="a new folder")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prepare, and print what came of it."""
+    parent = arguments.output.absolute().parent
+    refuse(
+        (arguments.output.exists(), f"--output {arguments.output} is there already: name a new folder"),
+        (not parent.is_dir(), f"--output {arguments.output}: no folder {parent}"),
+        (arguments.seq_length < 2, "--seq_length must be at least 2"),
+        (arguments.max_tokens is not None and arguments.max_tokens < arguments.seq_length, "--max_tokens: not one row"),
+    )
+    counts = save_rows(
+        arguments.sources,
+        load_tokenizer(arguments.target, arguments.revision),
+        arguments.seq_length,
+        arguments.output,
+        max_tokens=arguments.max_tokens,
+        max_package_bytes=arguments.max_package_bytes,
+    )
+    print(f"{'':12}{'documents':>12}{'rows':>12}{'tokens':>14}{'with loss':>11}")
+    for split, count in counts.items():
+        share = count["tokens_with_loss"] / count["tokens"]
+        print(f"{split:12}{count['documents']:>12,}{count['rows']:>12,}{count['tokens']:>14,}{share:>11.1%}")
+    print(f"in {arguments.output}")

@@ -1,0 +1,63 @@
+"""`python -m data view`: show rows as text, and which of their tokens are learnt.
+
+On a terminal what is learnt is green and the rest dim; elsewhere it stands in [[double brackets]].
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import groupby, islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.rendering import load_tokenizer
+from data.sources import token_documents
+from speculator.errors import OneLineParser, refuse, run_command
+
+_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
+    arguments = build_parser().parse_args(argv)
+    return run_command("data view", lambda: run(arguments))
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(prog="python -m data view", description=__doc__)
+    parser.add_argument("source", help="a folder that `python -m data prepare` wrote, or any other source")
+    parser.add_argument("--target", required=True, help="hub id or folder of the target; only its tokenizer is loaded")
+    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    parser.add_argument("--rows", type=int, default=3, help="how many; default: 3")
+    parser.add_argument("--color", action="store_true", help="colours even where stdout is no terminal")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the first rows."""
+    refuse((arguments.rows < 1, "--rows must be at least 1"))
+    tokenizer = load_tokenizer(arguments.target, arguments.revision)
+    marks = (_DIM, _PLAIN, _GREEN, _PLAIN) if arguments.color or sys.stdout.isatty() else ("", "", "[[", "]]")
+    documents = token_documents([arguments.source], None, tokenizer)
+    # A packed row is rendered as its documents, all with the row's id.
+    for name, row in islice(groupby(documents, key=lambda document: document["id"]), arguments.rows):
+        parts = list(row)
+        count, learnt = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
+        print(f"--- {name}: {count} tokens, {learnt} with loss")
+        print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
+
+
+def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
+    """A document's text, special tokens included, with marks around what is not learnt and what is."""
+    text, end, shown = "", 0, ""
+    for learnt, run_of in groupby(document["loss_mask"]):
+        end += len(list(run_of))
+        # Decoded from the beginning: alone, some tokenizers would drop a run's first space.
+        so_far = tokenizer.decode(document["input_ids"][:end], clean_up_tokenization_spaces=False)
+        before, after = marks[2:] if learnt else marks[:2]
+        text += before + so_far[len(shown) :] + after
+        shown = so_far
+    return text

@@ -1,0 +1,131 @@
+"""The commands as a user types them: what they print, write and refuse."""
+
+import json
+import re
+
+import pytest
+from chat_templates import chat_tokenizer
+from datasets import load_from_disk
+
+from data.__main__ import main
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Question {i}?"},
+            {"role": "assistant", "content": f"Answer {i}."},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    }
+    for i in range(200)
+]
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    """A folder with a tokenizer and no model."""
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    chat_tokenizer("llama3").save_pretrained(tmp_path / "target")
+    return "target"
+
+
+def prepare(target, *flags):
+    return main(["prepare", "--target", target, "--sources", "chats.jsonl", "--seq_length", "32", *flags])
+
+
+def test_prepare_writes_rows_and_counts_them(target, tmp_path, capsys):
+    assert prepare(target, "--output", "rows") == 0
+    saved = load_from_disk("rows")
+    lines = capsys.readouterr().out.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    assert lines[0].split() == ["documents", "rows", "tokens", "with", "loss"]
+    for split, rows in saved.items():
+        mask = [value for row in rows["loss_mask"] for value in row]
+        assert table[split][1:] == [str(len(rows)), f"{len(mask):,}", f"{sum(mask) / len(mask):.1%}"]
+    documents = sum(int(row[0]) for row in table.values())
+    assert 190 <= documents <= 200
+    assert not list(tmp_path.glob("*.partial"))
+
+    assert prepare(target, "--output", "rows") == 2
+    assert capsys.readouterr().err == "data prepare: --output rows is there already: name a new folder\n"
+    assert prepare(target, "--output", "few", "--max_tokens", "100") == 0
+    assert {split: len(rows) for split, rows in load_from_disk("few").items()}["train"] == 3
+
+
+def test_view_marks_what_is_learnt(target, capsys):
+    assert main(["view", "chats.jsonl", "--target", target, "--rows", "2"]) == 0
+    first, second = re.split(r"\n(?=---)", capsys.readouterr().out)
+    assert re.match(r"--- chats.jsonl:1: \d+ tokens, \d+ with loss\n", first)
+    assert first.split("\n", 1)[1] == (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nQuestion 0?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[Answer 0.<|eot_id|>]]"
+        "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[Yes.<|eot_id|>]]"
+    )
+    assert "[[Answer 1.<|eot_id|>]]" in second
+
+    assert main(["view", "chats.jsonl", "--target", target, "--rows", "1", "--color"]) == 0
+    out = capsys.readouterr().out
+    assert "\n\x1b[2m<|begin_of_text|>" in out
+    assert "\x1b[32mAnswer 0.<|eot_id|>\x1b[0m\x1b[2m<|start_header_id|>user" in out
+
+
+def test_view_shows_a_prepared_row_document_by_document(target, capsys):
+    prepare(target, "--output", "rows")
+    capsys.readouterr()
+    assert main(["view", "rows", "--target", target, "--rows", "9"]) == 0
+    rows = re.split(r"^--- (?=rows:train:)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    assert len(rows) == 9
+    assert all(re.match(rf"rows:train:{i}: 32 tokens, \d+ with loss\n", row) for i, row in enumerate(rows, start=1))
+    stored = load_from_disk("rows")["train"].select(range(9))
+    assert [row.count("\n-\n") for row in rows] == [max(ids) for ids in stored["document_ids"]]
+    assert max(map(max, stored["document_ids"])) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["view", "nowhere.jsonl", "--target", "target"], "data view: no such source: nowhere.jsonl"),
+        (["view", "chats.jsonl", "--target", "./none"], "data view: can't load the tokenizer of './none': "),
+        (["view", "chats.jsonl", "--target", "target", "--rows", "0"], "data view: --rows must be at least 1"),
+        (["view", "chats.jsonl"], "python -m data view: the following arguments are required: --target"),
+        (["show"], "python -m data: argument command: invalid choice: 'show'"),
+        ([], "python -m data: the following arguments are required: command"),
+    ],
+)
+def test_wrong_input_is_one_line(target, flags, message, capsys):
+    try:
+        code = main(flags)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--output", "no/rows"], "no folder"),
+        (["--output", "rows", "--max_tokens", "8"], "--max_tokens"),
+        (["--output", "rows", "--seq_length", "1"], "--seq_length"),
+        (["--output", "rows", "--seq_length", "100000"], "does not fill one row"),
+        (["--output", "rows", "--sources", "chats.jsonl@0.5", "target"], "chats.jsonl has a weight"),
+    ],
+)
+def test_prepare_refuses_in_one_line_and_leaves_nothing(target, tmp_path, flags, message, capfd):
+    assert prepare(target, *flags) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert re.match(f"data prepare: .*{message}", error)
+    assert not (tmp_path / "rows").exists()
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"    {name} " in out for name in ("prepare", "generate", "view"))

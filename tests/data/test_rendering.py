@@ -1,0 +1,181 @@
+"""What of a document is learnt: checked by string search and character offsets, which the package does not use."""
+
+import pytest
+from chat_templates import CHATML, FAMILIES, answers_by_offsets, chat_tokenizer
+from conftest import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data.rendering import render
+from data.rows import SourceError
+
+
+def chat(*contents: str, first: str = "user") -> list[dict]:
+    roles = ["user", "assistant"] if first == "user" else [first, "user", "assistant"]
+    order = roles[:1] + [roles[-2:][i % 2] for i in range(len(contents) - 1)] if first == "system" else None
+    order = order or [roles[i % 2] for i in range(len(contents))]
+    return [{"role": role, "content": content} for role, content in zip(order, contents, strict=True)]
+
+
+DIALOGUES = [
+    chat(
+        "Find me a place to eat.", "In which city?", "San Jose, American food.", "71 Saint Peter is nice.\n\nBook it?"
+    ),
+    chat("I need a bus.", "Where to?", "Fresno", "When?", "On the 3rd, 2 seats, 10 am.", "Done: $40.", "Thanks!"),
+    chat(
+        "Natalia sold 48 clips in April and half as many in May. How many altogether?",
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 altogether.\n#### 72",
+    ),
+    chat("  spaces around  ", "  and in the answer \n", "日本語?", "はい。 ✓ naïve", "...", "user\nassistant\n"),
+    chat("The same word", "same", "same", "same"),
+]
+
+
+def rendered(tokenizer, **content):
+    documents = list(render([{"id": "rows.jsonl:7", "where": "some/rows.jsonl:7", **content}], tokenizer))
+    assert [document["id"] for document in documents] == ["rows.jsonl:7"] * len(documents)
+    return documents
+
+
+def learnt(tokenizer, document) -> str:
+    columns = zip(document["input_ids"], document["loss_mask"], strict=True)
+    return tokenizer.decode([token for token, mask in columns if mask])
+
+
+@pytest.mark.parametrize("messages", DIALOGUES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mask_of_a_chat_covers_the_assistants_tokens_and_no_others(family, messages):
+    tokenizer = chat_tokenizer(family)
+    [document] = rendered(tokenizer, messages=messages)
+    ids, mask = answers_by_offsets(tokenizer, family, messages)
+    assert document["input_ids"] == ids
+    assert document["loss_mask"] == mask
+    if bos := tokenizer.bos_token_id:
+        assert ids.count(bos) == 1
+
+
+def test_a_system_message_is_context():
+    tokenizer = chat_tokenizer("llama3")
+    [document] = rendered(tokenizer, messages=chat("Be brief.", "Hello", "Hi", first="system"))
+    assert learnt(tokenizer, document) == "Hi<|eot_id|>"
+
+
+def test_thinking_in_the_last_turn_is_learnt():
+    tokenizer = chat_tokenizer("qwen3")
+    messages = chat("one?", "1", "two?", "<think>\nafter one\n</think>\n\n2")
+    [document] = rendered(tokenizer, messages=messages)
+    assert learnt(tokenizer, document) == "1<|im_end|><think>\nafter one\n</think>\n\n2<|im_end|>"
+    assert document["loss_mask"] == answers_by_offsets(tokenizer, "qwen3", messages)[1]
+
+
+def test_tools_reach_the_template():
+    tokenizer = chat_tokenizer("qwen3", "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML)
+    [document] = rendered(tokenizer, messages=chat("hi", "yes"), tools=[{"name": "search"}])
+    assert tokenizer.decode(document["input_ids"]).startswith("search<|im_start|>")
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
+BROKEN = {
+    "counts the turns": "{{ messages | length }} turns\n" + LOOP + ASK,
+    "writes the last turn first": "{% for m in messages | reverse %}" + TURN + "{% endfor %}" + ASK,
+    "tells the time": "{{ strftime_now('%H:%M:%S.%f') }}\n" + LOOP + ASK,
+    "dates the end": LOOP + "{% if add_generation_prompt %}[July]<|im_start|>assistant\n{% else %}[July]{% endif %}",
+    "shortens what lies behind": "{% for m in messages %}{% if loop.last %}" + TURN + "{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content[:4] }}<|im_end|>\n{% endif %}{% endfor %}" + ASK,
+    "asks with other words than it writes": LOOP + "{% if add_generation_prompt %}<|im_start|>bot\n{% endif %}",
+}
+THOUGHTS = [
+    chat("one?", "<think>\nhm\n</think>\n\n1", "two?", "2"),
+    [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" else m for m in chat("one?", "1", "two?", "2")],
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [(template, DIALOGUES[0]) for template in BROKEN.values()] + [(None, messages) for messages in THOUGHTS],
+    ids=[*BROKEN, "leaves earlier thinking out", "leaves earlier reasoning_content out"],
+)
+def test_a_template_that_breaks_prefix_rendering_is_refused(template, messages):
+    with pytest.raises(SourceError, match=r"some/rows\.jsonl:7: the chat template breaks prefix rendering") as error:
+        rendered(chat_tokenizer("qwen3", template), messages=messages)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "messages", "message"),
+    [
+        ("gemma", None, chat("Be brief.", "Hello", "Hi", first="system"), "System role not supported"),
+        ("llama3", None, chat("Hello"), "none of the chat's tokens are the assistant's"),
+        ("llama3", "{% for m in messages %}{{ m.content }}{% endfor %}", chat("", "Hi"), "all of the chat's tokens"),
+        ("llama3", None, chat("Hello", "Hi")[1:], "begins with the assistant"),
+        ("llama3", "", chat("Hello", "Hi"), "no chat template"),
+    ],
+)
+def test_a_chat_that_cannot_be_masked_is_named(family, template, messages, message):
+    with pytest.raises(SourceError, match=rf"some/rows\.jsonl:7: .*{message}"):
+        rendered(chat_tokenizer(family, template), messages=messages)
+
+
+def test_an_answer_is_cut_where_the_prompt_ends_though_one_token_could_span_the_border():
+    bpe = Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 2, "Ċ": 3, "ĊĊ": 4}, [("Ċ", "Ċ")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% else %}{{ m.content }}<s>{% endif %}"
+        "{% endfor %}"
+    )
+    assert tokenizer("a\n\nb")["input_ids"] == [1, 4, 2]
+    for content in ({"messages": chat("a", "\nb")}, {"prompt": "a\n", "completion": "\nb"}):
+        [document] = rendered(tokenizer, **content)
+        assert (document["input_ids"], document["loss_mask"]) == ([1, 3, 3, 2, 0], [0, 0, 1, 1, 1])
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_inside_a_chat():
+    vocabulary = {"<s>": 0, "</s>": 1, "▁": 2, "a": 3, "b": 4, ":": 5}
+    bpe = Tokenizer(models.BPE(vocabulary, []))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}:{% else %}{{ m.content }}</s>{% endif %}"
+        "{% endfor %}"
+    )
+    [document] = rendered(tokenizer, messages=chat("a", "b"))
+    assert document["input_ids"] == tokenizer("a:b</s>", add_special_tokens=False)["input_ids"] == [2, 3, 5, 4, 1]
+    assert document["loss_mask"] == [0, 0, 0, 1, 1]
+
+
+def test_of_a_prompt_with_its_completion_the_completion_is_learnt():
+    tokenizer = tiny_tokenizer()
+    [document] = rendered(tokenizer, prompt="def f(x):\n", completion="    return x\n")
+    assert tokenizer.decode(document["input_ids"]) == "def f(x):\n    return x\n<eos>"
+    assert learnt(tokenizer, document) == "    return x\n<eos>"
+    assert sorted(document["loss_mask"]) == document["loss_mask"]
+
+
+def test_of_a_text_everything_is_learnt():
+    tokenizer = tiny_tokenizer()
+    [document] = rendered(tokenizer, text="import os")
+    assert document["input_ids"] == [*tokenizer("import os")["input_ids"], tokenizer.eos_token_id]
+    assert document["loss_mask"] == [1] * len(document["input_ids"])
+
+
+def test_tokens_are_taken_as_they_are_and_cut_at_their_documents():
+    parts = rendered(tiny_tokenizer(), input_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], document_ids=[0, 0, 1, 1])
+    columns = [(part["input_ids"], part["loss_mask"]) for part in parts]
+    assert columns == [([5, 6], [1, 1]), ([7, 8], [0, 1])]
+
+
+def test_a_token_that_the_tokenizer_lacks_is_named():
+    with pytest.raises(SourceError, match=r"rows\.jsonl:7: token 300, but the tokenizer has 300"):
+        rendered(tiny_tokenizer(), input_ids=[5, 300], loss_mask=[1, 1])
+
+
+def test_a_text_needs_an_end():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(SourceError, match="no EOS token"):
+        rendered(tokenizer, text="x")
