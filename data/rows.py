@@ -63,10 +63,7 @@ def content(row: Any, where: str) -> dict[str, Any]:
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise SourceError(f"{what} is not a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise SourceError(f"{what} holds half a character (a lone surrogate)") from None
+    check_text(what, value)
     return value
 
 

@@ -33,6 +33,8 @@ class TargetConfig:
 class SpeculatorConfig:
     """The head's shape."""
 
+    architecture: Literal["mlp", "lstm"] = "mlp"
+    """mlp (arXiv 2404.19124), or lstm (Arctic's)."""
     n_predict: int = 4
     """How many tokens it drafts: one head each."""
     inner_dim: int = 0

@@ -39,7 +39,7 @@ def refuse_foreign(folder: Path, config: RunConfig) -> None:
         raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
 
 
-def claim(folder: Path, config: RunConfig) -> None:
+def claim(folder: Path, config: RunConfig, processes: int) -> None:
     """Make the folder this run's: drop what --overwrite_output_dir replaces, and write config.yaml."""
     record = folder / "config.yaml"
     if config.overwrite_output_dir:
@@ -50,6 +50,7 @@ def claim(folder: Path, config: RunConfig) -> None:
     facts = {
         "settings": _settings(config),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
+        "processes": processes,
         "python": sys.version.split()[0],
         "git_commit": _git_commit(),
         "argv": sys.argv,

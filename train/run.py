@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import torch
 from accelerate import PartialState
-from transformers import set_seed
+from transformers import AutoModel, set_seed
 from transformers.utils import logging as transformers_logging
 
 from data.prepare import token_rows
@@ -20,7 +20,8 @@ from eval.acceptance import real_acceptance
 from eval.run import evaluate
 from eval.suites import Suite, from_text
 from speculator.errors import UserError, run_command
-from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator, load_head
+from speculator.export.card import write_card
+from speculator.heads import ARCHITECTURES, Speculator, load_head
 from speculator.target import Target
 from train import checkpoint
 from train.config import RunConfig
@@ -60,7 +61,7 @@ def _run(config: RunConfig) -> None:
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
     if state.is_main_process:
-        claim(folder, config)
+        claim(folder, config, state.num_processes)
     state.wait_for_everyone()
     head_folder = folder / "speculator"
     if not head_folder.exists():
@@ -77,6 +78,7 @@ def _run(config: RunConfig) -> None:
             speculator_name=str(head_folder),
             seed=config.seed,
         )
+        write_card(head_folder)
         print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
 
 
@@ -90,9 +92,11 @@ def use_all_cores() -> None:
 def new_head(config: RunConfig, target: Target) -> Speculator:
     """A fresh head of the configured shape: float32 master weights, whatever the target's dtype."""
     torch.manual_seed(config.seed)
-    shape = {name: value for name, value in dataclasses.asdict(config.speculator).items() if name != "initialise"}
-    head = MLPSpeculator(
-        MLPSpeculatorConfig(
+    shape = dataclasses.asdict(config.speculator)
+    initialise = shape.pop("initialise")
+    config_class, head_class = ARCHITECTURES[shape.pop("architecture")]
+    head = head_class(
+        config_class(
             vocab_size=target.vocab_size,
             emb_dim=target.hidden_size,
             base_model_name_or_path=config.target.name_or_path,
@@ -101,7 +105,7 @@ def new_head(config: RunConfig, target: Target) -> Speculator:
             **shape,
         )
     )
-    if config.speculator.initialise == "target":
+    if initialise == "target":
         from_target(head, target)
     return head
 
@@ -174,7 +178,7 @@ def train_stage1(
     if best is None:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if trainer.is_world_process_zero():
-        head = MLPSpeculator.from_pretrained(best) if best else trainer.accelerator.unwrap_model(trainer.model)
+        head = AutoModel.from_pretrained(best) if best else trainer.accelerator.unwrap_model(trainer.model)
         scratch = head_folder.with_name("speculator.partial")
         shutil.rmtree(scratch, ignore_errors=True)
         head.save_pretrained(scratch)
@@ -214,6 +218,8 @@ def _check_settings(config: RunConfig) -> None:
         )
     if head.tie_weights and head.n_predict == 1:
         raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
+    if head.architecture == "lstm" and not head.tie_weights:
+        raise UserError("speculator.tie_weights must be true: there is no untied LSTM head")
     if config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length {config.data.seq_length} is too short for {head.n_predict} heads")
     if not config.loss.cross_entropy and not config.loss.kl:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.export import FORMATS, layout_of, load_any, save
+from speculator.export.card import NAME, write_card
 from speculator.export.layout import DTYPES, base_config
 from speculator.heads.base import SpeculatorConfig
 from speculator.target import dtype_name
@@ -18,7 +20,7 @@ HELP = "write a head in a server's checkpoint layout, or a server's head in ours
 def add_flags(parser: OneLineParser) -> None:
     """The command's flags, and `run` as its work."""
     parser.set_defaults(run=run)
-    parser.add_argument("--speculator", required=True, help="folder of a head, in any of the layouts")
+    parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any of the layouts")
     parser.add_argument("--format", required=True, choices=FORMATS, help="the layout to write")
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must not be there, or be empty")
     expand = "write tied tensors under every head's name, for loaders that do not tie"
@@ -37,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
         head.to(DTYPES[arguments.dtype])
     checked = check_base(head.config)
     save(head, arguments.output, layout, arguments.expand_tied)
+    carry_card(arguments.speculator, arguments.output)
     dtype = dtype_name(head.dtype)
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print("read back: config, tensors, weights and logits are the head's")
@@ -47,6 +50,14 @@ def run(arguments: argparse.Namespace) -> None:
     print(checked)
     for server in layout.servers(head.config, str(arguments.output)):
         print(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
+
+
+def carry_card(source: Path, output: Path) -> None:
+    """The head's model card goes along; a head without one gets one."""
+    if (source / NAME).is_file():
+        shutil.copyfile(source / NAME, output / NAME)
+    else:
+        write_card(output, run=source.resolve().parent)
 
 
 def check_base(config: SpeculatorConfig) -> str:

@@ -27,9 +27,7 @@ def layout_of(name: str, head: Speculator) -> Layout:
     """
     fitting = {layout.name: layout for layout in LAYOUTS if layout.head is type(head)}
     if name not in fitting:
-        raise UserError(
-            f"no server of the {name} layout loads a head of this kind ({type(head).__name__}); try {', '.join(fitting)}"
-        )
+        raise UserError(f"the {name} layout has no {type(head).__name__}; these have: {', '.join(fitting)}")
     return fitting[name]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,7 +80,11 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert config["settings"]["stage1"]["max_steps"] == 20
     assert {"versions", "git_commit", "argv"} <= config.keys()
-    assert {path.name for path in (finished / "speculator").iterdir()} == {"config.json", "model.safetensors"}
+    files = {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in (finished / "speculator").iterdir()} == files
+    card = (finished / "speculator" / "README.md").read_text()
+    assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.005, cosine |" in card
+    assert "| 2 of functions.jsonl (held-out) | 1 | speculator |" in card
     assert {path.name for path in (finished / "eval").iterdir()} == {
         "report.json",
         "report.md",
@@ -188,9 +193,28 @@ def test_a_diverged_run_stops_with_one_line_and_keeps_its_checkpoints(command, t
     assert not (tmp_path / "run" / "speculator").exists()
 
 
+def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
+    folder = tmp_path / "lstm"
+    overrides = {"speculator.architecture": "lstm", "speculator.initialise": "target"}
+    done = run(command(folder, **overrides))
+    assert done.returncode == 0, done.stderr
+    first = json.loads((folder / "speculator" / "config.json").read_text())
+    assert first["architectures"] == ["LSTMSpeculator"]
+    _, history = state_of(folder, 20)
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses[-1] < 0.95 * losses[0]
+    assert (folder / "eval" / "report.json").exists()
+    shutil.rmtree(folder / "speculator")  # as of a run that was cut off after its last step
+    (folder / "eval" / "report.json").unlink()
+    done = run(command(folder, **overrides))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "speculator" / "config.json").read_text())["architectures"] == ["LSTMSpeculator"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ({"speculator.architecture": "lstm", "speculator.tie_weights": "false"}, "no untied LSTM"),
         ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"target.name_or_path": "./configs"}, "no config.json"),
         ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),

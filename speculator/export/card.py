@@ -1,0 +1,235 @@
+"""The model card of a head's folder: what the head is, what it was trained on, what was measured, and how to run it.
+
+It says only what the folder and its run say: the head's config.json, and of the run that the folder lies in, if it
+does, config.yaml and eval/report.json. It knows nothing of how either was made.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from speculator.errors import UserError
+from speculator.export import LAYOUTS, load_any
+from speculator.heads.base import Speculator, SpeculatorConfig
+
+NAME = "README.md"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz)$")
+_DECODERS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "none": "plain decoding"}
+_BASELINES = {"same_loop": "the same loop", "hf_generate": "transformers generate", "hf_compiled": "compiled generate"}
+
+
+def write_card(folder: str | Path, run: str | Path | None = None) -> Path:
+    """Write README.md into a head's folder, whole or not at all; gives its path.
+
+    Args:
+        folder: of a head, in any layout.
+        run: folder of the run that made it; default: the one that `folder` lies in.
+
+    Raises:
+        UserError: no head there, a config.yaml or report.json of its run that can't be read, or no room to write.
+    """
+    folder = Path(folder)
+    head = load_any(folder)
+    text = card(head, *read_run(Path(run) if run else folder.resolve().parent))
+    scratch = folder / f"{NAME}.partial"
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        return scratch.rename(folder / NAME)
+    except OSError as error:
+        raise UserError(f"can't write {folder / NAME}: {error}") from None
+
+
+def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.yaml and eval/report.json of a run's folder; empty if it is none."""
+    try:
+        record = yaml.safe_load(_text(run / "config.yaml") or "{}")
+        report = json.loads(_text(run / "eval" / "report.json") or "{}")
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{run}: its config.yaml or eval/report.json can't be read: {error}") from None
+    if isinstance(record, dict) and "settings" in record:
+        return record, report
+    return {}, {}
+
+
+def card(head: Speculator, record: dict[str, Any], report: dict[str, Any]) -> str:
+    """The card's text.
+
+    Args:
+        head: the head, with what its config records.
+        record: the run's config.yaml: settings, versions, processes; empty if it is not known.
+        report: its report.json; empty if nothing was measured.
+    """
+    config: Any = copy.copy(head.config)
+    base, name = config.base_model_name_or_path, None
+    if base:
+        name = config.base_model_name_or_path = _shown(base)
+    data = ModelCardData(
+        base_model=base if base and _is_hub_id(base) else None,
+        datasets=[source for source in config.training_data or [] if _is_hub_id(source)] or None,
+        library_name="speculator",
+        tags=["speculative-decoding", config.model_type.replace("_", "-")],
+        **_licence(base),
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# Draft head for {name or 'a causal language model'}\n",
+        "It drafts the next tokens of its target, which checks a whole draft in one forward pass and keeps what it "
+        "would have said itself: the same text in fewer passes.\n",
+        *_architecture(head, config),
+        *_training(config, record),
+        *_measured(report),
+        *_use(head, config),
+        *_versions(record, report),
+    ]
+    return "\n".join(parts)
+
+
+def _architecture(head: Speculator, config: SpeculatorConfig) -> list[str]:
+    kind = type(head).__name__.removesuffix("Speculator")
+    facts = {
+        "architecture": f"{kind}, drafts up to {config.n_predict} tokens",
+        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {str(head.dtype)[6:]}",
+        "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
+        "weights": f"{'tied' if config.tie_weights else 'not tied'}, "
+        f"input {'scaled' if config.scale_input else 'not scaled'}",
+        "target": config.base_model_name_or_path or "not recorded",
+        "longest context trained on": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
+        "training data": ", ".join(_shown(source) for source in config.training_data or []) or "not recorded",
+    }
+    return ["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in facts.items()), ""]
+
+
+def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
+    """The recipe, a row for each stage of the run."""
+    settings = record.get("settings") or {}
+    stages = {name: stage for name, stage in settings.items() if name.startswith("stage") and isinstance(stage, dict)}
+    if not stages:
+        return []
+    lines = ["## Training\n", "| stage | steps | rows per step | tokens | learning rate |", "|---|---|---|---|---|"]
+    processes = record.get("processes", 1)
+    length = (settings.get("data") or {}).get("seq_length") or config.trained_length or 0
+    for name, stage in stages.items():
+        steps = stage.get("max_steps", 0)
+        rows = stage.get("per_device_train_batch_size", 0) * stage.get("gradient_accumulation_steps", 1) * processes
+        rate = f"{stage.get('learning_rate', 0):g}, {stage.get('lr_scheduler_type', '')}".rstrip(", ")
+        lines.append(f"| {name} | {steps:,} | {rows} of {length} tokens | {steps * rows * length:,} | {rate} |")
+    losses = ", ".join(f"{name} {weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight)
+    kept = "The head is the checkpoint that got the most tokens per step in real decoding of held-out prompts."
+    return [*lines, "", f"Loss: {losses or 'not recorded'}. {kept}\n"]
+
+
+def _measured(report: dict[str, Any]) -> list[str]:
+    """Acceptance and speed: every decoder and every baseline that ran, with the machine and the settings."""
+    rows = report.get("suites") or []
+    if not rows:
+        return ["## Results\n", "Not measured: `python -m eval` measures acceptance and speed.\n"]
+    settings = ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in report["settings"].items())
+    baselines = [name for name in _BASELINES if any(name in row.get("speedup", {}) for row in rows)]
+    over = "".join(f" speedup over {_BASELINES[name]} |" for name in baselines)
+    lines = [
+        "## Results\n",
+        f"On {report['hardware']}; {settings}. Tokens per step count the one that the target gives itself; tokens per "
+        "second leave out the prefill; a speedup is followed by its 95% interval.\n",
+        f"| prompts | temperature | decoder | tokens per step | acceptance by position | tokens/s |{over}",
+        "|---|---|---|---|---|---|" + "---|" * len(baselines),
+    ]
+    for row in rows:
+        plain = row["drafter"] == "none"
+        decoder = _DECODERS.get(row["drafter"], row["drafter"]) + (" (lossy)" if row.get("lossy") else "")
+        speed = row["tokens_per_second"]["same_loop" if plain else "speculative"]
+        ratios = [_interval(row.get("speedup", {}).get(name)) for name in baselines]
+        cells = [
+            f"{row['prompts']} of {row['name']}",
+            f"{row['temperature']:g}",
+            decoder,
+            f"{row['tokens_per_step']:.2f}",
+            "" if plain else " ".join(f"{value:.2f}" for value in row["acceptance_by_position"]),
+            f"{speed:.1f}" if speed else "",
+            *ratios,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    identical = [row for row in rows if row["drafter"] == "head" and "identical_to_greedy" in row]
+    for row in identical:
+        same = row["identical_to_greedy"]
+        lines.append(
+            f"\nTemperature 0, {row['name']}: {same['identical']} of {same['of']} texts identical to those of "
+            f"transformers' greedy `generate` in {same['dtype']}."
+        )
+    return [*lines, ""]
+
+
+def _use(head: Speculator, config: SpeculatorConfig) -> list[str]:
+    """How to run it here and elsewhere; D is this folder, or what an export of it wrote."""
+    base = config.base_model_name_or_path or "BASE"
+    served = []
+    for layout in LAYOUTS:
+        if layout.head is type(head):
+            served += [f"[{layout.name}]"]
+            for server in layout.servers(config, "D"):
+                served.append(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
+    return [
+        "## Use\n",
+        f"```\npython -m speculator generate --target {base} --speculator D --prompt ...\n```\n",
+        "```python\nfrom speculator import HeadDrafter, Target, generate, load_head\n\n"
+        f'target = Target.load("{base}")\n'
+        'drafter = HeadDrafter(load_head("D", target))\n'
+        'generation = generate(target, drafter, [target.tokenizer("...")["input_ids"]])\n```\n',
+        "D is this folder. Servers read other layouts: "
+        "`python -m speculator export --speculator D --format ... --output ...` writes them.\n",
+        "```text\n" + "\n".join(served) + "\n```\n",
+    ]
+
+
+def _versions(record: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    versions = {**(record.get("versions") or {}), **(report.get("versions") or {})}
+    if record.get("git_commit"):
+        versions["commit"] = record["git_commit"]
+    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [f"## Versions\n\n{made}\n"] if made else []
+
+
+def _licence(base: str | None) -> dict[str, Any]:
+    """The base model's licence from its own card, if that is on this machine: nothing is fetched."""
+    if not base:
+        return {}
+    file = Path(base) / NAME if Path(base).is_dir() else _is_hub_id(base) and try_to_load_from_cache(base, NAME)
+    if not isinstance(file, str | Path) or not Path(file).is_file():
+        return {}
+    try:
+        known = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return {name: known[name] for name in ("license", "license_name", "license_link") if known.get(name)}
+
+
+def _is_hub_id(name: str) -> bool:
+    """Whether a name is a repository's, as far as can be told without asking: not a file or folder here."""
+    return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name) and not Path(name).exists() and name[0] != "."
+
+
+def _shown(name: str) -> str:
+    """A name as it is told to others: of a path on this machine its last part."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _interval(ratio: dict[str, float] | None) -> str:
+    return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return None

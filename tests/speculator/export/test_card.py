@@ -1,0 +1,168 @@
+"""The model card says what the folder and its run say, and nothing that it was not told."""
+
+import json
+
+import pytest
+import yaml
+from conftest import tiny_head
+from huggingface_hub import ModelCard
+
+from speculator import UserError
+from speculator.__main__ import main
+from speculator.export.card import write_card
+
+SETTINGS = {
+    "data": {"seq_length": 128},
+    "loss": {"cross_entropy": 0.0, "kl": 1.0},
+    "stage1": {
+        "max_steps": 300,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "learning_rate": 0.001,
+        "lr_scheduler_type": "cosine",
+    },
+}
+VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
+
+
+def row(drafter: str, **changes) -> dict:
+    made = {
+        "name": "chat",
+        "prompts": 7,
+        "temperature": 0.0,
+        "drafter": drafter,
+        "lossy": False,
+        "tokens_per_step": 2.25,
+        "acceptance_by_position": [0.75, 0.5],
+        "tokens_per_second": {"speculative": 61.5, "same_loop": 41.0, "hf_generate": 30.0},
+    }
+    if drafter != "none":
+        ratio = {"value": 1.5, "low": 1.25, "high": 1.75}
+        made["speedup"] = {"same_loop": ratio, "hf_generate": {**ratio, "value": 2.05}}
+    return {**made, **changes}
+
+
+REPORT = {
+    "hardware": "GPU of the test",
+    "versions": {"torch": "2.13.0", "python": "3.11"},
+    "settings": {"batch_size": 1, "dtype": "bfloat16"},
+    "suites": [
+        row("none", tokens_per_step=1.0),
+        row("head", identical_to_greedy={"identical": 6, "of": 7, "dtype": "float32"}),
+        row("ngram", tokens_per_step=1.5),
+    ],
+}
+
+
+def head_folder(folder, **recorded):
+    head = tiny_head()
+    for name, value in recorded.items():
+        setattr(head.config, name, value)
+    head.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder, as train.py leaves it."""
+    sources = ["org/chats", "python-sources", "/home/somebody/private/notes.jsonl", "data/local.jsonl"]
+    folder = head_folder(tmp_path / "run" / "speculator", base_model_name_or_path="org/base", training_data=sources)
+    record = {"settings": SETTINGS, "versions": VERSIONS, "git_commit": "abc123", "processes": 4}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(record))
+    (tmp_path / "run" / "eval").mkdir()
+    (tmp_path / "run" / "eval" / "report.json").write_text(json.dumps(REPORT))
+    return folder
+
+
+def test_front_matter_is_what_the_hub_reads(run):
+    data = ModelCard.load(write_card(run)).data.to_dict()
+    assert data == {
+        "base_model": "org/base",
+        "datasets": ["org/chats"],
+        "library_name": "speculator",
+        "tags": ["speculative-decoding", "mlp-speculator"],
+    }
+
+
+def test_tells_the_recipe_and_the_tokens_of_all_processes(run):
+    text = write_card(run).read_text()
+    assert "| stage1 | 300 | 24 of 128 tokens | 921,600 | 0.001, cosine |" in text
+    assert "Loss: kl 1." in text
+    parameters = sum(weight.numel() for weight in tiny_head().parameters())
+    assert f"| parameters | {parameters:,}, float32 |" in text
+    assert "torch 2.13.0, transformers 5.23.0, python 3.11, commit abc123" in text
+
+
+def test_tells_every_decoder_and_baseline_with_machine_and_settings(run):
+    text = write_card(run).read_text()
+    assert "On GPU of the test; batch size 1, dtype bfloat16." in text
+    assert "speedup over the same loop | speedup over transformers generate |" in text
+    assert "| 7 of chat | 0 | plain decoding | 1.00 |  | 41.0 |  |  |" in text
+    ratios = "1.50 (1.25-1.75) | 2.05 (1.25-1.75)"
+    assert f"| 7 of chat | 0 | speculator | 2.25 | 0.75 0.50 | 61.5 | {ratios} |" in text
+    assert f"| 7 of chat | 0 | n-gram lookup | 1.50 | 0.75 0.50 | 61.5 | {ratios} |" in text
+    assert "6 of 7 texts identical to those of transformers' greedy `generate` in float32" in text
+
+
+def test_a_lossy_rule_is_called_so(run):
+    report = {**REPORT, "suites": [row("head", lossy=True)]}
+    (run.parent / "eval" / "report.json").write_text(json.dumps(report))
+    assert "| speculator (lossy) |" in write_card(run).read_text()
+
+
+def test_paths_of_this_machine_stay_here(run):
+    text = write_card(run).read_text()
+    assert "/home/somebody" not in text
+    assert "| training data | org/chats, python-sources, notes.jsonl, data/local.jsonl |" in text
+
+
+def test_how_to_run_it_is_what_export_says(run, capsys):
+    text = write_card(run).read_text()
+    assert 'load_head("D", target)' in text
+    assert "python -m speculator generate --target org/base --speculator D" in text
+    assert "loads in vLLM 0.5.1 to 0.9.2: vllm serve org/base --speculative-config" in text
+    assert "DOES NOT LOAD in vLLM 0.33" in text
+    assert "loads in arctic-inference 0.3.0" in text
+
+
+def test_a_head_of_no_run_says_what_is_not_known(tmp_path):
+    text = write_card(head_folder(tmp_path / "head")).read_text()
+    assert "| target | not recorded |" in text
+    assert "Not measured" in text
+    assert "## Training" not in text
+    assert "base_model:" not in text
+    assert "license" not in text
+
+
+def test_a_config_of_something_else_beside_it_is_not_a_run(tmp_path):
+    folder = head_folder(tmp_path / "head")
+    (tmp_path / "config.yaml").write_text("a: 1")
+    assert "Not measured" in write_card(folder).read_text()
+
+
+def test_the_licence_is_the_bases_own(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: llama3.1\nlanguage: en\n---\n# Base\n")
+    folder = head_folder(tmp_path / "head", base_model_name_or_path=str(tmp_path / "base"))
+    data = ModelCard.load(write_card(folder)).data.to_dict()
+    assert data["license"] == "llama3.1"
+    assert "base_model" not in data  # a folder here is no repository
+    assert str(tmp_path) not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "eval/report.json"])
+def test_a_damaged_record_is_one_line_and_leaves_no_card(run, name):
+    (run.parent / name).write_text("{")
+    with pytest.raises(UserError, match="can't be read") as error:
+        write_card(run)
+    assert not (run / "README.md").exists()
+    assert str(run.parent) in str(error.value)
+
+
+def test_an_export_takes_the_card_along(run, tmp_path):
+    argv = ["export", "--speculator", str(run), "--format", "ibm", "--output"]
+    assert main([*argv, str(tmp_path / "without")]) == 0  # made from the run
+    assert "| stage1 | 300 |" in (tmp_path / "without" / "README.md").read_text()
+    (run / "README.md").write_text("my own words")
+    assert main([*argv, str(tmp_path / "with")]) == 0
+    assert (tmp_path / "with" / "README.md").read_text() == "my own words"
