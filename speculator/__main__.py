@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from speculator.commands import export, generate, inspect
+from speculator.commands import export, generate, inspect, push
 from speculator.errors import OneLineParser, run_command
 
 
@@ -21,7 +21,7 @@ def build_parser() -> OneLineParser:
     """The commands and their flags."""
     parser = OneLineParser(prog="python -m speculator")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in {"generate": generate, "export": export, "inspect": inspect}.items():
+    for name, command in {"generate": generate, "export": export, "inspect": inspect, "push": push}.items():
         command.add_flags(commands.add_parser(name, help=command.HELP, description=command.HELP))
     return parser
 

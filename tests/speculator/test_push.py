@@ -1,0 +1,181 @@
+"""A push, through the real huggingface_hub, to a stand-in of the hub: what arrives is the folder, byte for byte."""
+
+import base64
+import hashlib
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import tiny_head
+from huggingface_hub import constants
+
+from speculator.__main__ import main
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub as a push needs: create, look at the card, preupload, large files in one part, commit."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.created, self.objects, self.files, self.tokens = [], {}, {}, set()
+        self.refuse_with = None  # a status for every request
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, content: dict, status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self):
+        self.answer({"error": "not here"}, 404)
+
+    def do_PUT(self):
+        content = self.body()
+        self.server.objects[self.path.rsplit("/", 1)[1]] = content
+        self.answer({})
+
+    def do_POST(self):
+        hub, body, path = self.server, self.body(), self.path.split("?")[0]
+        if hub.refuse_with:
+            return self.answer({"error": "you may not do that"}, hub.refuse_with)
+        hub.tokens.add(self.headers["authorization"])
+        if path == "/api/repos/create":
+            hub.created.append(json.loads(body))
+            return self.answer({"url": f"{hub.url}/org/name"})
+        if path == "/api/validate-yaml":  # of a model card
+            return self.answer({"errors": [], "warnings": []})
+        if path == "/api/models/org/name/preupload/main":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            mode = {True: "lfs", False: "regular"}
+            modes = [{"path": n, "uploadMode": mode["safetensors" in n], "shouldIgnore": False} for n in names]
+            return self.answer({"files": modes})
+        if path == "/org/name.git/info/lfs/objects/batch":
+            wanted = json.loads(body)["objects"]
+            return self.answer(
+                {"objects": [{**o, "actions": {"upload": {"href": f"{hub.url}/put/{o['oid']}"}}} for o in wanted]}
+            )
+        if path == "/api/models/org/name/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    hub.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    content = hub.objects[value["oid"]]
+                    assert hashlib.sha256(content).hexdigest() == value["oid"]
+                    hub.files[value["path"]] = content
+            return self.answer({"commitUrl": f"{hub.url}/org/name/commit/1", "commitOid": "1" * 40})
+        return self.answer({"error": "not here"}, 404)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)  # HF_ENDPOINT, which is read at import
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its protocol is not stood in for
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def head(tmp_path, capsys):
+    folder = tmp_path / "head"
+    tiny_head().save_pretrained(folder)
+    (folder / "optimizer.pt").write_bytes(b"not of the head")
+    capsys.readouterr()
+    return folder
+
+
+def push(folder, *flags) -> int:
+    return main(["push", "--speculator", str(folder), "--repo_id", "org/name", *flags])
+
+
+def refused(capsys, code: int) -> str:
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if line.startswith("speculator: ")]
+    assert code == 2
+    assert len(lines) == 1
+    assert "Traceback" not in shown.err
+    assert not shown.out
+    return lines[0]
+
+
+def test_what_arrives_is_the_folder_with_a_card(hub, head, capsys):
+    assert push(head) == 0
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
+    assert all(content == (head / name).read_bytes() for name, content in hub.files.items())
+    assert hub.files["README.md"].startswith(b"---\nlibrary_name: speculator")
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert f"pushed to {hub.url}/org/name" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_the_repository_is_made_as_asked_for(hub, head, private):
+    assert push(head, *(["--private"] if private else [])) == 0
+    made = hub.created[0]
+    assert (made["organization"], made["name"]) == ("org", "name")
+    assert ("private" in json.dumps(made)) == private
+
+
+def test_a_card_of_ones_own_is_kept(hub, head):
+    (head / "README.md").write_text("my own words")
+    assert push(head) == 0
+    assert hub.files["README.md"] == b"my own words"
+
+
+def test_no_token_is_one_line_and_nothing_is_sent(hub, head, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "no token for the hub" in refused(capsys, push(head))
+    assert not hub.created
+    assert not (head / "README.md").exists()
+
+
+def test_a_damaged_head_is_not_pushed(hub, head, capsys):
+    weights = head / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "damaged" in refused(capsys, push(head))
+    assert not hub.created
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_is_one_line(hub, head, capsys, status):
+    hub.refuse_with = status
+    line = refused(capsys, push(head))
+    assert f"can't push to org/name at {hub.url}" in line
+    assert str(status) in line
+    assert not hub.files
+
+
+def test_no_hub_there_is_one_line(head, capsys, monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert f"can't push to org/name at {url}: " in refused(capsys, push(head))
+
+
+def test_a_name_that_is_none_is_one_line(hub, head, capsys):
+    line = refused(capsys, main(["push", "--speculator", str(head), "--repo_id", "a/b/c"]))
+    assert "a/b/c" in line
+    assert not hub.created
