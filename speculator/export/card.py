@@ -182,7 +182,7 @@ def _use(head: Speculator, config: SpeculatorConfig) -> list[str]:
         f'target = Target.load("{base}")\n'
         'drafter = HeadDrafter(load_head("D", target))\n'
         'generation = generate(target, drafter, [target.tokenizer("...")["input_ids"]])\n```\n',
-        "D is this folder. Servers read other layouts: "
+        "D is this folder; of a repository, what `hf download` makes of it. Servers read other layouts: "
         "`python -m speculator export --speculator D --format ... --output ...` writes them.\n",
         "```text\n" + "\n".join(served) + "\n```\n",
     ]

@@ -150,6 +150,7 @@ def test_no_token_is_one_line_and_nothing_is_sent(hub, head, capsys, monkeypatch
 
 
 def test_a_damaged_head_is_not_pushed(hub, head, capsys):
+    (head / "README.md").write_text("my own words")
     weights = head / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "damaged" in refused(capsys, push(head))

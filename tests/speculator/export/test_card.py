@@ -84,6 +84,12 @@ def test_front_matter_is_what_the_hub_reads(run):
     }
 
 
+def test_a_folder_here_is_no_data_set_of_the_hub(run, tmp_path, monkeypatch):
+    (tmp_path / "org" / "chats").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert "datasets" not in ModelCard.load(write_card(run)).data.to_dict()
+
+
 def test_tells_the_recipe_and_the_tokens_of_all_processes(run):
     text = write_card(run).read_text()
     assert "| stage1 | 300 | 24 of 128 tokens | 921,600 | 0.001, cosine |" in text
