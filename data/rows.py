@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculator.errors import UserError
+from speculator.errors import UserError, check_text
 
 KEYS = ("input_ids", "loss_mask", "document_ids", "messages", "tools", "conversations", "prompt", "completion", "text")
 """Every key that is read; all others are ignored."""
