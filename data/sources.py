@@ -155,9 +155,10 @@ def prompts(
     prompt_tokens: int,
     count: int,
     *,
+    per_text: int = 1,
     max_package_bytes: int = 2_000_000,
 ) -> list[list[int]]:
-    """Up to `count` prompts, at most one a document, as tokens.
+    """Up to `count` prompts, as tokens; at most `per_text` of a text and one of any other document.
 
     Of a text `prompt_tokens` tokens from the beginning of some line, what the tokenizer puts in front included; shorter
     ones are passed over. Of a chat all up to the assistant's first turn, with the template's generation prompt. Of a
@@ -168,22 +169,27 @@ def prompts(
         SourceError: no such source, or a row that can't be read or rendered.
     """
     streams, weights = _streams(sources, split, max_package_bytes)
-    cut = [_prompts(stream, tokenizer, prompt_tokens) for stream in streams]
+    cut = [_prompts(stream, tokenizer, prompt_tokens, per_text) for stream in streams]
     return list(islice(_interleave(cut, weights, lambda prompt: 1), count))
 
 
 def _prompts(
-    rows: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
+    rows: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, per_text: int
 ) -> Iterator[list[int]]:
     for row in rows:
-        least = 1
         if "text" in row:
             lines = row["text"].splitlines(keepends=True)
-            # Where in the document: a function of its id, so the same prompt everywhere.
-            start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
-            text = "".join(lines[start:])[: prompt_tokens * 16]
-            ids, least = tokenizer(text, verbose=False)["input_ids"][:prompt_tokens], prompt_tokens
-        elif "messages" in row:
+            for k in range(per_text):
+                # Where in the document: a function of its id, so the same prompt everywhere.
+                digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
+                start = int.from_bytes(digest[:8], "big") % len(lines)
+                text = "".join(lines[start:])[: prompt_tokens * 16]
+                ids = tokenizer(text, verbose=False)["input_ids"][:prompt_tokens]
+                if len(ids) == prompt_tokens:
+                    yield ids
+            continue
+        least = 1
+        if "messages" in row:
             roles = [message["role"] for message in row["messages"]]
             first = roles.index("assistant") if "assistant" in roles else None
             ids = chat_tokens(chat_text(row, tokenizer, first, ask=True), tokenizer)

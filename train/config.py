@@ -45,6 +45,8 @@ class SpeculatorConfig:
     """Normalise the hidden state before the first head."""
     initialise: Literal["random", "target"] = "random"
     """Start from noise, or from the target's embedding and output matrices (needs inner_dim 0)."""
+    warm_start: str | None = None
+    """Start from this trained head instead, of any checkpoint layout; its shape must be the one configured here."""
 
 
 @dataclass
@@ -52,7 +54,7 @@ class DataConfig:
     """What to train on."""
 
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
-    """Each a local .jsonl or .txt file (.gz too), a folder of them, or python-sources."""
+    """Each a hub dataset id, a local .jsonl, .json, .parquet or .txt (.gz too), a folder or python-sources; @weight."""
     seq_length: int = 256
     """Tokens per row."""
     max_tokens: int | None = None
@@ -69,6 +71,16 @@ class LossConfig:
     """Of the token that the text goes on with: the published recipe."""
     kl: float = 1.0
     """Of the divergence from the target's own law of that token."""
+    total_variation: float = 0.0
+    """Of the chance that a sampled draft is rejected."""
+    lk: float = 0.0
+    """Of the LK hybrid: divergence while little is accepted, then the chance of rejection."""
+    kl_temperature: float = 1.0
+    """Softens both laws in the divergence."""
+    lk_eta: float = 3.0
+    """How soon the hybrid turns from divergence to acceptance."""
+    head_decay: float = 1.0
+    """Head i counts head_decay^i times."""
 
 
 @dataclass
@@ -106,6 +118,42 @@ class StageConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """The target's own text: it continues prompts from the data, with the head of stage 1 drafting."""
+
+    max_rows: int = 2000
+    """How many prompts it continues."""
+    prompt_tokens: int = 64
+    """Tokens of each prompt cut from text; chat prompts are taken whole."""
+    max_new_tokens: int = 192
+    """New tokens per prompt."""
+    temperature: float = 1.0
+    """Of the target's law; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that make up this much."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, as a share of the likeliest."""
+    batch_size: int = 8
+    """Rows decoded together."""
+    draft_length: int = 0
+    """Tokens drafted per step; 0 takes n_predict."""
+
+
+@dataclass
+class Stage2Config(StageConfig):
+    """Training on the target's own text, from the best head of stage 1."""
+
+    max_steps: int = 400
+    """Optimiser steps; 0 leaves this stage out."""
+    learning_rate: float = 2e-3
+    """At its peak."""
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    """What it trains on."""
+
+
+@dataclass
 class EvalConfig:
     """What is measured, while training and after it."""
 
@@ -132,6 +180,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     stage1: StageConfig = field(default_factory=StageConfig)
+    stage2: Stage2Config = field(default_factory=Stage2Config)
     eval: EvalConfig = field(default_factory=EvalConfig)
     output_dir: str = "runs/quickstart"
     """Where everything goes."""

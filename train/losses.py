@@ -1,79 +1,230 @@
-"""What is measured of each head's logits, as sums over positions; `SpeculatorTrainer` divides.
+"""What a batch says of a head, as sums over tokens; `SpeculatorTrainer` divides.
 
 Alignment, 0-based, with a row x of L tokens, hidden states h, N heads and S = L - N - 1:
 
     head i at position t reads h_t and x[t+1 .. t+1+i] and predicts x[t+2+i]
 
-so the target's own law of that token comes from h[t+1+i], which the same forward pass gave. For L = 8, N = 2:
+so the target's own law of that token comes from u = t+1+i, which the same forward pass gave. For L = 8, N = 2:
 
     t         0  1  2  3  4
     head 0    x2 x3 x4 x5 x6      law from h1 .. h5
     head 1    x3 x4 x5 x6 x7      law from h2 .. h6
+
+Everything here is laid out by u, so that one law, made once, teaches every head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.config import LossConfig
 
 IGNORE = -100
+_CHUNK = {"cpu": 2**23}
+_CHUNK_ON_GPU = 2**26
+"""Logits that exist at a time, of all tokens and the whole vocabulary: 32 MiB and 256 MiB in float32."""
+_OUTER_ROWS = 8192
 
 
 def align(
     input_ids: Tensor,  # [B, L]
     document_ids: Tensor,  # [B, L]
+    loss_mask: Tensor,  # [B, L] 1 where the target would speak: text, continuations, an assistant's turns
     n_predict: int,
 ) -> Tensor:  # [B, N, S]
-    """Labels of every head; IGNORE where the label lies in another document than h_t."""
+    """Labels of every head; IGNORE where x[t+1 .. t+2+i] are not all the target's own, in the document of h_t.
+
+    Only there a decoder would ask the head: x[t+1] is what the target just said.
+    """
     length = input_ids.shape[1] - n_predict - 1
-    labels = torch.stack([input_ids[:, i + 2 : i + 2 + length] for i in range(n_predict)], dim=1)
-    documents = torch.stack([document_ids[:, i + 2 : i + 2 + length] for i in range(n_predict)], dim=1)
-    return labels.masked_fill(documents != document_ids[:, None, :length], IGNORE)
+    speaks = loss_mask[:, 1 : 1 + length].bool()
+    labels = []
+    for i in range(n_predict):
+        span = slice(i + 2, i + 2 + length)
+        speaks = speaks & loss_mask[:, span].bool() & (document_ids[:, span] == document_ids[:, :length])
+        labels.append(input_ids[:, span].masked_fill(~speaks, IGNORE))
+    return torch.stack(labels, dim=1)
+
+
+class Law(NamedTuple):
+    """The target's law of each token of a chunk; softened by the temperature of `kl`."""
+
+    p: Tensor  # [C, V]
+    softened: Tensor  # [C, V]
+    entropy: Tensor  # [C] of the softened
+
+
+def law(logits: Tensor, kl_temperature: float) -> Law:  # [C, V]
+    log_p = (logits.float() if logits.dtype != torch.float64 else logits).log_softmax(-1)
+    if kl_temperature == 1:
+        log_soft, p = log_p, log_p.exp()
+        return Law(p, p, -(p * log_soft).sum(-1))
+    log_soft = (log_p / kl_temperature).log_softmax(-1)
+    return Law(log_p.exp(), log_soft.exp(), -(log_soft.exp() * log_soft).sum(-1))
+
+
+def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V], [C] -> [C]
+    """Of the token that the text goes on with (2404.19124)."""
+    return -log_q.gather(1, labels[:, None])[:, 0]
+
+
+def kl(z: Tensor, target: Law, temperature: float) -> Tensor:  # [C, V] -> [C]
+    """KL(p || q), both softened, times temperature^2 so that its gradient keeps its size (1503.02531)."""
+    log_q = (z / temperature).log_softmax(-1) if temperature != 1 else z.log_softmax(-1)
+    return temperature**2 * (-(target.softened * log_q).sum(-1) - target.entropy)
+
+
+def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V] twice -> [C]
+    """sum_v min(p_v, q_v): the chance that a sampled draft is accepted (2211.17192, corollary 3.6)."""
+    return torch.minimum(p, log_q.exp()).sum(-1)
+
+
+def loss_per_token(z: Tensor, labels: Tensor, target: Law | None, weights: LossConfig) -> Tensor:  # [C, V] -> [C]
+    """The weighted mix of one head's losses."""
+    log_q = z.log_softmax(-1)
+    loss = z.new_zeros(len(z))
+    if weights.cross_entropy:
+        loss = loss + weights.cross_entropy * cross_entropy(log_q, labels)
+    if target is None:
+        return loss
+    divergence = kl(z, target, weights.kl_temperature) if weights.kl or weights.lk else None
+    if weights.kl:
+        loss = loss + weights.kl * divergence
+    if weights.total_variation or weights.lk:
+        accepted = overlap(log_q, target.p)
+        if weights.total_variation:
+            loss = loss + weights.total_variation * (1 - accepted)
+        if weights.lk:  # 2602.23881, the hybrid: the divergence leads while little is accepted, then acceptance itself
+            share = torch.exp(-weights.lk_eta * accepted.detach())
+            loss = loss + weights.lk * (share * divergence + (1 - share) * (1 - accepted))
+    return loss
+
+
+def needs_law(weights: LossConfig) -> bool:
+    """Whether the target's lm_head is needed at all."""
+    return bool(weights.kl or weights.total_variation or weights.lk)
 
 
 class Measure:
-    """Called with each head's logits in turn; gives sums of losses, hits and counts over one batch.
+    """Called by a head's `forward` with its features and output matrices; gives the loss and sums over one batch.
+
+    Logits exist for one chunk of tokens and one head at a time, in the forward pass and in the backward pass.
 
     Args:
         labels: [B, N, S] from `align`.
-        teacher: [B, L, V] the target's logits of the whole row, or None where the weights need none.
+        hidden: [B, L, D] the target's states of the whole rows.
+        logits: the target's lm_head, [C, D] -> [C, V], called where a loss needs the target's law.
         weights: of the losses.
+        chunk: tokens at a time; None takes what fits in a fixed budget of logits.
     """
 
-    def __init__(self, labels: Tensor, teacher: Tensor | None, weights: LossConfig):
-        self.labels, self.weights = labels, weights
-        self.alive = torch.ones_like(labels[:, 0], dtype=torch.bool)  # every head so far was right
-        self.p: Tensor | None = None
-        if teacher is not None:
-            log_p = teacher.float().log_softmax(-1)
-            self.p = log_p.exp()  # [B, L, V]
-            self.entropy = -(self.p * log_p).sum(-1)  # [B, L]
+    def __init__(
+        self,
+        labels: Tensor,
+        hidden: Tensor,
+        logits: Callable[[Tensor], Tensor],
+        weights: LossConfig,
+        chunk: int | None = None,
+    ):
+        self.labels, self.hidden, self.logits, self.weights, self.chunk = labels, hidden, logits, weights, chunk
 
-    def __call__(self, index: int, logits: Tensor) -> dict[str, Tensor]:  # [B, S, V] -> scalars
-        logits = logits.float()
-        labels = self.labels[:, index]
-        counted = labels != IGNORE
-        normaliser = logits.logsumexp(-1)
-        loss = logits.new_zeros(())
-        sums = {"count": counted.sum()}
-        if self.weights.cross_entropy:
-            chosen = logits.gather(2, labels.clamp_min(0)[..., None])[..., 0]
-            loss = loss + self.weights.cross_entropy * ((normaliser - chosen) * counted).sum()
-        if self.p is not None:
-            span = slice(index + 1, index + 1 + labels.shape[1])
-            p = self.p[:, span]
-            # KL(p || q) = sum p log p - sum p z + log sum exp z
-            divergence = normaliser - (p * logits).sum(-1) - self.entropy[:, span]
-            loss = loss + self.weights.kl * (divergence * counted).sum()
-            if not torch.is_grad_enabled():
-                # Acceptance of a sampled draft is the overlap of the two laws (2211.17192, corollary 3.6).
-                q = (logits - normaliser[..., None]).exp()
-                sums["overlap"] = (torch.minimum(p, q).sum(-1) * counted).sum()
-        hit = (logits.argmax(-1) == labels) & counted
-        self.alive = self.alive & hit
-        return {"loss": loss, "hits": hit.sum(), "prefix_hits": self.alive.sum(), **sums}
+    def __call__(self, features: list[Tensor], outputs: list[nn.Linear]) -> dict[str, Tensor]:
+        """[B, S, I] and [V, I] of each head -> `objective` (a scalar, to be minimised) and sums of each head, [N].
+
+        The sums: loss, count, hits, prefix_hits (every head up to this one was right) and, where gradients are off
+        and the target's law is at hand, overlap.
+        """
+        batch, heads, length = self.labels.shape
+        total = length + heads - 1  # u = 1 .. total
+
+        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * total, ...]
+            padding = [0, 0] * (x.ndim - 2) + [index, heads - 1 - index]
+            return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
+
+        labels = torch.stack([by_u(self.labels[:, i], i, IGNORE) for i in range(heads)])  # [N, B * total]
+        kept = (labels != IGNORE).any(0).nonzero()[:, 0]
+        hidden = self.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
+        inputs = [by_u(x, i, 0.0)[kept] for i, x in enumerate(features)]
+        matrices = list({id(output): output.weight for output in outputs}.values())
+        which = [next(j for j, matrix in enumerate(matrices) if matrix is output.weight) for output in outputs]
+        objective, loss, hit, accepted = _Chunked.apply(
+            self, hidden, labels[:, kept], which, torch.is_grad_enabled(), *inputs, *matrices
+        )
+
+        def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
+            whole = x.new_zeros(heads, batch * total)
+            whole[:, kept] = x
+            return torch.stack([row.view(batch, total)[:, i : i + length] for i, row in enumerate(whole)])
+
+        hits = by_t(hit)
+        sums = {
+            "objective": objective,
+            "loss": loss.sum(1),
+            "count": (labels != IGNORE).sum(1),
+            "hits": hits.sum((1, 2)),
+            "prefix_hits": hits.cumprod(0).sum((1, 2)),
+        }
+        return sums if torch.is_grad_enabled() or not needs_law(self.weights) else sums | {"overlap": accepted.sum(1)}
+
+
+class _Chunked(torch.autograd.Function):
+    """Chunk by chunk: logits, losses and at once their gradients, so that nothing of a chunk outlives it."""
+
+    @staticmethod
+    def forward(ctx: Any, measure: Measure, hidden: Tensor, labels: Tensor, which: list[int], train: bool, *tensors):
+        heads, kept = labels.shape
+        features, matrices = tensors[:heads], tensors[heads:]
+        vocabulary, device, weights = matrices[0].shape[0], labels.device, measure.weights
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else matrices[0].dtype
+        cast = [matrix.to(dtype) for matrix in matrices]
+        d_features = [torch.zeros_like(x) for x in features] if train else []
+        d_matrices = [torch.zeros_like(matrix) for matrix in matrices] if train else []
+        loss, accepted = (torch.zeros(heads, kept, device=device, dtype=matrices[0].dtype) for _ in range(2))
+        hit = torch.zeros(heads, kept, dtype=torch.long, device=device)
+        chunk = measure.chunk or max(1, _CHUNK.get(device.type, _CHUNK_ON_GPU) // vocabulary)
+        for start in range(0, kept, chunk):
+            span = slice(start, start + chunk)
+            target = law(measure.logits(hidden[span]), weights.kl_temperature) if needs_law(weights) else None
+            for i in range(heads):
+                counted = labels[i, span] != IGNORE
+                x = features[i][span].to(dtype)
+                z = (x @ cast[which[i]].T).to(loss.dtype).requires_grad_(train)
+                with torch.set_grad_enabled(train):
+                    each = loss_per_token(z, labels[i, span].clamp_min(0), target, weights) * counted
+                    total = each.sum() * weights.head_decay**i
+                loss[i, span] = each.detach()
+                hit[i, span] = (z.argmax(-1) == labels[i, span]).long()
+                if train:
+                    (d_z,) = torch.autograd.grad(total, z)
+                    d_z = d_z.to(dtype)
+                    d_features[i][span] = (d_z @ cast[which[i]]).to(x.dtype)
+                    _add_outer(d_matrices[which[i]], d_z, x)
+                elif target is not None:
+                    accepted[i, span] = overlap(z.log_softmax(-1), target.p) * counted
+        ctx.save_for_backward(*d_features, *d_matrices)
+        ctx.mark_non_differentiable(loss, hit, accepted)
+        decay = torch.tensor([weights.head_decay**i for i in range(heads)], dtype=loss.dtype, device=device)
+        return (loss.sum(1) * decay).sum(), loss, hit, accepted
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_objective: Tensor, *_: Tensor):
+        return None, None, None, None, None, *(gradient.mul_(d_objective) for gradient in ctx.saved_tensors)
+
+
+def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]
+    """In blocks of the vocabulary: a whole product would be a second matrix of the size of `total`."""
+    if total.dtype == x.dtype:
+        total.addmm_(d_z.T, x)
+        return
+    for start in range(0, len(total), _OUTER_ROWS):
+        span = slice(start, start + _OUTER_ROWS)
+        total[span] += d_z[:, span].T @ x
 
 
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:  # each [N]

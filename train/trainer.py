@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from speculator.errors import UserError
 from speculator.heads import Speculator
@@ -17,18 +18,29 @@ from speculator.target import Target
 from train.checkpoint import seal
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align, summarise
+from train.timing import Stopwatch
 
 
 class Collator:
-    """Rows into tensors, with every head's labels: `labels` [B, N, S] is also what the Trainer counts."""
+    """Rows into tensors, with every head's labels: `labels` [B, N, S] is also what the Trainer counts.
+
+    Rows are {"input_ids"} and may have a "loss_mask" and "document_ids"; shorter rows are filled up on the right, where
+    causal attention keeps the filling from being seen and the mask keeps it from being learnt.
+    """
 
     def __init__(self, n_predict: int):
         self.n_predict = n_predict
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        input_ids = torch.tensor([row["input_ids"] for row in rows])
-        document_ids = torch.tensor([row["document_ids"] for row in rows])
-        return {"input_ids": input_ids, "labels": align(input_ids, document_ids, self.n_predict)}
+        length = max(self.n_predict + 2, *(len(row["input_ids"]) for row in rows))
+
+        def column(name: str, default: int) -> Tensor:  # [B, L]
+            lists = [row.get(name) or [default] * len(row["input_ids"]) for row in rows]
+            return torch.tensor([values + [0] * (length - len(values)) for values in lists])
+
+        input_ids = column("input_ids", 0)
+        labels = align(input_ids, column("document_ids", 0), column("loss_mask", 1), self.n_predict)
+        return {"input_ids": input_ids, "labels": labels}
 
 
 class SpeculatorTrainer(Trainer):
@@ -59,6 +71,8 @@ class SpeculatorTrainer(Trainer):
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
+        self._step_time, self._target_time = Stopwatch(self.args.device), Stopwatch(self.args.device)
+        self.add_callback(StepTime(self._step_time))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
@@ -72,15 +86,17 @@ class SpeculatorTrainer(Trainer):
     ) -> Any:
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         length = labels.shape[-1]
-        hidden = self.target.hidden(input_ids)
-        teacher = self.target.logits(hidden) if self.loss_weights.kl or not model.training else None
-        sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], Measure(labels, teacher, self.loss_weights))
+        with self._target_time if model.training else nullcontext():
+            hidden = self.target.hidden(input_ids)
+        measure = Measure(labels, hidden, self.target.logits, self.loss_weights)
+        sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], measure)
+        objective = sums.pop("objective")
         self._add("train" if model.training else "eval", sums)
         heads = labels.shape[1]
         items = (labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
         # Per position, summed over heads: all heads' labels are counted together, and they hardly differ in number.
-        loss = sums["loss"].sum() * heads * scale / items.clamp_min(1)
+        loss = objective * heads * scale / items.clamp_min(1)
         if not torch.isfinite(loss):
             raise UserError(
                 f"the loss became {loss.item()} at step {self.state.global_step}; what {self.args.output_dir} holds is "
@@ -102,6 +118,7 @@ class SpeculatorTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and "learning_rate" in logs:
             logs |= self._take("train")
+            logs["step_over_target"] = self._step_time.take() / self._target_time.take()
         super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +152,19 @@ class SpeculatorTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
 
+class StepTime(TrainerCallback):
+    """Times optimiser steps: all forward and backward passes of one, and the update."""
+
+    def __init__(self, stopwatch: Stopwatch):
+        self.stopwatch = stopwatch
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.stopwatch.__enter__()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.stopwatch.__exit__()
+
+
 class ProgressLine(ProgressCallback):
     """The progress bar, and one line per log that says what matters."""
 
@@ -153,7 +183,7 @@ class ProgressLine(ProgressCallback):
             real, sampled = logs["eval_tokens_per_step"], logs["eval_tokens_per_step_sampled"]
             parts.append(f"real tokens/step {real:.2f} greedy, {sampled:.2f} at temperature 1")
         else:
-            parts.append(f"lr {logs['learning_rate']:.1e}")
+            parts.append(f"lr {logs['learning_rate']:.1e} | step/target {logs['step_over_target']:.1f}")
         self.training_bar.write(" | ".join(parts))
 
 

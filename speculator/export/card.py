@@ -118,6 +118,10 @@ def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
     length = (settings.get("data") or {}).get("seq_length") or config.trained_length or 0
     for name, stage in stages.items():
         steps = stage.get("max_steps", 0)
+        if not steps:
+            continue
+        generated = stage.get("generate")  # a stage on the target's own text has rows of another length
+        length = generated["prompt_tokens"] + generated["max_new_tokens"] if generated else length
         rows = stage.get("per_device_train_batch_size", 0) * stage.get("gradient_accumulation_steps", 1) * processes
         rate = f"{stage.get('learning_rate', 0):g}, {stage.get('lr_scheduler_type', '')}".rstrip(", ")
         lines.append(f"| {name} | {steps:,} | {rows} of {length} tokens | {steps * rows * length:,} | {rate} |")

@@ -149,14 +149,19 @@ class Speculator(PreTrainedModel, ABC):
         self,
         hidden: Tensor,  # [B, S, D]
         tokens: Tensor,  # [B, S+N-1]
-        measure: Callable[[int, Tensor], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:  # each [N]
-        """What a trainer wraps: `measure(i, logits_i [B, S, V])` gives sums (of a loss, of hits), stacked over steps.
+        measure: Callable[[list[Tensor], list[nn.Linear]], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """What a trainer wraps: `measure` of every step's features, [B, S, I] each, and output matrix.
 
-        The measuring happens in here, so that a data-parallel wrapper sees the losses as this module's output.
+        The measuring happens in here, so that a data-parallel wrapper sees the losses as this module's output; the
+        logits are left to it, which need not have all of them at once.
         """
-        measured = [measure(i, logits) for i, logits in enumerate(self.unroll(hidden, tokens))]
-        return {name: torch.stack([sums[name] for sums in measured]) for name in measured[0]}
+        length = hidden.shape[1]
+        state, features = self.start(hidden), []
+        for i in range(self.n_predict):
+            state = self.advance(i, state, tokens[:, i : i + length])
+            features.append(self.features(i, state))
+        return measure(features, [self.output(i) for i in range(self.n_predict)])
 
     def logits(
         self,

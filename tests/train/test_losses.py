@@ -1,75 +1,253 @@
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align, summarise
 
-N, L, V = 2, 8, 11
+N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
+S = L - N - 1
+
+
+def ones(x):
+    return torch.ones_like(x)
 
 
 def test_align_shows_the_shift_of_the_docstring():
     x = torch.arange(L)[None]
-    labels = align(x, torch.zeros_like(x), N)
-    assert labels.tolist() == [[[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]]
+    assert align(x, torch.zeros_like(x), ones(x), N).tolist() == [[[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]]
 
 
 def test_no_label_crosses_a_document():
     x = torch.arange(L)[None]
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
-    ignored = IGNORE
-    assert align(x, documents, N).tolist() == [[[2, 3, ignored, ignored, 6], [3, ignored, ignored, ignored, 7]]]
+    no = IGNORE
+    assert align(x, documents, ones(x), N).tolist() == [[[2, 3, no, no, 6], [3, no, no, no, 7]]]
 
 
-def batch():
-    torch.manual_seed(0)
-    x = torch.randint(V, (3, L))
-    labels = align(x, torch.zeros_like(x), N)
-    return labels, torch.randn(3, L, V), torch.randn(N, 3, L - N - 1, V)
+def test_a_head_learns_only_where_the_target_speaks_from_the_token_that_it_reads_on():
+    x = torch.arange(L)[None]
+    speaks = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0]])
+    no = IGNORE
+    assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no], [no, no, 5, no, no]]]
 
 
-def test_cross_entropy_is_torchs():
-    labels, _, logits = batch()
-    measure = Measure(labels, None, LossConfig(cross_entropy=1.0, kl=0.0))
-    for i in range(N):
-        expected = F.cross_entropy(logits[i].flatten(0, 1), labels[:, i].flatten(), reduction="sum")
-        torch.testing.assert_close(measure(i, logits[i])["loss"], expected)
+class Case:
+    """A head's features and output matrices, and a target's states and lm_head, in float64."""
+
+    def __init__(self, tied: bool = False, masked: bool = True):
+        generator = torch.Generator().manual_seed(0)
+        randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        x = torch.randint(V, (B, L), generator=generator)
+        mask = torch.rand(B, L, generator=generator) < (0.8 if masked else 1.1)
+        self.labels = align(x, torch.zeros_like(x), mask, N)
+        self.hidden, self.lm_head = randn(B, L, D), randn(V, D)
+        self.features = [randn(B, S, I).requires_grad_() for _ in range(N)]
+        self.outputs = [nn.Linear(I, V, bias=False, dtype=torch.float64) for _ in range(1 if tied else N)]
+        self.outputs = [self.outputs[min(i, len(self.outputs) - 1)] for i in range(N)]
+
+    def measure(self, weights: LossConfig, chunk: int | None = None) -> dict:
+        return Measure(self.labels, self.hidden, lambda h: h @ self.lm_head.T, weights, chunk)(
+            self.features, self.outputs
+        )
+
+    def naive(self, loss) -> torch.Tensor:
+        """The sum over heads of `loss(z, p, label)`, all logits at once, as the docstring's alignment has it."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(N):
+            z = self.outputs[i](self.features[i])
+            teacher = self.hidden[:, i + 1 : i + 1 + S] @ self.lm_head.T
+            each = loss(z, teacher, self.labels[:, i].clamp_min(0))
+            total = total + (each * (self.labels[:, i] != IGNORE)).sum()
+        return total
+
+    def gradients(self, objective: torch.Tensor) -> list[torch.Tensor]:
+        matrices = list({id(o): o.weight for o in self.outputs}.values())
+        return list(torch.autograd.grad(objective, [*self.features, *matrices]))
 
 
-def test_kl_is_torchs_against_the_law_of_the_labels_own_position():
-    """Head i at t is taught by the state that chose its label: position t+1+i."""
-    labels, teacher, logits = batch()
-    measure = Measure(labels, teacher, LossConfig(cross_entropy=0.0, kl=1.0))
-    for i in range(N):
-        law = torch.stack([teacher[:, t + 1 + i].softmax(-1) for t in range(L - N - 1)], dim=1)
-        expected = F.kl_div(logits[i].log_softmax(-1), law, reduction="sum")
-        torch.testing.assert_close(measure(i, logits[i])["loss"], expected)
+def hard(z, teacher, label):
+    return F.cross_entropy(z.flatten(0, 1), label.flatten(), reduction="none").view(label.shape)
+
+
+def divergence(z, teacher, label, t=1.0):
+    return t * t * F.kl_div((z / t).log_softmax(-1), (teacher / t).softmax(-1), reduction="none").sum(-1)
+
+
+def rejection(z, teacher, label):
+    return 0.5 * (z.softmax(-1) - teacher.softmax(-1)).abs().sum(-1)
+
+
+def hybrid(z, teacher, label):
+    kept = 1 - rejection(z, teacher, label)
+    share = torch.exp(-3 * kept.detach())
+    return share * divergence(z, teacher, label) + (1 - share) * (1 - kept)
+
+
+def mix(z, teacher, label):
+    return 0.3 * hard(z, teacher, label) + 0.5 * divergence(z, teacher, label) + 2 * rejection(z, teacher, label)
+
+
+CASES = {
+    "cross-entropy": (LossConfig(cross_entropy=1, kl=0), hard),
+    "kl": (LossConfig(kl=1), divergence),
+    "kl at temperature 2": (LossConfig(kl=1, kl_temperature=2), lambda *x: divergence(*x, t=2.0)),
+    "total variation": (LossConfig(kl=0, total_variation=1), rejection),
+    "lk": (LossConfig(kl=0, lk=1), hybrid),
+    "mix": (LossConfig(cross_entropy=0.3, kl=0.5, total_variation=2), mix),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_the_chunked_loss_and_its_gradients_are_the_naive_ones(name, tied, chunk):
+    case, (weights, loss) = Case(tied), CASES[name]
+    sums, expected = case.measure(weights, chunk), case.naive(loss)
+    torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(sums["loss"].sum(), expected, rtol=0, atol=1e-9)
+    for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
+def test_later_heads_count_less_in_what_is_minimised_and_whole_in_what_is_reported():
+    case = Case()
+    even = case.measure(LossConfig(cross_entropy=1, kl=0))
+    decayed = case.measure(LossConfig(cross_entropy=1, kl=0, head_decay=0.5))
+    torch.testing.assert_close(decayed["loss"], even["loss"])
+    expected = even["loss"][0] + 0.5 * even["loss"][1]
+    torch.testing.assert_close(decayed["objective"], expected)
+    (even_gradient,) = torch.autograd.grad(even["objective"], case.features[1])
+    (decayed_gradient,) = torch.autograd.grad(decayed["objective"], case.features[1])
+    torch.testing.assert_close(decayed_gradient, even_gradient / 2)
+
+
+def test_cross_entropy_alone_leaves_the_targets_lm_head_alone():
+    case = Case()
+
+    def never(hidden):
+        raise AssertionError("the lm_head was called")
+
+    Measure(case.labels, case.hidden, never, LossConfig(cross_entropy=1, kl=0))(case.features, case.outputs)
 
 
 def test_a_perfect_student_has_no_divergence_and_full_overlap():
-    labels, teacher, _ = batch()
-    measure = Measure(labels, teacher, LossConfig(cross_entropy=0.0, kl=1.0))
+    case = Case()
+    case.features = [case.hidden[:, i + 1 : i + 1 + S] for i in range(N)]
+    case.outputs = [nn.Linear(D, V, bias=False, dtype=torch.float64)] * N
+    case.outputs[0].weight.data = case.lm_head
     with torch.no_grad():
-        sums = measure(0, teacher[:, 1 : L - N])
-    assert abs(sums["loss"]) < 1e-4
-    torch.testing.assert_close(sums["overlap"], sums["count"].float())
+        sums = case.measure(LossConfig(kl=1), 4)
+    assert sums["loss"].abs().max() < 1e-9
+    torch.testing.assert_close(sums["overlap"], sums["count"].double())
 
 
-def test_masked_positions_count_nowhere():
-    labels, teacher, logits = batch()
-    masked = labels.clone()
-    masked[:, :, 2:] = IGNORE
-    whole = Measure(masked, teacher, LossConfig(1.0, 1.0))(0, logits[0])
-    part = Measure(labels[:, :, :2], teacher, LossConfig(1.0, 1.0))(0, logits[0][:, :2])
-    for name, value in part.items():
-        torch.testing.assert_close(whole[name], value)
+def test_a_batch_without_labels_gives_zeros():
+    case = Case()
+    case.labels = torch.full_like(case.labels, IGNORE)
+    sums = case.measure(LossConfig(kl=1))
+    assert sums["objective"] == 0
+    assert sums["count"].sum() == 0
+    assert all((gradient == 0).all() for gradient in case.gradients(sums["objective"]))
 
 
 def test_prefix_accuracy_needs_every_head_before():
     labels = torch.tensor([[[1, 1, 1, 1], [2, 2, 2, 2]]])
+    identity = nn.Linear(V, V, bias=False)
+    identity.weight.data = torch.eye(V)
     choose = lambda tokens: F.one_hot(torch.tensor([tokens]), V).float()  # noqa: E731
-    measure = Measure(labels, None, LossConfig(1.0, 0.0))
-    sums = [measure(0, choose([1, 1, 0, 0])), measure(1, choose([2, 0, 2, 0]))]
-    figures = summarise({name: torch.stack([s[name] for s in sums]) for name in sums[0]})
+    measure = Measure(labels, torch.zeros(1, 7, D), lambda h: h, LossConfig(cross_entropy=1, kl=0), chunk=2)
+    figures = summarise(measure([choose([1, 1, 0, 0]), choose([2, 0, 2, 0])], [identity, identity]))
     assert figures["head1/accuracy"] == 0.5
     assert figures["head1/prefix_accuracy"] == 0.25
     assert figures["simulated_tokens_per_step"] == 1 + 0.5 + 0.25
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_under_autocast_gradients_are_float32_and_close(name):
+    """bfloat16 moves a tie of p and q to its other side, where total variation has a kink: hence the width."""
+
+    weights, loss = CASES[name]
+    case = Case(masked=False)
+    exact = case.gradients(case.naive(loss))
+    case.features = [x.detach().float().requires_grad_() for x in case.features]
+    case.outputs = [output.float() for output in case.outputs]
+    case.hidden, case.lm_head = case.hidden.float(), case.lm_head.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        objective = case.measure(weights, 4)["objective"]
+    for got, wanted in zip(case.gradients(objective), exact, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - wanted).norm() < 0.1 * wanted.norm()
+
+
+_WORKER = """
+import sys, torch, torch.distributed as dist
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from train.config import LossConfig
+from train.losses import Measure
+
+case = torch.load(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+head = MLPSpeculator(MLPSpeculatorConfig(**case["config"])).double()
+head.load_state_dict(case["state"])
+hidden, ids, labels = (case[name][rank::2] for name in ("hidden", "ids", "labels"))
+wrapped = torch.nn.parallel.DistributedDataParallel(head)
+gradients = []
+for weights in case["weights"]:
+    head.zero_grad()
+    measure = Measure(labels, hidden, lambda h: h @ case["lm_head"].T, LossConfig(**weights), chunk=5)
+    objective = wrapped(hidden[:, : labels.shape[-1]], ids[:, 1:-1], measure)["objective"]
+    (objective * dist.get_world_size()).backward()  # the wrapper takes the mean over processes
+    gradients.append({name: p.grad.clone() for name, p in head.named_parameters()})
+if rank == 0:
+    torch.save(gradients, sys.argv[2])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory):
+    """A head, a batch of four rows, and its gradients of every loss in CASES as two processes make them."""
+    folder = tmp_path_factory.mktemp("two")
+    torch.manual_seed(0)
+    config = {"vocab_size": V, "emb_dim": D, "inner_dim": I, "n_predict": N}
+    head = MLPSpeculator(MLPSpeculatorConfig(**config)).double()
+    ids = torch.randint(V, (4, L))
+    labels = align(ids, torch.zeros_like(ids), torch.rand(4, L) < 0.9, N)
+    hidden, lm_head = torch.randn(4, L, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
+    weights = [asdict(weights) for weights, _ in CASES.values()]
+    case = {"config": config, "state": head.state_dict(), "hidden": hidden, "ids": ids, "labels": labels}
+    torch.save({**case, "lm_head": lm_head, "weights": weights}, folder / "case.pt")
+    (folder / "worker.py").write_text(_WORKER)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    argv = [*launcher, str(folder / "worker.py"), str(folder / "case.pt"), str(folder / "gradients.pt")]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(argv, cwd=root, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return head, hidden, ids, labels, lm_head, torch.load(folder / "gradients.pt")
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=list(CASES))
+def test_gradients_on_two_processes_are_those_of_all_logits_at_once(on_two_processes, index):
+    head, hidden, ids, labels, lm_head, gradients = on_two_processes
+    loss = list(CASES.values())[index][1]
+    head.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, z in enumerate(head.unroll(hidden[:, :S], ids[:, 1:-1])):
+        each = loss(z, hidden[:, i + 1 : i + 1 + S] @ lm_head.T, labels[:, i].clamp_min(0))
+        total = total + (each * (labels[:, i] != IGNORE)).sum()
+    total.backward()
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(gradients[index][name], parameter.grad, rtol=0, atol=1e-9)

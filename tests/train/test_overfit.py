@@ -22,13 +22,14 @@ def overfit(architecture: str, shift: int, shape: Shape | None = None) -> float:
     config_class, head_class = ARCHITECTURES[architecture]
     config = config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=64, n_predict=3)
     head = head_class(config)
-    labels = align(row, torch.zeros_like(row), config.n_predict).roll(shift, dims=-1)
-    hidden = target.hidden(row)[:, : labels.shape[-1]]
+    labels = align(row, torch.zeros_like(row), torch.ones_like(row), config.n_predict).roll(shift, dims=-1)
+    hidden = target.hidden(row)
+    measure = Measure(labels, hidden, target.logits, LossConfig(cross_entropy=1.0, kl=0.0))
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(300):
         optimiser.zero_grad()
-        sums = head(hidden, row[:, 1:-1], Measure(labels, None, LossConfig(cross_entropy=1.0, kl=0.0)))
-        (sums["loss"] / sums["count"]).sum().backward()
+        sums = head(hidden[:, : labels.shape[-1]], row[:, 1:-1], measure)
+        (sums["objective"] / sums["count"][0]).backward()
         optimiser.step()
     return generate(target, HeadDrafter(head, shape), [PROMPT], max_new_tokens=60).tokens_per_step
 

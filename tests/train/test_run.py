@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from train.run import _best_of_finished
+from train.stages import _best_of_finished
 
 ROOT = Path(__file__).parents[2]
 _PROGRESS = re.compile(r"Generating|Saving the dataset|^$")  # bars of the datasets library
@@ -22,6 +22,15 @@ SIZES = {
     "data.seq_length": 64,
     "data.max_tokens": 40_000,
     "stage1.max_steps": 20,
+    "stage2.max_steps": 10,
+    "stage2.per_device_train_batch_size": 8,
+    "stage2.warmup_steps": 2,
+    "stage2.logging_steps": 5,
+    "stage2.eval_steps": 5,
+    "stage2.save_steps": 5,
+    "stage2.generate.max_rows": 80,
+    "stage2.generate.prompt_tokens": 16,
+    "stage2.generate.max_new_tokens": 32,
     "stage1.per_device_train_batch_size": 8,
     "stage1.warmup_steps": 2,
     "stage1.logging_steps": 5,
@@ -68,10 +77,10 @@ def finished(command, tmp_path_factory) -> Path:
     return folder
 
 
-def state_of(folder: Path, step: int) -> tuple[dict, list[dict]]:
-    checkpoint = folder / "stage1" / f"checkpoint-{step}"
+def state_of(folder: Path, step: int, stage: str = "stage1") -> tuple[dict, list[dict]]:
+    checkpoint = folder / stage / f"checkpoint-{step}"
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    timing = ("runtime", "per_second")
+    timing = ("runtime", "per_second", "step_over_target")
     clean = [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in history]
     return load_file(checkpoint / "model.safetensors"), clean
 
@@ -91,7 +100,12 @@ def test_a_run_leaves_its_folder_as_documented(finished):
         "acceptance.png",
         "speed.png",
     }
-    assert list((finished / "wandb").glob("offline-run-*")), "wandb keeps its files in the run's folder, offline"
+    ids = [(finished / stage / "wandb_id").read_text() for stage in ("stage1", "stage2")]
+    runs = [path.name.split("-")[-1] for path in sorted((finished / "wandb").glob("offline-run-*"))]
+    assert runs == ids, "wandb keeps a run for each stage in the run's folder, offline"
+    manifest = json.loads((finished / "generated" / "manifest.json").read_text())
+    assert manifest["rows"] == 80
+    assert manifest["tokens_per_second"].keys() == {"speculative", "same_loop"}
 
 
 def test_the_report_holds_what_scripts_read(finished):
@@ -111,7 +125,7 @@ def test_the_best_of_a_stage_cut_off_after_its_last_step_is_found(finished):
     """Nothing is trained again: the best checkpoint that the last one names is the head."""
     last = finished / "stage1" / "checkpoint-20"
     best = _best_of_finished(last, max_steps=20)
-    expected = load_file(finished / "speculator" / "model.safetensors")
+    expected = load_file(finished / "stage1" / "speculator" / "model.safetensors")
     found = load_file(best / "model.safetensors")
     assert all((found[name] == value).all() for name, value in expected.items())
     assert _best_of_finished(last, max_steps=21) is None
@@ -143,28 +157,53 @@ def test_another_config_in_the_same_folder_is_refused_by_key(finished, command):
     assert "--overwrite_output_dir" in done.stderr
 
 
-def test_killed_and_resumed_past_a_damaged_checkpoint_is_bit_identical(finished, command, tmp_path):
-    folder = tmp_path / "killed"
-    argv, environment = command(folder)
+def kill_when(built, moment) -> None:
+    """Start a run and kill it, with no chance to tidy up, as soon as `moment` says so."""
+    argv, environment = built
     process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    seal = folder / "stage1" / "checkpoint-10" / "checksums.json"
     deadline = time.monotonic() + 240
-    while not seal.exists() and time.monotonic() < deadline:
+    while not moment():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
+
+
+def test_killed_in_each_stage_and_while_generating_the_result_is_bit_identical(finished, command, tmp_path):
+    folder = tmp_path / "killed"
+    kill_when(command(folder), (folder / "stage1" / "checkpoint-10" / "checksums.json").exists)
     damaged = max((folder / "stage1").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000] if weights.exists() else b"")
+    kill_when(command(folder), lambda: any((folder / "generated").glob("batches/0*.json")))
+    assert not (folder / "generated" / "manifest.json").exists()
+    kill_when(command(folder), (folder / "stage2" / "checkpoint-5" / "checksums.json").exists)
 
+    done = run(command(folder))
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stderr
+    for stage, last in (("stage1", 20), ("stage2", 10)):
+        weights, history = state_of(folder, last, stage)
+        expected_weights, expected_history = state_of(finished, last, stage)
+        assert history == expected_history
+        assert all((weights[name] == value).all() for name, value in expected_weights.items())
+    head, expected = (load_file(run / "speculator" / "model.safetensors") for run in (folder, finished))
+    assert all((head[name] == value).all() for name, value in expected.items())
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(finished, command, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished, folder)
+    for made in ("eval", "speculator", "stage1/speculator", "stage2", "generated"):
+        shutil.rmtree(folder / made)
+    damaged = folder / "stage1" / "checkpoint-20"
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     done = run(command(folder))
     assert done.returncode == 0, done.stderr
     assert f"passing over {damaged}" in done.stderr
     assert "going on from" in done.stderr
-    weights, history = state_of(folder, 20)
-    expected_weights, expected_history = state_of(finished, 20)
-    assert history == expected_history
-    assert all((weights[name] == value).all() for name, value in expected_weights.items())
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (1, 2)])
@@ -172,6 +211,7 @@ def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command,
     """Losses, metrics, gradient norms (which would show a wrong scale that Adam hides) and weights."""
     folder = tmp_path / "cut"
     sizes = {"stage1.per_device_train_batch_size": 4, "stage1.gradient_accumulation_steps": accumulation}
+    sizes |= {"stage2.max_steps": 0}
     done = run(command(folder, processes=processes, **sizes))
     assert done.returncode == 0, done.stderr
     assert f"{processes} process" in done.stderr

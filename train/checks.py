@@ -1,0 +1,89 @@
+"""What can be wrong with a run's input, looked at before its folder is taken: one line each."""
+
+from __future__ import annotations
+
+import datasets
+
+from speculator.errors import UserError
+from speculator.target import Target
+from train.config import RunConfig, StageConfig
+
+
+def settings(config: RunConfig) -> None:
+    """What is wrong with the settings by themselves."""
+    head, generate = config.speculator, config.stage2.generate
+    _stage("stage1", config.stage1)
+    if config.stage2.max_steps:
+        _stage("stage2", config.stage2)
+        _positive("stage2.generate", generate, "max_rows", "prompt_tokens", "max_new_tokens", "batch_size")
+        if not 0 <= generate.draft_length <= head.n_predict:
+            raise UserError(f"stage2.generate.draft_length must be in 0..{head.n_predict}, what the head can draft")
+        if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
+            raise UserError(f"stage2.generate: its rows are too short for {head.n_predict} heads")
+    _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
+    _positive("speculator", head, "n_predict")
+    if head.tie_weights and head.n_predict == 1:
+        raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
+    if head.architecture == "lstm" and not head.tie_weights:
+        raise UserError("speculator.tie_weights must be true: there is no untied LSTM head")
+    if head.warm_start and head.initialise != "random":
+        raise UserError("speculator.warm_start and speculator.initialise target are two beginnings: choose one")
+    if config.data.seq_length < head.n_predict + 2:
+        raise UserError(f"data.seq_length {config.data.seq_length} is too short for {head.n_predict} heads")
+    losses = ("cross_entropy", "kl", "total_variation", "lk")
+    if any(getattr(config.loss, name) < 0 for name in losses) or not any(getattr(config.loss, n) for n in losses):
+        raise UserError(f"loss: {', '.join(losses)} must not be negative, nor all 0: nothing to train on")
+    if config.loss.kl_temperature <= 0 or config.loss.head_decay <= 0:
+        raise UserError("loss.kl_temperature and loss.head_decay must be above 0")
+    if config.eval.max_new_tokens < 2:
+        raise UserError("eval.max_new_tokens must be at least 2: the first new token is the prefill's")
+
+
+def _stage(name: str, stage: StageConfig) -> None:
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    _positive(name, stage, "max_steps", "logging_steps", "eval_steps", "save_steps", *batch)
+    if stage.save_total_limit < 2:
+        raise UserError(f"{name}.save_total_limit must be at least 2: a checkpoint is not whole while it is written")
+    if stage.save_steps % stage.eval_steps:
+        raise UserError(
+            f"{name}.save_steps ({stage.save_steps}) must be a multiple of {name}.eval_steps ({stage.eval_steps}): "
+            "the best checkpoint is chosen by its evaluation"
+        )
+
+
+def _positive(section: str, values: object, *names: str) -> None:
+    for name in names:
+        if getattr(values, name) < 1:
+            raise UserError(f"{section}.{name} must be at least 1")
+
+
+def fits_target(config: RunConfig, target: Target) -> None:
+    """What does not fit the target."""
+    if config.speculator.initialise == "target" and config.speculator.inner_dim not in (0, target.hidden_size):
+        raise UserError("speculator.initialise target needs speculator.inner_dim 0, which takes the target's size")
+    longest = {
+        "data.seq_length": config.data.seq_length,
+        "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
+    }
+    if config.stage2.max_steps:
+        generate = config.stage2.generate
+        name = "stage2.generate.prompt_tokens + stage2.generate.max_new_tokens"
+        longest[name] = generate.prompt_tokens + generate.max_new_tokens
+    for name, length in longest.items():
+        if length > target.context_length:
+            raise UserError(f"{name} is {length}, but {target.name} has a context of {target.context_length}")
+
+
+def enough_rows(
+    config: RunConfig, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, processes: int
+) -> None:
+    """What there is too little of."""
+    for name, have in (("stage1", len(train_rows)), ("stage2", config.stage2.generate.max_rows)):
+        stage: StageConfig = getattr(config, name)
+        batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
+        if stage.max_steps and have < batch:
+            raise UserError(
+                f"{have} rows to train on in {name} are less than one batch of {batch}; take more or a smaller batch"
+            )
+    if min(config.eval.validation_rows, len(validation_rows)) < processes:
+        raise UserError(f"{len(validation_rows)} validation rows are too few for {processes} processes")
