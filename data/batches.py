@@ -69,6 +69,12 @@ class Batches:
         hidden = not progress or not state().is_main_process or self._manifest.exists()
         self._bar = tqdm(desc="generating", unit="row", disable=hidden)
 
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
     def todo(self) -> list[int]:
         """The unfinished batches of this process."""
         share = range(state().process_index, len(self.rows), state().num_processes)

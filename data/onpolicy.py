@@ -83,29 +83,29 @@ def generate_rows(
         **record_of(sampling, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
     }
-    work = Batches(Path(folder), record, batches, progress)
 
     def decode(who: Drafter | None, batch: int, count: int = max_new_tokens) -> Generation:
         own = [replace(sampling, seed=seed + row) for row in batches[batch]]
         return generate(target, who, [prompts[row] for row in batches[batch]], own, max_new_tokens=count)
 
-    for batch in work.todo():
-        timed = drafter is not None and batch % _TIMED_EVERY == 0
-        if timed:  # the first pass through a shape allocates
-            decode(drafter, batch, 4), decode(None, batch, 4)
-        # Which of the two comes first changes from one timed batch to the next.
-        early = decode(None, batch) if timed and batch // _TIMED_EVERY % 2 else None
-        made = decode(drafter, batch)
-        plain = (early or decode(None, batch)) if timed else None
-        whole = [step for row in made.steps for step in row if not step.cut]
-        work.write(
-            batch,
-            made.tokens,
-            steps=[len(whole), sum(step.accepted + 1 for step in whole)],
-            speculative=_clock(made) if timed else None,
-            same_loop=_clock(plain or made) if timed or not drafter else None,
-        )
-    return work.finish(prompts, _summary)
+    with Batches(Path(folder), record, batches, progress) as work:
+        for batch in work.todo():
+            timed = drafter is not None and batch % _TIMED_EVERY == 0
+            if timed:  # the first pass through a shape allocates
+                decode(drafter, batch, 4), decode(None, batch, 4)
+            # Which of the two comes first changes from one timed batch to the next.
+            early = decode(None, batch) if timed and batch // _TIMED_EVERY % 2 else None
+            made = decode(drafter, batch)
+            plain = (early or decode(None, batch)) if timed else None
+            whole = [step for row in made.steps for step in row if not step.cut]
+            work.write(
+                batch,
+                made.tokens,
+                steps=[len(whole), sum(step.accepted + 1 for step in whole)],
+                speculative=_clock(made) if timed else None,
+                same_loop=_clock(plain or made) if timed or not drafter else None,
+            )
+        return work.finish(prompts, _summary)
 
 
 def record_of(sampling: Sampling, seed: int, max_new_tokens: int, prompts: list[list[int]]) -> dict[str, Any]:

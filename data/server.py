@@ -96,21 +96,21 @@ def fetch_rows(
     ids = [prompt.ids for prompt in prompts]
     record = {"target": target, "drafter": "server", **record_of(sampling, seed, max_new_tokens, ids)}
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
-    work = Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress)
-    if todo := work.todo():
-        server = _Server(url, target, tokenizer, sampling, max_new_tokens, concurrency)
-        pool = ThreadPoolExecutor(concurrency)
-        try:
-            server.probe(prompts, seed)
-            # All requests queue at once: a slow answer keeps no other row waiting, whichever batch it is in.
-            asked = [[pool.submit(server.ask, row, prompts[row], seed + row) for row in rows[batch]] for batch in todo]
-            for batch, answers in zip(todo, asked, strict=True):
-                work.write(batch, [answer.result() for answer in answers])
-        finally:
-            server.close()
-            pool.shutdown(cancel_futures=True)
     unknown = {"tokens_per_step": None, "tokens_per_second": {"speculative": None, "same_loop": None}}
-    return work.finish(ids, lambda _: unknown)
+    with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
+        if todo := work.todo():
+            server = _Server(url, target, tokenizer, sampling, max_new_tokens, concurrency)
+            pool = ThreadPoolExecutor(concurrency)
+            try:
+                server.probe(prompts, seed)
+                # All requests queue at once: a slow answer keeps no other row waiting, whichever batch it is in.
+                asked = [[pool.submit(server.ask, row, prompts[row], seed + row) for row in rows[i]] for i in todo]
+                for batch, answers in zip(todo, asked, strict=True):
+                    work.write(batch, [answer.result() for answer in answers])
+            finally:
+                server.close()
+                pool.shutdown(cancel_futures=True)
+        return work.finish(ids, lambda _: unknown)
 
 
 class _Server:
@@ -150,9 +150,11 @@ class _Server:
     def probe(self, prompts: Sequence[Prompt], seed: int) -> None:
         """Find out the model's name, the form of prompt to use, and whether the server samples."""
         try:
-            names = [model["id"] for model in self._answer("GET", "models")["data"]]
-        except (_RefusedError, KeyError, TypeError):
-            names = []
+            names = [model["id"] for model in self._answer("GET", "models", tries=3)["data"]]
+        except (UserError, KeyError, TypeError):
+            if not self._reached:
+                raise
+            names = []  # some servers have no list, or fail to make it
         self._model = names[0] if len(names) == 1 else self._target
         for chat in (False, True):
             of_kind = [prompt for prompt in prompts if bool(prompt.messages) == chat][:_PROBE_PROMPTS]
@@ -216,8 +218,8 @@ class _Server:
         except (KeyError, IndexError, TypeError, AttributeError):
             raise _RefusedError(f"an answer without a choice: {answer!r:.200}") from None
         if form.kind != "text" and read is not None and read != len(prompt.ids):
-            raise _RefusedError(
-                f"a prompt of {len(prompt.ids)} tokens was read as {read}: another tokenizer or chat template"
+            raise UserError(
+                f"{self.url} reads a prompt of {len(prompt.ids)} tokens as {read}: another tokenizer or chat template"
             )
         if message.get("reasoning_content") or message.get("reasoning"):
             raise _RefusedError("reasoning apart from the answer: start the server without a reasoning parser")
@@ -237,10 +239,12 @@ class _Server:
             raise _RefusedError("an empty answer")
         return new
 
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None = None, tries: int = _TRIES
+    ) -> dict[str, Any]:
         """The JSON that the server answers; tried again while the fault may pass."""
         fault = ""
-        for attempt in range(_TRIES):
+        for attempt in range(tries):
             if attempt:
                 self._closed.wait(_FIRST_DELAY * 2 ** (attempt - 1))
             if self._closed.is_set():

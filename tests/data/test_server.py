@@ -33,15 +33,25 @@ class StandIn(ThreadingHTTPServer):
         samples: whether the seed matters.
         misread: tokens too many in the usage.
         delay: seconds for each answer.
+        lists: whether it can tell its models.
     """
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, takes=("ids", "text", "messages"), extended=True, faults=(), samples=True, misread=0, delay=0.0):
+    def __init__(
+        self,
+        takes=("ids", "text", "messages"),
+        extended=True,
+        faults=(),
+        samples=True,
+        misread=0,
+        delay=0.0,
+        lists=True,
+    ):
         super().__init__(("127.0.0.1", 0), Handler)
         self.takes, self.extended, self.faults, self.samples = takes, extended, list(faults), samples
-        self.misread, self.delay, self.lock = misread, delay, threading.Lock()
+        self.misread, self.delay, self.lists, self.lock = misread, delay, lists, threading.Lock()
         self.tokenizer = tiny_tokenizer()
         self.tokenizer.chat_template = TEMPLATE
         self.bodies: list[tuple[str, dict]] = []
@@ -67,7 +77,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def do_GET(self):
-        self.reply(200, {"data": [{"id": "the-model"}]})
+        if self.server.lists:
+            self.reply(200, {"data": [{"id": "the-model"}]})
+        else:
+            self.reply(500, {"error": "no cache folder to list"})
 
     def do_POST(self):
         server: StandIn = self.server
@@ -187,6 +200,12 @@ def test_samplers_are_asked_for_and_never_dropped(serve, tokenizer, tmp_path):
         fetched(serve(extended=False), tokenizer, tmp_path / "b", sampling=Sampling(1.0, top_k=5))
 
 
+def test_a_server_that_lists_no_models_is_asked_for_the_target(serve, tokenizer, tmp_path):
+    server = serve(lists=False)
+    fetched(server, tokenizer, tmp_path)
+    assert server.bodies[-1][1]["model"] == "target"
+
+
 def test_passing_faults_are_tried_again(serve, tokenizer, tmp_path):
     prompts = text_prompts(tokenizer)
     server = serve(faults=[503, 429, None, 500, None, 200, 200, 502, None, 429, 200, 503, 503])
@@ -226,8 +245,8 @@ def test_a_cold_temperature_may_give_the_same_text_twice(serve, tokenizer, tmp_p
 
 
 def test_a_prompt_that_the_server_refuses_is_named(serve, tokenizer, tmp_path):
-    server = serve(faults=[200] * 9)  # the form, and four prompts under two seeds
-    server.faults += [200, 200, 400]
+    probe = [200] * 3  # the form, and a prompt under two seeds
+    server = serve(faults=[*probe, 200, 200, 400])
     with pytest.raises(UserError, match=r"prompt [234]: 400 .*not now"):
         fetched(server, tokenizer, tmp_path)
 
@@ -246,7 +265,7 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     command = [sys.executable, "-m", "data", "generate", *flags, "--output", str(output), "--batch_size", "2"]
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-    while len(kept := list((output / "batches").glob("??????.json"))) < 5:
+    while len(kept := list((output / "batches").glob("0*.json"))) < 5:
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -254,7 +273,7 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     asked = len(server.bodies)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + 9  # and the probe
+    assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + 3  # and the probe
     from datasets import load_from_disk
 
     prompts = [Prompt(tokenizer(text)["input_ids"]) for text in texts]

@@ -1,0 +1,83 @@
+"""`python -m data generate` as users type it."""
+
+import json
+
+import pytest
+import torch
+from datasets import load_from_disk
+from transformers import AutoTokenizer
+
+from data.commands.generate import main
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+
+@pytest.fixture(scope="module")
+def head_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("head")
+    torch.manual_seed(1)
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+def test_text_is_cut_into_prompts_and_continued(target_folder, head_folder, text_file, tmp_path, capsys, drafting):
+    flags = ["--target", str(target_folder), "--sources", str(text_file), "--output", str(tmp_path / "out")]
+    flags += ["--speculator", str(head_folder), "--draft_length", "2"] if drafting else []
+    sizes = ["--max_rows", "5", "--prompt_tokens", "16", "--max_new_tokens", "8", "--batch_size", "2", "--top_k", "50"]
+    assert main([*flags, *sizes]) == 0
+    rows = list(load_from_disk(tmp_path / "out" / "rows"))
+    assert [len(row["input_ids"]) for row in rows] == [len(row["loss_mask"]) for row in rows]
+    assert [row["loss_mask"].index(1) for row in rows] == [16] * 5
+    assert {tuple(row["input_ids"][:16]) for row in rows} != 1
+    text = AutoTokenizer.from_pretrained(target_folder).decode(rows[0]["input_ids"][:16])
+    assert text in "".join(json.loads(line)["text"] for line in text_file.read_text().splitlines())
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["sampling"]["top_k"] == 50
+    assert (manifest["tokens_per_second"]["speculative"] is not None) == drafting
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"5 rows, {manifest['tokens']} new tokens" in told
+    assert ("x)" in told) == drafting
+
+
+def test_prompts_come_from_a_file(target_folder, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "import os"}\n{"prompt": "def main():"}\n{"prompt": "x"}\n')
+    flags = ["--target", str(target_folder), "--prompts", str(file), "--output", str(tmp_path / "out")]
+    assert main([*flags, "--max_new_tokens", "4", "--max_rows", "2"]) == 0
+    rows = list(load_from_disk(tmp_path / "out" / "rows"))
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    for row, prompt in zip(rows, ["import os", "def main():"], strict=True):
+        ids = tokenizer(prompt)["input_ids"]
+        assert row["input_ids"][: len(ids)] == ids
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch_size", "0"], "--batch_size: at least 1"),
+        (["--draft_length", "2"], "--draft_length: give a --speculator"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--speculator", "nowhere"], "nowhere"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--target", "./nowhere"], "nowhere"),
+        (["--server", "http://127.0.0.1:9"], "no server at http://127.0.0.1:9"),
+        (["--server", "127.0.0.1"], "127.0.0.1"),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tmp_path, capsys, flags, message):
+    given = {"--target": str(target_folder), "--output": str(tmp_path / "out"), "--prompt_tokens": "8"}
+    given |= {"--max_new_tokens": "4"} | dict([flags])
+    source = [] if "--prompts" in given else ["--sources", str(text_file)]
+    assert main([*(word for pair in given.items() for word in pair), *source]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
+    assert len(told) == 1
+    assert message in told[0]
+    assert not (tmp_path / "out" / "rows").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--sources", "x", "--prompts", "y"], ["--sources", "x", "--frobnicate"]])
+def test_flags_that_do_not_parse_are_one_line(tmp_path, capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        main(["--target", "t", "--output", str(tmp_path / "out"), *flags])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
