@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny_tokenizer
+from datasets import load_from_disk
 
 from data import server as module
+from data.commands.generate import main
 from data.server import Prompt, fetch_rows
 from speculator import Sampling, UserError
 
@@ -271,11 +273,8 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     process.send_signal(signal.SIGKILL)
     process.wait()
     asked = len(server.bodies)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert main(command[4:]) == 0
     assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + 3  # and the probe
-    from datasets import load_from_disk
-
     prompts = [Prompt(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)
     assert json.loads((output / "manifest.json").read_text())["rows"] == len(texts)
