@@ -1,6 +1,7 @@
 """Tiny chat tokenizers in the manner of the large families, and of templates that can't be masked."""
 
 from conftest import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 # Llama 3: BOS written by the template, contents trimmed, <|eot_id|> ends every turn.
@@ -76,6 +77,9 @@ def chat_tokenizer(family: str = "qwen3", template: str | None = None) -> PreTra
     tokenizer.add_special_tokens({"bos_token": bos, "eos_token": eos} if bos else {"eos_token": eos})
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens(added)
+    if bos:  # put in front of every text, though the template writes it too: as the families' tokenizers do
+        front = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = front
     tokenizer.chat_template = own if template is None else template
     return tokenizer
 

@@ -68,6 +68,12 @@ def test_thinking_in_the_last_turn_is_learnt():
     assert document["loss_mask"] == answers_by_offsets(tokenizer, "qwen3", messages)[1]
 
 
+def test_the_line_ends_an_answer_begins_with_are_its_own():
+    tokenizer = chat_tokenizer("qwen3")
+    [document] = rendered(tokenizer, messages=chat("one?", "\n\n1", "two?", "2"))
+    assert learnt(tokenizer, document) == "\n\n1<|im_end|><think>\n\n</think>\n\n2<|im_end|>"
+
+
 def test_tools_reach_the_template():
     tokenizer = chat_tokenizer("qwen3", "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML)
     [document] = rendered(tokenizer, messages=chat("hi", "yes"), tools=[{"name": "search"}])
@@ -77,6 +83,8 @@ def test_tools_reach_the_template():
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
+MARK = "{% if m.role == 'user' %}{{ '[x]' if WHERE else '[ ]' }}{% endif %}"
+MARKED = "{% for m in messages %}" + MARK + TURN + "{% endfor %}" + ASK
 BROKEN = {
     "counts the turns": "{{ messages | length }} turns\n" + LOOP + ASK,
     "writes the last turn first": "{% for m in messages | reverse %}" + TURN + "{% endfor %}" + ASK,
@@ -84,6 +92,8 @@ BROKEN = {
     "dates the end": LOOP + "{% if add_generation_prompt %}[July]<|im_start|>assistant\n{% else %}[July]{% endif %}",
     "shortens what lies behind": "{% for m in messages %}{% if loop.last %}" + TURN + "{% else %}"
     "<|im_start|>{{ m.role }}\n{{ m.content[:4] }}<|im_end|>\n{% endif %}{% endfor %}" + ASK,
+    "marks the last question": MARKED.replace("WHERE", "m == (messages | selectattr('role', 'eq', 'user') | list)[-1]"),
+    "marks what is answered": MARKED.replace("WHERE", "messages[-1].role == 'assistant'"),
     "asks with other words than it writes": LOOP + "{% if add_generation_prompt %}<|im_start|>bot\n{% endif %}",
 }
 THOUGHTS = [
@@ -94,7 +104,7 @@ THOUGHTS = [
 
 @pytest.mark.parametrize(
     ("template", "messages"),
-    [(template, DIALOGUES[0]) for template in BROKEN.values()] + [(None, messages) for messages in THOUGHTS],
+    [(template, DIALOGUES[1]) for template in BROKEN.values()] + [(None, messages) for messages in THOUGHTS],
     ids=[*BROKEN, "leaves earlier thinking out", "leaves earlier reasoning_content out"],
 )
 def test_a_template_that_breaks_prefix_rendering_is_refused(template, messages):
@@ -157,9 +167,9 @@ def test_of_a_prompt_with_its_completion_the_completion_is_learnt():
 
 
 def test_of_a_text_everything_is_learnt():
-    tokenizer = tiny_tokenizer()
+    tokenizer = chat_tokenizer("gemma")
     [document] = rendered(tokenizer, text="import os")
-    assert document["input_ids"] == [*tokenizer("import os")["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode(document["input_ids"]) == "<bos>import os<eos>"
     assert document["loss_mask"] == [1] * len(document["input_ids"])
 
 

@@ -238,9 +238,9 @@ def test_prompts_are_cuts_of_texts_and_the_openings_of_answers(tmp_path):
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert tokenizer.decode(found[0]).startswith("x = 1\nx = 1\n")
+    assert tokenizer.decode(found[0]).startswith("<|begin_of_text|>x = 1\nx = 1\n")
     assert len(found[0]) == 12
-    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, "2 + 2 ="]
+    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, "<|begin_of_text|>2 + 2 ="]
     assert found[4:] == [[5, 6], list(range(12))]
     assert prompts([source], None, tokenizer, 12, 2) == found[:2]
 
