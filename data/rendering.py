@@ -58,7 +58,7 @@ def render(documents: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBa
             elif "prompt" in document:
                 rendered = [_completion(document, tokenizer)]
             else:
-                rendered = _given_tokens(document, tokenizer)
+                rendered = list(_given_tokens(document, tokenizer))
             for ids, mask in rendered:
                 yield {"id": document["id"], "input_ids": ids, "loss_mask": mask}
 

@@ -57,6 +57,7 @@ def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks:
         end += len(list(run_of))
         # Decoded from the beginning: alone, some tokenizers would drop a run's first space.
         so_far = tokenizer.decode(document["input_ids"][:end], clean_up_tokenization_spaces=False)
+        assert isinstance(so_far, str)
         before, after = marks[2:] if learnt else marks[:2]
         text += before + so_far[len(shown) :] + after
         shown = so_far
