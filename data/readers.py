@@ -156,9 +156,9 @@ def _local_file(file: Path, name: str) -> Iterator[Document]:
             yield from _pieces(stream, name, str(file))
 
 
-def _open(file: Path, newline: str | None = None) -> IO[str]:
+def _open(file: Path) -> IO[str]:
     opener = gzip.open if file.suffix == ".gz" else open
-    return opener(file, "rt", encoding="utf-8", newline=newline)
+    return opener(file, "rt", encoding="utf-8")
 
 
 def _numbered(rows: Iterable[tuple[int, Any]], name: str, place: str) -> Iterator[Document]:
@@ -168,8 +168,7 @@ def _numbered(rows: Iterable[tuple[int, Any]], name: str, place: str) -> Iterato
 
 
 def _json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    # newline: JSON strings may hold other line separators.
-    with _open(file, newline="\n") as stream:
+    with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
@@ -188,10 +187,8 @@ def _holds_a_list(file: Path) -> bool:
 def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
     table = pyarrow.parquet.ParquetFile(file)
     columns = [name for name in table.schema_arrow.names if name in KEYS]
-    number = 0
-    for batch in table.iter_batches(columns=columns, batch_size=1024):
-        for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020
-            yield number, row
+    batches = table.iter_batches(columns=columns, batch_size=1024)
+    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def _pieces(lines: Iterable[str], name: str, where: str) -> Iterator[Document]:

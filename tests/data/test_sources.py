@@ -13,10 +13,12 @@ from data.readers import hub_dataset
 from data.sources import SPLITS, SourceError, documents, fingerprint, parse, prompts, split_of, token_documents
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+CALL = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"name": "search"}]}]
 ROWS = [
     {"text": "a text", "number": 1},
     {"prompt": "a", "completion": "b"},
     {"messages": CHAT},
+    {"messages": [CALL[0], {"content": None, **CALL[1]}]},
     {"messages": CHAT, "tools": [{"name": "search"}]},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
     {"input_ids": [1, 2, 3]},
@@ -26,6 +28,7 @@ CONTENTS = [
     {"text": "a text"},
     {"prompt": "a", "completion": "b"},
     {"messages": CHAT},
+    {"messages": CALL},
     {"messages": CHAT, "tools": [{"name": "search"}]},
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]},
     {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]},
