@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
-from itertools import islice
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
 from data.onpolicy import BATCH_SIZE, generate_rows
+from data.rendering import load_tokenizer
 from data.server import CONCURRENCY, Prompt, fetch_rows
-from data.sources import documents
+from data.sources import prompts
 from speculator.commands.prompts import encode, prompt_of, read_rows
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
     how = {"sampling": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server:
-        tokenizer = _tokenizer(arguments.target)
+        tokenizer = load_tokenizer(arguments.target)
         prompts = _prompts(arguments, tokenizer)
         concurrency = arguments.batch_size or CONCURRENCY
         fetch_rows(
@@ -102,43 +101,19 @@ def _check(arguments: argparse.Namespace) -> None:
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
 
 
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"can't load the tokenizer of {name!r}: {str(error).strip().splitlines()[0]}") from None
-
-
 def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     if arguments.sources:
-        return prompts_of_text(
-            arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, arguments.max_rows
-        )
+        most = arguments.max_rows or sys.maxsize
+        found = prompts(arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, most)
+        split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
+        refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
+        return [Prompt(ids) for ids in found]
     rows = read_rows(arguments.prompts)[: arguments.max_rows]
     if tokenizer.chat_template is None and any(prompt_of(row) is None for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     return [
         Prompt(encode(tokenizer, row, chat=False), row["messages"] if prompt_of(row) is None else None) for row in rows
     ]
-
-
-def prompts_of_text(
-    sources: list[str], split: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, count: int | None
-) -> list[Prompt]:
-    """In each document, `prompt_tokens` tokens from the beginning of some line; at most `count` prompts."""
-
-    def cuts():
-        for row in documents(sources, split):
-            lines = row["text"].splitlines(keepends=True)
-            start = int.from_bytes(hashlib.sha256(f"start of {row['id']}".encode()).digest()[:8], "big") % len(lines)
-            ids = tokenizer("".join(lines[start:])[: prompt_tokens * 16], verbose=False)["input_ids"]
-            if len(ids) >= prompt_tokens:
-                yield Prompt(ids[:prompt_tokens])
-
-    prompts = list(islice(cuts(), count))
-    if not prompts:
-        raise UserError(f"no document in the {split} split of {', '.join(sources)} has {prompt_tokens} tokens")
-    return prompts
 
 
 def _told(folder: Path) -> str:
