@@ -5,6 +5,7 @@ import copy
 import doctest
 import inspect
 import json
+import os
 import tarfile
 import textwrap
 from dataclasses import replace
@@ -41,6 +42,11 @@ from speculator.target import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # To each worker its own cores: what it starts would else take all of them, and then both workers' runs wait.
+    _worker, _workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    _cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, _cores[_worker::_workers] or _cores)
 VOCAB = 32
 _SHAPE = dict(  # noqa: C408
     vocab_size=VOCAB,
