@@ -104,10 +104,14 @@ def head() -> Speculator:
     return tiny_head()
 
 
-def tiny_head(n_predict: int = 3, architecture: str = "mlp") -> Speculator:
+def tiny_head(n_predict: int = 3, architecture: str = "mlp", draft_tokens: list[int] | None = None) -> Speculator:
     torch.manual_seed(1)
     config_class, head_class = ARCHITECTURES[architecture]
-    return head_class(config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=16, n_predict=n_predict))
+    sizes = {"vocab_size": VOCAB, "emb_dim": 32, "inner_dim": 16, "n_predict": n_predict}
+    head = head_class(config_class(**sizes, draft_vocab_size=draft_tokens and len(draft_tokens)))
+    if draft_tokens:
+        head.draft_tokens.copy_(torch.tensor(draft_tokens))
+    return head
 
 
 class Oracle:

@@ -61,6 +61,12 @@ def fits_target(config: RunConfig, target: Target) -> None:
     """What does not fit the target."""
     if config.speculator.initialise == "target" and config.speculator.inner_dim not in (0, target.hidden_size):
         raise UserError("speculator.initialise target needs speculator.inner_dim 0, which takes the target's size")
+    drafted, least = config.speculator.draft_vocab_size, max(1, len(target.eos_token_ids))
+    if drafted and not least <= drafted <= target.vocab_size:
+        raise UserError(
+            f"speculator.draft_vocab_size {drafted} is neither 0 nor in {least}..{target.vocab_size}: no fewer than "
+            f"the tokens that end a text, no more than {target.name} has"
+        )
     longest = {
         "data.seq_length": config.data.seq_length,
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import datasets
 import torch
 from torch import Tensor, nn
 
@@ -12,13 +13,17 @@ from speculator.export import load_any
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.target import Target
 from train.config import RunConfig
+from train.vocabulary import count_tokens, most_frequent
 
 _NOISE = 0.3
-_NOT_SHAPE = ("architecture", "initialise", "warm_start")
+_NOT_SHAPE = ("architecture", "draft_vocab_size", "initialise", "warm_start")
 
 
-def new_head(config: RunConfig, target: Target) -> Speculator:
+def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Speculator:
     """A head of the configured shape: float32 master weights, whatever the target's dtype.
+
+    Args:
+        rows: of the training text: its most frequent tokens are the draft vocabulary, if there is to be one.
 
     Raises:
         UserError: the head to start from can't be read, or has another shape.
@@ -33,9 +38,13 @@ def new_head(config: RunConfig, target: Target) -> Speculator:
             base_model_name_or_path=config.target.name_or_path,
             trained_length=config.data.seq_length,
             training_data=config.data.sources,
+            draft_vocab_size=config.speculator.draft_vocab_size or None,
             **shape,
         )
     )
+    if head.draft_tokens is not None:
+        counts = count_tokens(rows, target.vocab_size)
+        head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
     if config.speculator.warm_start:
         from_head(head, config.speculator.warm_start)
     elif config.speculator.initialise == "target":
@@ -47,15 +56,23 @@ def from_head(head: Speculator, folder: str) -> None:
     """Copy the weights of a trained head, of any checkpoint layout, into a fresh one.
 
     Raises:
-        UserError: nothing readable there, or a head of another shape: the first field that differs is named.
+        UserError: nothing readable there, a head of another shape: the first field that differs is named; or one that
+            drafts from other tokens.
     """
     other = load_any(folder)
     if other.config.model_type != head.config.model_type:
         raise UserError(f"{folder} holds a {other.config.model_type}, not the {head.config.model_type} configured")
-    for name in ("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"):
+    shape = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input", "draft_vocab_size")
+    for name in shape:
         theirs, ours = getattr(other.config, name), getattr(head.config, name)
         if theirs != ours:
             raise UserError(f"{folder} has {name} {theirs}, but this run's head has {ours}")
+    if head.draft_tokens is not None and not torch.equal(other.draft_tokens, head.draft_tokens):
+        missing = (~torch.isin(head.draft_tokens, other.draft_tokens)).sum()
+        raise UserError(
+            f"{folder} drafts from other tokens: {missing} of the {len(head.draft_tokens)} most frequent ones of this "
+            "training text are not among them; train on what it was trained on, or without speculator.warm_start"
+        )
     head.load_state_dict(other.state_dict())
 
 
@@ -63,8 +80,8 @@ def from_head(head: Speculator, folder: str) -> None:
 def from_target(head: Speculator, target: Target) -> None:
     """Copy the target's token geometry into a fresh head, at the scale that the head's own initialisation has.
 
-    Embedding and output rows are those of the target; the first projection is near the identity, so that head 0 sees
-    the hidden state in the basis that its output matrix reads.
+    Embedding and output rows are those of the target, of the output those of the draft vocabulary; the first projection
+    is near the identity, so that head 0 sees the hidden state in the basis that its output matrix reads.
 
     Args:
         head: of the target's width: inner_dim equal to emb_dim.
@@ -78,7 +95,9 @@ def from_target(head: Speculator, target: Target) -> None:
     for module in head.modules():
         if isinstance(module, nn.Embedding):
             module.weight.copy_(rescaled(target.model.get_input_embeddings().weight))
+    output = target.model.get_output_embeddings().weight
+    drafted = output if head.draft_tokens is None else output[head.draft_tokens.to(output.device)]
     for i in range(head.n_predict):
-        head.output(i).weight.copy_(rescaled(target.model.get_output_embeddings().weight))
+        head.output(i).weight.copy_(rescaled(drafted))
     first = head.entry.weight
     first.mul_(_NOISE).add_(torch.eye(config.inner_dim))

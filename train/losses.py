@@ -11,6 +11,10 @@ so the target's own law of that token comes from u = t+1+i, which the same forwa
     head 1    x3 x4 x5 x6 x7      law from h2 .. h6
 
 Everything here is laid out by u, so that one law, made once, teaches every head.
+
+A head with a draft vocabulary has V_d of the V logits. The law is normalised over all V and then cut to the V_d, so
+that a sum over tokens is a sum over these: q is 0 elsewhere. A label that can't be drafted is a miss, and has no
+cross-entropy; it is counted all the same.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from train.config import LossConfig
 
 IGNORE = -100
+_OUTSIDE = -1  # of a label that is not in the draft vocabulary
 _CHUNK = {"cpu": 2**23}
 _CHUNK_ON_GPU = 2**26
 """Logits that exist at a time, of all tokens and the whole vocabulary: 32 MiB and 256 MiB in float32."""
@@ -50,40 +55,57 @@ def align(
     return torch.stack(labels, dim=1)
 
 
+def draft_ids(labels: Tensor, draft_tokens: Tensor | None) -> Tensor:  # [...], [V_d] ascending -> [...]
+    """The row of an output matrix that each label has; IGNORE stays, _OUTSIDE where it has none."""
+    if draft_tokens is None:
+        return labels
+    place = torch.searchsorted(draft_tokens, labels).clamp_max(len(draft_tokens) - 1)
+    ids = torch.where(draft_tokens[place] == labels, place, _OUTSIDE)
+    return torch.where(labels == IGNORE, IGNORE, ids)
+
+
 class Law(NamedTuple):
-    """The target's law of each token of a chunk; softened by the temperature of `kl`."""
+    """The target's law of each token of a chunk, of the tokens that are drafted; softened by `kl`'s temperature."""
 
-    p: Tensor  # [C, V]
-    softened: Tensor  # [C, V]
-    entropy: Tensor  # [C] of the softened
+    p: Tensor  # [C, V_d] sums to 1 over the whole vocabulary
+    softened: Tensor  # [C, V_d] so does this
+    entropy: Tensor  # [C] of the softened: the part of these tokens
 
 
-def law(logits: Tensor, kl_temperature: float) -> Law:  # [C, V]
+def law(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | None = None) -> Law:  # [C, V]
+    def drafted(log_p: Tensor) -> Tensor:  # [C, V] -> [C, V_d]
+        return log_p if draft_tokens is None else log_p[:, draft_tokens]
+
     log_p = (logits.float() if logits.dtype != torch.float64 else logits).log_softmax(-1)
     if kl_temperature == 1:
+        log_p = drafted(log_p)
         log_soft, p = log_p, log_p.exp()
         return Law(p, p, -(p * log_soft).sum(-1))
-    log_soft = (log_p / kl_temperature).log_softmax(-1)
-    return Law(log_p.exp(), log_soft.exp(), -(log_soft.exp() * log_soft).sum(-1))
+    log_soft = drafted((log_p / kl_temperature).log_softmax(-1))
+    return Law(drafted(log_p).exp(), log_soft.exp(), -(log_soft.exp() * log_soft).sum(-1))
 
 
-def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V], [C] -> [C]
-    """Of the token that the text goes on with (2404.19124)."""
-    return -log_q.gather(1, labels[:, None])[:, 0]
+def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
+    """Of the token that the text goes on with (2404.19124); 0 where that is none that is drafted."""
+    return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
 
-def kl(z: Tensor, target: Law, temperature: float) -> Tensor:  # [C, V] -> [C]
-    """KL(p || q), both softened, times temperature^2 so that its gradient keeps its size (1503.02531)."""
+def kl(z: Tensor, target: Law, temperature: float) -> Tensor:  # [C, V_d] -> [C]
+    """KL(p || q), both softened, times temperature^2 so that its gradient keeps its size (1503.02531).
+
+    With a draft vocabulary the sum over it of p (log p - log q), p not normalised anew: a token counts as much as the
+    target's law has to draft. It is least, M log M of the mass M there, where q is p in proportion.
+    """
     log_q = (z / temperature).log_softmax(-1) if temperature != 1 else z.log_softmax(-1)
     return temperature**2 * (-(target.softened * log_q).sum(-1) - target.entropy)
 
 
-def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V] twice -> [C]
+def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
     """sum_v min(p_v, q_v): the chance that a sampled draft is accepted (2211.17192, corollary 3.6)."""
     return torch.minimum(p, log_q.exp()).sum(-1)
 
 
-def loss_per_token(z: Tensor, labels: Tensor, target: Law | None, weights: LossConfig) -> Tensor:  # [C, V] -> [C]
+def loss_per_token(z: Tensor, labels: Tensor, target: Law | None, weights: LossConfig) -> Tensor:  # [C, V_d] -> [C]
     """The weighted mix of one head's losses."""
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
@@ -120,6 +142,7 @@ class Measure:
         logits: the target's lm_head, [C, D] -> [C, V], called where a loss needs the target's law.
         weights: of the losses.
         chunk: tokens at a time; None takes what fits in a fixed budget of logits.
+        vocab_size: V of `logits`, for that budget; None where the heads' outputs have it.
     """
 
     def __init__(
@@ -129,11 +152,18 @@ class Measure:
         logits: Callable[[Tensor], Tensor],
         weights: LossConfig,
         chunk: int | None = None,
+        vocab_size: int | None = None,
     ):
-        self.labels, self.hidden, self.logits, self.weights, self.chunk = labels, hidden, logits, weights, chunk
+        self.labels, self.hidden, self.logits, self.weights = labels, hidden, logits, weights
+        self.chunk, self.vocab_size = chunk, vocab_size
 
-    def __call__(self, features: list[Tensor], outputs: list[nn.Linear]) -> dict[str, Tensor]:
-        """[B, S, I] and [V, I] of each head -> `objective` (a scalar, to be minimised) and sums of each head, [N].
+    def __call__(
+        self,
+        features: list[Tensor],  # [B, S, I] of each head
+        outputs: list[nn.Linear],  # I -> V_d of each head
+        draft_tokens: Tensor | None = None,  # [V_d] ascending; None: V_d is V
+    ) -> dict[str, Tensor]:
+        """Gives `objective` (a scalar, to be minimised) and sums of each head, [N].
 
         The sums: loss, count, hits, prefix_hits (every head up to this one was right) and, where gradients are off
         and the target's law is at hand, overlap.
@@ -146,13 +176,14 @@ class Measure:
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
 
         labels = torch.stack([by_u(self.labels[:, i], i, IGNORE) for i in range(heads)])  # [N, B * total]
+        labels = draft_ids(labels, draft_tokens)
         kept = (labels != IGNORE).any(0).nonzero()[:, 0]
         hidden = self.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
         inputs = [by_u(x, i, 0.0)[kept] for i, x in enumerate(features)]
         matrices = list({id(output): output.weight for output in outputs}.values())
         which = [next(j for j, matrix in enumerate(matrices) if matrix is output.weight) for output in outputs]
         objective, loss, hit, accepted = _Chunked.apply(
-            self, hidden, labels[:, kept], which, torch.is_grad_enabled(), *inputs, *matrices
+            self, hidden, labels[:, kept], draft_tokens, which, torch.is_grad_enabled(), *inputs, *matrices
         )
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
@@ -175,10 +206,19 @@ class _Chunked(torch.autograd.Function):
     """Chunk by chunk: logits, losses and at once their gradients, so that nothing of a chunk outlives it."""
 
     @staticmethod
-    def forward(ctx: Any, measure: Measure, hidden: Tensor, labels: Tensor, which: list[int], train: bool, *tensors):
+    def forward(
+        ctx: Any,
+        measure: Measure,
+        hidden: Tensor,  # [K, D]
+        labels: Tensor,  # [N, K] rows of the output matrices
+        draft_tokens: Tensor | None,  # [V_d]
+        which: list[int],
+        train: bool,
+        *tensors: Tensor,
+    ):
         heads, kept = labels.shape
         features, matrices = tensors[:heads], tensors[heads:]
-        vocabulary, device, weights = matrices[0].shape[0], labels.device, measure.weights
+        vocabulary, device, weights = measure.vocab_size or matrices[0].shape[0], labels.device, measure.weights
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else matrices[0].dtype
         cast = [matrix.to(dtype) for matrix in matrices]
@@ -189,13 +229,15 @@ class _Chunked(torch.autograd.Function):
         chunk = measure.chunk or max(1, _CHUNK.get(device.type, _CHUNK_ON_GPU) // vocabulary)
         for start in range(0, kept, chunk):
             span = slice(start, start + chunk)
-            target = law(measure.logits(hidden[span]), weights.kl_temperature) if needs_law(weights) else None
+            target = None
+            if needs_law(weights):
+                target = law(measure.logits(hidden[span]), weights.kl_temperature, draft_tokens)
             for i in range(heads):
                 counted = labels[i, span] != IGNORE
                 x = features[i][span].to(dtype)
                 z = (x @ cast[which[i]].T).to(loss.dtype).requires_grad_(train)
                 with torch.set_grad_enabled(train):
-                    each = loss_per_token(z, labels[i, span].clamp_min(0), target, weights) * counted
+                    each = loss_per_token(z, labels[i, span], target, weights) * counted
                     total = each.sum() * weights.head_decay**i
                 loss[i, span] = each.detach()
                 hit[i, span] = (z.argmax(-1) == labels[i, span]).long()
@@ -214,7 +256,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_objective: Tensor, *_: Tensor):
-        return None, None, None, None, None, *(gradient.mul_(d_objective) for gradient in ctx.saved_tensors)
+        return *(None,) * 6, *(gradient.mul_(d_objective) for gradient in ctx.saved_tensors)
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]

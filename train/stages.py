@@ -22,6 +22,7 @@ from speculator.target import Target
 from train import checkpoint
 from train.config import RunConfig, StageConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
+from train.vocabulary import describe
 
 
 def train_stage(
@@ -76,7 +77,9 @@ def train_stage(
             print(f"going on from {resume}", file=sys.stderr)
         shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows)} rows"
         many = f"{state.num_processes} process{'es' if state.num_processes > 1 else ''}"
-        print(f"{name}: {shape}, {many}", file=sys.stderr)
+        drafted = trainer.model.draft_tokens
+        share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
+        print(f"{name}: {shape}, {many}{share}", file=sys.stderr)
     best = _best_of_finished(resume, settings.max_steps)
     if best is None:
         if state.is_main_process and config.report_to == "wandb":

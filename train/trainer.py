@@ -88,7 +88,7 @@ class SpeculatorTrainer(Trainer):
         length = labels.shape[-1]
         with self._target_time if model.training else nullcontext():
             hidden = self.target.hidden(input_ids)
-        measure = Measure(labels, hidden, self.target.logits, self.loss_weights)
+        measure = Measure(labels, hidden, self.target.logits, self.loss_weights, vocab_size=self.target.vocab_size)
         sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], measure)
         objective = sums.pop("objective")
         self._add("train" if model.training else "eval", sums)

@@ -77,7 +77,7 @@ def check_base(config: SpeculatorConfig) -> str:
     vocab, hidden = getattr(base, "vocab_size", None), getattr(base, "hidden_size", None)
     ours, read = config.vocab_size, config.emb_dim
     refuse(
-        (vocab != ours, f"the head drafts from {ours} tokens, but {name} has {vocab}"),
+        (vocab != ours, f"the head is for a vocabulary of {ours} tokens, but {name} has {vocab}"),
         (hidden != read, f"the head reads hidden states of size {read}, but {name} has {hidden}"),
     )
     return f"base model: {name}, same vocabulary and hidden size"

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
         "layout": f"{layout.name} ({layout.architecture})",
         "architecture": f"{kind}, {config.n_predict} heads, {tied}, {scaled}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
+        "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
         "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",
         "base model": config.base_model_name_or_path or "not recorded",
         "trained length": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
@@ -37,6 +38,6 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for name, fact in facts.items():
         print(f"{name:15} {fact}")
-    for other in (other for other in LAYOUTS if other.head is layout.head):
+    for other in (other for other in LAYOUTS if other.head is layout.head and other.carries(config)):
         loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
         print(f"{'exports to':15} {other.name}: for {'; '.join(loaders)}")

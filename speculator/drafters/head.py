@@ -20,7 +20,7 @@ class HeadDrafter:
         shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict.
 
     Raises:
-        UserError: the shape is deeper than the head.
+        UserError: the shape is deeper than the head, or offers more children than it has tokens to draft from.
     """
 
     name = "head"
@@ -32,6 +32,10 @@ class HeadDrafter:
         self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
         if self.draft_length > head.n_predict:
             raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
+        # Children beyond them are all impossible alike, and a tree tells a parent from its child by their chances.
+        branches = getattr(shape, "branches", (1,))
+        if max(branches) > head.config.output_size:
+            raise UserError(f"branches {branches}: the head drafts from {head.config.output_size} tokens only")
 
     def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
         self._hidden = take_at(hidden, counts - 1)

@@ -98,6 +98,7 @@ def _architecture(head: Speculator, config: SpeculatorConfig) -> list[str]:
         "architecture": f"{kind}, drafts up to {config.n_predict} tokens",
         "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {str(head.dtype)[6:]}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
+        "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
         "weights": f"{'tied' if config.tie_weights else 'not tied'}, "
         f"input {'scaled' if config.scale_input else 'not scaled'}",
         "target": config.base_model_name_or_path or "not recorded",
@@ -175,7 +176,7 @@ def _use(head: Speculator, config: SpeculatorConfig) -> list[str]:
     base = config.base_model_name_or_path or "BASE"
     served = []
     for layout in LAYOUTS:
-        if layout.head is type(head):
+        if layout.head is type(head) and layout.carries(config):
             served += [f"[{layout.name}]"]
             for server in layout.servers(config, "D"):
                 served.append(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")

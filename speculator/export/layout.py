@@ -36,10 +36,12 @@ KEPT: dict[str, type] = {
     "base_model_name_or_path": str,
     "trained_length": int,
     "training_data": list,
+    "draft_vocab_size": int,
     "top_k_tokens_per_head": list,
     "n_candidates": int,
 }
 PREFIX = "speculator."  # of the tensor names in servers' layouts; read with or without
+_DRAFT_TOKENS = "draft_tokens"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class Layout:
     bare: bool = False
     also: tuple[str, ...] = ()
 
+    def carries(self, config: SpeculatorConfig) -> bool:
+        """Whether it has a place for a head's draft vocabulary, if there is one."""
+        return config.draft_vocab_size is None or "draft_vocab_size" in self.kept
+
 
 def table(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
     """Every tensor's name, without prefix, and shape; of a tied head each once, or by `expand_tied` once per head."""
@@ -123,7 +129,8 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
 
     Raises:
         UserError: the folder is there and not empty, can't be written, or does not hold; weights that are not finite,
-            or of mixed dtypes; `expand_tied` where there is nothing to expand or nobody to read it.
+            or of mixed dtypes; `expand_tied` where there is nothing to expand or nobody to read it; a draft vocabulary
+            in a layout that has no place for it.
     """
     folder = Path(folder).resolve()
     scratch = folder.with_name(f"{folder.name}.partial")
@@ -132,6 +139,11 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     refuse(
         (type(head) is not layout.head, f"this is no {layout.architecture}: the head is a {type(head).__name__}"),
         (folder.is_file() or (folder.is_dir() and any(folder.iterdir())), f"{folder} is there already and not empty"),
+        (
+            not layout.carries(config),
+            f"{layout.name} has no place for a draft vocabulary: its loaders want {config.vocab_size} rows in an "
+            f"output matrix, and this head has {config.draft_vocab_size}; native keeps it",
+        ),
         (scratch.exists(), f"{scratch}: left by an export that was cut short; remove it"),
         (
             expand_tied and not head.aliases(),
@@ -145,7 +157,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     try:
         scratch.mkdir(parents=True)
         files.write(scratch, layout.fields(config, _dtype_name(head)), written)
-        _prove(head, scratch, layout, expand_tied)
+        _prove(head, scratch, layout, written)
         if folder.is_dir():
             folder.rmdir()
         scratch.rename(folder)
@@ -198,7 +210,7 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
         (surplus, f"{where}: tensors that do not belong here ({tied}): {_list(surplus)}"),
         (missing, f"{where}: tensors that are missing ({tied}): {_list(missing)}"),
     )
-    dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
+    dtypes = sorted({dtype_name(tensor.dtype) for name, tensor in tensors.items() if name != _DRAFT_TOKENS})
     refuse((len(dtypes) > 1 or dtypes[0] not in DTYPES, f"{where}: stored as {', '.join(dtypes)}, not one float dtype"))
     for name, shape in expected.items():
         tensor, source = tensors[name], aliases.get(name, name)
@@ -207,6 +219,21 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
             (not tensor.isfinite().all(), f"{where}: {name} has values that are not finite"),
             (source != name and not tensor.equal(tensors[source]), f"{where}: tied, but {name} is not {source}"),
         )
+    if _DRAFT_TOKENS in expected:
+        _check_draft_tokens(where, tensors[_DRAFT_TOKENS], head.config.vocab_size)
+
+
+def _check_draft_tokens(where: object, tokens: Tensor, vocab_size: int) -> None:
+    """Distinct tokens of the vocabulary in ascending order: no two rows of an output matrix are of one token."""
+    stored = dtype_name(tokens.dtype)
+    refuse(
+        (tokens.dtype != torch.int64, f"{where}: {_DRAFT_TOKENS} is stored as {stored}, not int64"),
+        (
+            (tokens < 0).any() or (tokens >= vocab_size).any(),
+            f"{where}: {_DRAFT_TOKENS} holds tokens outside the vocabulary of {vocab_size}",
+        ),
+        ((tokens.diff() <= 0).any(), f"{where}: {_DRAFT_TOKENS} are not distinct tokens in ascending order"),
+    )
 
 
 def _dtype_name(head: Speculator) -> str:
@@ -219,10 +246,9 @@ def _list(names: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def _prove(head: Speculator, folder: Path, layout: Layout, expand_tied: bool) -> None:
+def _prove(head: Speculator, folder: Path, layout: Layout, written: dict[str, Tensor]) -> None:
     """What was written has the fields and the tensors of the layout, and is this head."""
     config: Any = head.config
-    shapes = {layout.prefix + name: shape for name, shape in table(head, expand_tied).items()}
     stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in files.read_tensors(folder).items()}
     again: Any = load(folder, layout)
     again.to(head.device)
@@ -231,7 +257,7 @@ def _prove(head: Speculator, folder: Path, layout: Layout, expand_tied: bool) ->
     weights = again.state_dict()
     held = {
         "config.json": files.read_config(folder) == layout.fields(config, _dtype_name(head)),
-        "tensors": stored == {name: (shape, head.dtype) for name, shape in shapes.items()},
+        "tensors": stored == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in written.items()},
         "weights": all(torch.equal(weights[name], tensor) for name, tensor in head.state_dict().items()),
         "logits": torch.equal(again.logits(hidden, tokens), head.logits(hidden, tokens)),
     }

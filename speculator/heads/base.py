@@ -10,6 +10,9 @@ takes in token x_{t+1+i} and drafts x_{t+2+i}; the token of step 0 is the one th
 alpha = sqrt((1 - w^2) I/2) / w with w = 0.5^(0.5/N) is the weight of a token's embedding beside the state: the state's
 variance is then half h_t's at the last step. It depends on n_predict, so a checkpoint is only itself at its own N.
 
+A head may draft from V_d of the V tokens only, its draft vocabulary: an output matrix then has V_d rows, and whoever
+drafts sees -inf for all other tokens. What it reads may be any token.
+
 An architecture is a file with these, its config, and a line in `speculator.heads.ARCHITECTURES`. The state is one
 tensor, so that whoever keeps it (a tree of drafts, a batch of rows) can gather and repeat it without knowing the head.
 """
@@ -37,12 +40,13 @@ class SpeculatorConfig(PreTrainedConfig):
         n_predict: N, the number of steps.
         tie_weights: the steps share what they can of their weights.
         scale_input: normalise the hidden state before the first step.
+        draft_vocab_size: V_d, how many tokens it drafts from; None for all. Which ones: `Speculator.draft_tokens`.
         base_model_name_or_path: the target that the head was trained for.
         trained_length: the longest context, in tokens, that it was trained on.
         training_data: the sources that it was trained on.
 
     Raises:
-        ValueError: `n_predict` < 1, or tied weights with a single step.
+        ValueError: `n_predict` < 1, tied weights with a single step, or `draft_vocab_size` not in 1..V.
     """
 
     attribute_map = {"hidden_size": "emb_dim"}  # noqa: RUF012 (transformers reads it so)
@@ -53,6 +57,7 @@ class SpeculatorConfig(PreTrainedConfig):
     n_predict: int = 3
     tie_weights: bool = True
     scale_input: bool = True
+    draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     trained_length: int | None = None
     training_data: list[str] | None = None
@@ -63,7 +68,14 @@ class SpeculatorConfig(PreTrainedConfig):
             raise ValueError(f"n_predict must be at least 1, not {self.n_predict}")
         if self.tie_weights and self.n_predict == 1:
             raise ValueError("tie_weights needs n_predict of at least 2: there is nothing to tie")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}, the vocabulary")
         super().__post_init__(**kwargs)
+
+    @property
+    def output_size(self) -> int:
+        """Rows of an output matrix: V_d, or V without a draft vocabulary."""
+        return self.draft_vocab_size or self.vocab_size
 
 
 class Speculator(PreTrainedModel, ABC):
@@ -73,10 +85,16 @@ class Speculator(PreTrainedModel, ABC):
     base_model_prefix = "speculator"
     main_input_name = "hidden"
 
+    draft_tokens: Tensor | None
+    """[V_d] the token of each row of an output matrix, ascending; None where the rows are the whole vocabulary."""
+
     def __init__(self, config: SpeculatorConfig):
         super().__init__(config)
         state_weight = 0.5 ** (0.5 / config.n_predict)
         self.alpha = math.sqrt((1 - state_weight**2) * config.inner_dim / 2) / state_weight
+        # The first V_d until they are chosen: a checkpoint brings its own.
+        size = config.draft_vocab_size
+        self.register_buffer("draft_tokens", None if size is None else torch.arange(size))
 
     def start(
         self,
@@ -107,7 +125,7 @@ class Speculator(PreTrainedModel, ABC):
         """The part of a state that the output matrix reads."""
 
     @abstractmethod
-    def output(self, index: int) -> nn.Linear:  # I -> V
+    def output(self, index: int) -> nn.Linear:  # I -> V_d
         """The output matrix of a step; it has no bias."""
 
     @property
@@ -131,7 +149,17 @@ class Speculator(PreTrainedModel, ABC):
     ) -> tuple[Tensor, Tensor]:  # [..., any], [..., V]
         """One step: the next state, and the logits of the token after `tokens`."""
         state = self.advance(index, state, tokens)
-        return state, self.output(index)(self.features(index, state))
+        return state, self.spread(self.output(index)(self.features(index, state)))
+
+    def spread(
+        self,
+        logits: Tensor,  # [..., V_d] of an output matrix
+    ) -> Tensor:  # [..., V]
+        """The logits over the whole vocabulary: -inf outside the draft vocabulary, so that q is 0 there."""
+        if self.draft_tokens is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.draft_tokens, logits)
 
     def unroll(
         self,
@@ -149,9 +177,9 @@ class Speculator(PreTrainedModel, ABC):
         self,
         hidden: Tensor,  # [B, S, D]
         tokens: Tensor,  # [B, S+N-1]
-        measure: Callable[[list[Tensor], list[nn.Linear]], dict[str, Tensor]],
+        measure: Callable[[list[Tensor], list[nn.Linear], Tensor | None], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """What a trainer wraps: `measure` of every step's features, [B, S, I] each, and output matrix.
+        """What a trainer wraps: `measure` of every step's features, [B, S, I] each, output matrix, and `draft_tokens`.
 
         The measuring happens in here, so that a data-parallel wrapper sees the losses as this module's output; the
         logits are left to it, which need not have all of them at once.
@@ -161,7 +189,7 @@ class Speculator(PreTrainedModel, ABC):
         for i in range(self.n_predict):
             state = self.advance(i, state, tokens[:, i : i + length])
             features.append(self.features(i, state))
-        return measure(features, [self.output(i) for i in range(self.n_predict)])
+        return measure(features, [self.output(i) for i in range(self.n_predict)], self.draft_tokens)
 
     def logits(
         self,

@@ -25,5 +25,7 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
             f"{folder} reads hidden states of size {config.emb_dim}, but {target.name} has {target.hidden_size}"
         )
     if config.vocab_size != target.vocab_size:
-        raise UserError(f"{folder} drafts from {config.vocab_size} tokens, but {target.name} has {target.vocab_size}")
+        raise UserError(
+            f"{folder} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
+        )
     return head.to(target.device, target.dtype)

@@ -55,7 +55,7 @@ class LSTMSpeculator(Speculator):
         self.forget_proj, self.input_proj, self.output_proj, self.cell_proj = (projections() for _ in range(4))
         self.cell_ln = nn.ModuleList([BiasedRMSNorm(inner)])
         self.state_ln = nn.ModuleList([BiasedRMSNorm(inner)])
-        self.head = nn.ModuleList([nn.Linear(inner, config.vocab_size, bias=False)])
+        self.head = nn.ModuleList([nn.Linear(inner, config.output_size, bias=False)])
         self.post_init()
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ class MLPSpeculator(Speculator):
             for i in range(2 if config.tie_weights else n)
         )
         self.ln = nn.ModuleList(BiasedRMSNorm(inner) for _ in range(count))
-        self.head = nn.ModuleList(nn.Linear(inner, config.vocab_size, bias=False) for _ in range(count))
+        self.head = nn.ModuleList(nn.Linear(inner, config.output_size, bias=False) for _ in range(count))
         self.post_init()
 
     @torch.no_grad()

@@ -379,7 +379,7 @@ def test_heads_that_do_not_fit_are_refused(target_folder, head_folder, tmp_path,
     tiny_head().save_pretrained(tmp_path / "other")
     flags = ["generate", "--target", str(target_folder), "--prompt", "x", "--speculator"]
     assert main([*flags, str(tmp_path / "other")]) == 2
-    assert "drafts from 32 tokens" in capsys.readouterr().err
+    assert "is for a vocabulary of 32 tokens" in capsys.readouterr().err
     weights = tmp_path / "cut" / "model.safetensors"
     tiny_head().save_pretrained(weights.parent)
     weights.write_bytes(weights.read_bytes()[:100])

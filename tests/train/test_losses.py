@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from train.config import LossConfig
-from train.losses import IGNORE, Measure, align, summarise
+from train.losses import _CHUNK, IGNORE, Measure, align, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
 S = L - N - 1
@@ -43,7 +43,7 @@ def test_a_head_learns_only_where_the_target_speaks_from_the_token_that_it_reads
 class Case:
     """A head's features and output matrices, and a target's states and lm_head, in float64."""
 
-    def __init__(self, tied: bool = False, masked: bool = True):
+    def __init__(self, tied: bool = False, masked: bool = True, draft_tokens: list[int] | None = None):
         generator = torch.Generator().manual_seed(0)
         randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
         x = torch.randint(V, (B, L), generator=generator)
@@ -51,12 +51,14 @@ class Case:
         self.labels = align(x, torch.zeros_like(x), mask, N)
         self.hidden, self.lm_head = randn(B, L, D), randn(V, D)
         self.features = [randn(B, S, I).requires_grad_() for _ in range(N)]
-        self.outputs = [nn.Linear(I, V, bias=False, dtype=torch.float64) for _ in range(1 if tied else N)]
+        self.draft_tokens = draft_tokens and torch.tensor(draft_tokens)
+        size = len(draft_tokens or range(V))
+        self.outputs = [nn.Linear(I, size, bias=False, dtype=torch.float64) for _ in range(1 if tied else N)]
         self.outputs = [self.outputs[min(i, len(self.outputs) - 1)] for i in range(N)]
 
     def measure(self, weights: LossConfig, chunk: int | None = None) -> dict:
         return Measure(self.labels, self.hidden, lambda h: h @ self.lm_head.T, weights, chunk)(
-            self.features, self.outputs
+            self.features, self.outputs, self.draft_tokens
         )
 
     def naive(self, loss) -> torch.Tensor:
@@ -116,6 +118,108 @@ def test_the_chunked_loss_and_its_gradients_are_the_naive_ones(name, tied, chunk
     torch.testing.assert_close(sums["loss"].sum(), expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
+# ---- a draft vocabulary
+
+DRAFT_TOKENS = [0, 2, 3, 7, 8, 10]
+
+
+def whole(z):
+    """The logits over the whole vocabulary."""
+    spread = torch.full((*z.shape[:-1], V), -torch.inf, dtype=z.dtype)
+    spread[..., DRAFT_TOKENS] = z
+    return spread
+
+
+def pruned_hard(z, teacher, label):
+    known = torch.zeros(V)
+    known[DRAFT_TOKENS] = 1
+    return hard(whole(z), teacher, label).where(known[label] == 1, 0)
+
+
+def pruned_divergence(z, teacher, label, t=1.0):
+    log_p = (teacher / t).log_softmax(-1)[..., DRAFT_TOKENS]
+    return t * t * (log_p.exp() * (log_p - (z / t).log_softmax(-1))).sum(-1)
+
+
+def pruned_rejection(z, teacher, label):
+    """Total variation over the whole vocabulary."""
+    return rejection(whole(z), teacher, label)
+
+
+def pruned_hybrid(z, teacher, label):
+    kept = 1 - pruned_rejection(z, teacher, label)
+    share = torch.exp(-3 * kept.detach())
+    return share * pruned_divergence(z, teacher, label) + (1 - share) * (1 - kept)
+
+
+def pruned_mix(*x):
+    return 0.3 * pruned_hard(*x) + 0.5 * pruned_divergence(*x) + 2 * pruned_rejection(*x)
+
+
+PRUNED = {
+    "cross-entropy": pruned_hard,
+    "kl": pruned_divergence,
+    "kl at temperature 2": lambda *x: pruned_divergence(*x, t=2.0),
+    "total variation": pruned_rejection,
+    "lk": pruned_hybrid,
+    "mix": pruned_mix,
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_with_a_draft_vocabulary_loss_and_gradients_are_the_naive_ones(name, tied, chunk):
+    case, (weights, _) = Case(tied, draft_tokens=DRAFT_TOKENS), CASES[name]
+    sums, expected = case.measure(weights, chunk), case.naive(PRUNED[name])
+    torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
+    for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
+def test_with_a_draft_vocabulary_the_overlap_is_the_true_acceptance():
+    case = Case(draft_tokens=DRAFT_TOKENS)
+    with torch.no_grad():
+        sums = case.measure(LossConfig(kl=1), 4)
+        expected = case.naive(lambda *x: 1 - pruned_rejection(*x))
+    torch.testing.assert_close(sums["overlap"].sum(), expected)
+
+
+def test_a_draft_vocabulary_of_all_tokens_changes_nothing():
+    plain, pruned = Case(), Case(draft_tokens=list(range(V)))
+    pruned.outputs = plain.outputs
+    for weights, _ in CASES.values():
+        for got, wanted in zip(pruned.measure(weights).values(), plain.measure(weights).values(), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_the_budget_of_logits_is_the_targets_not_the_few_that_are_drafted():
+    case, seen = Case(masked=False, draft_tokens=DRAFT_TOKENS), []
+
+    def lm_head(hidden):
+        seen.append(len(hidden))
+        return hidden @ case.lm_head.T
+
+    weights = LossConfig(kl=1)
+    measure = Measure(case.labels, case.hidden, lm_head, weights, vocab_size=_CHUNK["cpu"] // 4)
+    measure(case.features, case.outputs, case.draft_tokens)
+    assert max(seen) == 4
+
+
+def test_a_label_outside_the_draft_vocabulary_is_a_miss_that_counts():
+    labels = torch.tensor([[[3, 4, 3, IGNORE], [7, 7, 7, IGNORE]]])
+    identity = nn.Linear(2, 2, bias=False)
+    identity.weight.data = torch.eye(2)
+    choose = lambda rows: F.one_hot(torch.tensor([rows]), 2).float()  # noqa: E731
+    measure = Measure(labels, torch.zeros(1, 7, D), lambda h: h, LossConfig(cross_entropy=1, kl=0), chunk=2)
+    sums = measure([choose([0, 0, 0, 0]), choose([1, 1, 0, 1])], [identity, identity], torch.tensor([3, 7]))
+    assert sums["count"].tolist() == [3, 3]
+    assert sums["hits"].tolist() == [2, 2]
+    assert sums["prefix_hits"].tolist() == [2, 1]
+    right, wrong = -F.log_softmax(torch.tensor([1.0, 0.0]), -1)
+    torch.testing.assert_close(sums["loss"], torch.stack([2 * right, 2 * right + wrong]))
 
 
 def test_later_heads_count_less_in_what_is_minimised_and_whole_in_what_is_reported():

@@ -13,25 +13,41 @@ from train.losses import Measure, align
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def overfit(architecture: str, shift: int, shape: Shape | None = None) -> float:
-    """tokens_per_step on the prompt of the one sequence trained on; `shift` misaligns the labels."""
+def overfit(
+    architecture: str, shift: int, shape: Shape | None = None, pruned: bool = False, shift_map: int = 0
+) -> float:
+    """tokens_per_step on the prompt of the one sequence trained on.
+
+    `shift` misaligns the labels; `pruned` drafts from the tokens of the sequence only, and `shift_map` then makes them
+    others after the training.
+    """
     target = Target(tiny_model(), tokenizer=None)
     text = PROMPT + generate(target, None, [PROMPT], max_new_tokens=60).tokens[0]
     row = torch.tensor([text])
     torch.manual_seed(0)
     config_class, head_class = ARCHITECTURES[architecture]
-    config = config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=64, n_predict=3)
+    used = row.unique()  # ascending
+    drafted = len(used) if pruned else None
+    config = config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=64, n_predict=3, draft_vocab_size=drafted)
     head = head_class(config)
+    if pruned:
+        assert drafted < VOCAB
+        head.draft_tokens.copy_(used)
     labels = align(row, torch.zeros_like(row), torch.ones_like(row), config.n_predict).roll(shift, dims=-1)
     hidden = target.hidden(row)
-    measure = Measure(labels, hidden, target.logits, LossConfig(cross_entropy=1.0, kl=0.0))
+    weights = LossConfig(cross_entropy=1.0, kl=0.0)
+    measure = Measure(labels, hidden, target.logits, weights, vocab_size=VOCAB)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(300):
         optimiser.zero_grad()
         sums = head(hidden[:, : labels.shape[-1]], row[:, 1:-1], measure)
         (sums["objective"] / sums["count"][0]).backward()
         optimiser.step()
-    return generate(target, HeadDrafter(head, shape), [PROMPT], max_new_tokens=60).tokens_per_step
+    if pruned:
+        head.draft_tokens.add_(shift_map).remainder_(VOCAB)
+    made = generate(target, HeadDrafter(head, shape), [PROMPT], max_new_tokens=60)
+    assert made.tokens[0] == text[len(PROMPT) :]
+    return made.tokens_per_step
 
 
 @pytest.mark.parametrize("shape", [None, Tree((2, 2, 1), nodes=6)], ids=["chain", "tree"])
@@ -43,3 +59,13 @@ def test_a_head_overfit_on_the_targets_own_text_drafts_all_of_it(architecture, s
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_labels_one_place_off_would_be_seen(architecture):
     assert overfit(architecture, shift=1) < 2.0
+
+
+@pytest.mark.parametrize("shape", [None, Tree((2, 2, 1), nodes=6)], ids=["chain", "tree"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_draft_vocabulary_that_holds_the_text_costs_nothing(architecture, shape):
+    assert overfit(architecture, shift=0, shape=shape, pruned=True) == 4.0
+
+
+def test_a_draft_vocabulary_of_other_tokens_drafts_nothing_and_keeps_the_text():
+    assert overfit("mlp", shift=0, pruned=True, shift_map=1) < 1.5

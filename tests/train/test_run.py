@@ -251,6 +251,27 @@ def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     assert json.loads((folder / "speculator" / "config.json").read_text())["architectures"] == ["LSTMSpeculator"]
 
 
+def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command, tmp_path):
+    folder = tmp_path / "pruned"
+    done = run(command(folder, **{"speculator.draft_vocab_size": 100, "stage2.max_steps": 0}))
+    assert done.returncode == 0, done.stderr
+    share = re.search(r"stage1: .*, drafts from 100 of 300 tokens, ([\d.]+)% of the text", done.stderr)
+    assert 50 < float(share[1]) < 100
+    tensors = load_file(folder / "speculator" / "model.safetensors")
+    drafted = tensors["draft_tokens"].tolist()
+    assert 0 in drafted, "the end of a text is drafted"
+    assert len(drafted) == len(tensors["head.0.weight"]) == 100
+    assert drafted != list(range(100)), "the most frequent tokens are not the first ones"
+    _, history = state_of(folder, 20)
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses[-1] < losses[0]
+    head = [
+        row for row in json.loads((folder / "eval" / "report.json").read_text())["suites"] if row["drafter"] == "head"
+    ]
+    assert head[0]["identical_to_greedy"] == {"identical": 2, "of": 2, "dtype": "float32"}
+    assert "| drafts from | 100 of 300 tokens |" in (folder / "speculator" / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -262,6 +283,7 @@ def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
         ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
         ({"loss.kl": 0.0}, "nothing to train on"),
         ({"speculator.n_predict": 1}, "speculator.tie_weights"),
+        ({"speculator.draft_vocab_size": 301}, "speculator.draft_vocab_size 301 is neither 0 nor in 1..300"),
         ({"data.seq_length": 4096}, "context of 128"),
         ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
     ],

@@ -29,6 +29,7 @@ from speculator.decoding.session import Session
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 # Their grouped matrix products exist in float32 only.
 SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
+DRAFT_TOKENS = [1, 4, 5, 9, 10, 14, 17, 19, 22, 26, 28, 31]
 
 
 SHAPES = {
@@ -49,7 +50,9 @@ def drafters(dtype=torch.float32) -> dict:
     lstm = tiny_head(architecture="lstm").to(dtype)
     made |= {f"lstm-{name}": HeadDrafter(lstm, SHAPES[name]) for name in ("chain", "tree")}
     made |= {f"model-{name}": ModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
-    return {"none": None, **made, "ngram": NgramDrafter()}
+    few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
+    pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
+    return {"none": None, **made, "ngram": NgramDrafter(), **pruned}
 
 
 # ---- temperature 0
@@ -65,6 +68,8 @@ GREEDY = [
     "model-chain",
     "model-tree",
     "ngram",
+    "pruned-chain",
+    "pruned-tree",
 ]
 
 
@@ -133,7 +138,7 @@ def test_every_warper_keeps_the_law(name, sampling):
     assert sampled_p_value(drafters()[name], sampling) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["head-chain", "head-greedy-chain", "model-chain", "ngram"])
+@pytest.mark.parametrize("name", ["head-chain", "head-greedy-chain", "model-chain", "ngram", "pruned-chain"])
 def test_block_verification_follows_the_enumerated_law(name):
     assert sampled_p_value(drafters()[name], WARPERS[0], rule="block") > 1e-4
 
@@ -146,6 +151,19 @@ def test_small_batches_follow_the_enumerated_law(name, batch):
 
 def test_a_draft_law_that_is_not_the_drawn_one_is_seen():
     assert sampled_p_value(MisstatedHead(tiny_head()), WARPERS[0]) < 1e-6
+
+
+class ShiftedLaw(HeadDrafter):
+    """A wrong map in one place of two: tokens drawn from a draft vocabulary, their law told of the tokens beside it."""
+
+    def propose(self, pending, sampling, u, texts):
+        draft = super().propose(pending, sampling, u, texts)
+        draft.tokens = (draft.tokens + 1) % draft.probs.shape[-1]
+        return draft
+
+
+def test_a_draft_vocabulary_that_tokens_and_law_do_not_share_is_seen():
+    assert sampled_p_value(ShiftedLaw(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0]) < 1e-6
 
 
 def test_typical_acceptance_is_seen():

@@ -76,7 +76,7 @@ def test_base_model_that_is_not_known_here_is_said_out_loud(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 299}, "drafts from 299 tokens, but"),
+        ({"vocab_size": 299}, "a vocabulary of 299 tokens, but"),
         ({"emb_dim": 31}, "hidden states of size 31, but"),
     ],
 )
@@ -164,6 +164,21 @@ def test_inspect_works_on_every_layout(head, tmp_path, capsys, layout):
     assert f"layout          {layout} (" in shown
     for other in ("ibm: for vLLM 0.5.1 to 0.9.2; TGI;", "arctic: for arctic-inference 0.3.0", "native: for speculator"):
         assert f"exports to      {other}" in shown
+
+
+def test_a_draft_vocabulary_is_shown_and_exported_to_native_only(tmp_path, target_folder, capsys):
+    folder = head_folder(tmp_path / "head", target_folder, draft_vocab_size=75)
+    assert main(["inspect", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "drafts from     75 of 300 tokens" in shown
+    assert [line for line in shown.splitlines() if line.startswith("exports to")] == [
+        "exports to      native: for speculator"
+    ]
+    assert "ibm has no place for a draft vocabulary" in refused(capsys, export(folder, tmp_path / "out"))
+    assert export(folder, tmp_path / "out", layout="native") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| drafts from | 75 of 300 tokens |" in card
+    assert "vLLM" not in card
 
 
 def test_wrong_input_is_one_line(head, tmp_path, capsys):

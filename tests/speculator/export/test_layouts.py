@@ -144,6 +144,73 @@ def test_export_writes_the_published_names_and_fields(tmp_path, name):
     assert read_json(tmp_path / "published" / "config.json").items() <= written.items()
 
 
+@pytest.fixture
+def pruned(tmp_path):
+    """A head that drafts from 5 of its 20 tokens, as training leaves it."""
+    head = head_of(**TIED, draft_vocab_size=5)
+    head.draft_tokens.copy_(torch.tensor([1, 4, 9, 16, 19]))
+    head.save_pretrained(tmp_path / "pruned")
+    return tmp_path / "pruned"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_vocabulary_comes_back_to_the_bit(pruned, dtype):
+    head = load_any(pruned).to(dtype)
+    save(head, pruned.with_name("again"), NATIVE)
+    for again in (load_any(pruned.with_name("again")), MLPSpeculator.from_pretrained(pruned.with_name("again"))):
+        assert again.config.draft_vocab_size == 5
+        assert again.draft_tokens.tolist() == [1, 4, 9, 16, 19]
+        assert all(torch.equal(again.state_dict()[name], weight) for name, weight in head.state_dict().items())
+        assert torch.equal(logits(again), logits(head))
+    assert logits(head).isfinite().any(0).any(0).any(0).nonzero()[:, 0].tolist() == [1, 4, 9, 16, 19]
+
+
+def test_a_head_without_a_draft_vocabulary_stores_none(tmp_path):
+    save(head_of(**TIED), tmp_path / "whole", NATIVE)
+    assert read_json(tmp_path / "whole" / "config.json")["draft_vocab_size"] is None
+    assert "draft_tokens" not in load_file(tmp_path / "whole" / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", [IBM, ARCTIC], ids=lambda layout: layout.name)
+def test_a_draft_vocabulary_goes_to_no_server(pruned, layout):
+    out = pruned.with_name("out")
+    with pytest.raises(UserError, match=f"{layout.name} has no place for a draft vocabulary: .* 20 rows .* has 5"):
+        save(load_any(pruned), out, layout)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 4, 9, 16, 20]), "tokens outside the vocabulary of 20"),
+        (torch.tensor([-1, 4, 9, 16, 19]), "tokens outside the vocabulary of 20"),
+        (torch.tensor([1, 4, 4, 16, 19]), "not distinct tokens in ascending order"),
+        (torch.tensor([4, 1, 9, 16, 19]), "not distinct tokens in ascending order"),
+        (torch.tensor([1, 4, 9, 16]), "draft_tokens is [4], config.json says [5]"),
+        (torch.tensor([1, 4, 9, 16, 19]).float(), "stored as float32, not int64"),
+        (None, "missing (tie_weights is true): draft_tokens"),
+    ],
+)
+def test_a_wrong_draft_vocabulary_is_one_line(pruned, tokens, message):
+    edit_tensors(pruned, lambda t: t.pop("draft_tokens") if tokens is None else t.update(draft_tokens=tokens))
+    assert message in refused(pruned)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft_vocab_size": None}, "do not belong here (tie_weights is true): draft_tokens"),
+        ({"draft_vocab_size": 6}, "config.json says [6"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size 0 is not in 1..20"),
+        ({"draft_vocab_size": 21}, "draft_vocab_size 21 is not in 1..20"),
+        ({"draft_vocab_size": "5"}, "draft_vocab_size is '5', not int"),
+    ],
+)
+def test_a_wrong_size_of_it_is_one_line(pruned, change, message):
+    edit(pruned, lambda config: config.update(change))
+    assert message in refused(pruned)
+
+
 # --- the table
 
 

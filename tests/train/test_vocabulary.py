@@ -1,0 +1,66 @@
+"""The tokens that a head drafts from are counted in its training text; its matrices start from their rows."""
+
+import datasets
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+
+from speculator import Target, UserError
+from train.config import RunConfig, SpeculatorConfig
+from train.initialise import new_head
+from train.vocabulary import count_tokens, describe, most_frequent
+
+ROWS = datasets.Dataset.from_list(
+    [
+        {"input_ids": [5, 5, 5, 9, 9, 2], "loss_mask": [0, 0, 1, 1, 1, 1]},
+        {"input_ids": [9, 7, 7, 2, 2, 30], "loss_mask": [1, 1, 1, 1, 0, 0]},
+    ]
+)
+
+
+def test_only_tokens_to_learn_are_counted():
+    counts = count_tokens(ROWS, VOCAB)
+    assert {token: n for token, n in enumerate(counts.tolist()) if n} == {2: 2, 5: 1, 7: 2, 9: 3}
+    assert count_tokens(ROWS.remove_columns("loss_mask"), VOCAB).sum() == 12
+    assert torch.equal(count_tokens(ROWS.select([1, 0, 1]), VOCAB), counts + count_tokens(ROWS.select([1]), VOCAB))
+
+
+def test_the_most_frequent_are_taken_ties_by_number_and_the_end_of_a_text_always():
+    counts = count_tokens(ROWS, VOCAB)
+    assert most_frequent(counts, 2, []).tolist() == [2, 9]
+    assert most_frequent(counts, 3, []).tolist() == [2, 7, 9]
+    assert most_frequent(counts, 3, {31}).tolist() == [2, 9, 31]
+    assert most_frequent(counts, 6, []).tolist() == [0, 1, 2, 5, 7, 9]
+
+
+def test_the_share_of_the_text_is_told():
+    assert describe(torch.tensor([2, 9]), ROWS, VOCAB) == "2 of 32 tokens, 62.5% of the text"
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model(), tokenizer=None)
+
+
+def config(**shape) -> RunConfig:
+    return RunConfig(speculator=SpeculatorConfig(n_predict=2, draft_vocab_size=3, **shape))
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "lstm"])
+def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture):
+    head = new_head(config(architecture=architecture, initialise="target"), target, ROWS)
+    assert head.draft_tokens.tolist() == [2, 7, 9]
+    rows = target.model.get_output_embeddings().weight[[2, 7, 9]]
+    torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
+
+
+def test_a_warm_start_needs_the_same_tokens(target, tmp_path):
+    first = new_head(config(), target, ROWS)
+    first.save_pretrained(tmp_path)
+    again = new_head(config(warm_start=str(tmp_path)), target, ROWS)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in first.state_dict().items())
+    with pytest.raises(UserError, match="other tokens: 1 of the 3 most frequent ones"):
+        new_head(config(warm_start=str(tmp_path)), target, ROWS.select([0]))
+    whole = RunConfig(speculator=SpeculatorConfig(n_predict=2, warm_start=str(tmp_path)))
+    with pytest.raises(UserError, match="has draft_vocab_size 3, but this run's head has None"):
+        new_head(whole, target, ROWS)
