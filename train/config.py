@@ -44,7 +44,7 @@ class SpeculatorConfig:
     scale_input: bool = True
     """Normalise the hidden state before the first head."""
     draft_vocab_size: int = 0
-    """Draft from the so many most frequent tokens of the training text only; 0 drafts from the whole vocabulary."""
+    """Draft from this many tokens only, the most frequent ones of the training text; 0 drafts from all."""
     initialise: Literal["random", "target"] = "random"
     """Start from noise, or from the target's embedding and output matrices (needs inner_dim 0)."""
     warm_start: str | None = None
