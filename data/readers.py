@@ -55,7 +55,7 @@ def read(location: str, max_package_bytes: int) -> Iterator[Document]:
     if location == PYTHON_SOURCES:
         return python_sources(max_package_bytes)
     if not path.exists():
-        name, config, split = _hub_id(location)
+        name, config, split = hub_id(location)
         rows = hub_dataset(name, config, split)
         return _dataset_rows(rows, f"{name}:{config or ''}:{split}", location)
     return _datasets_folder(path) if _is_datasets_folder(path) else local_files(path)
@@ -69,7 +69,7 @@ def fingerprint(location: str) -> str:
     elif path.exists():
         files = {p.as_posix(): p for p in _files_in(path)}
     else:
-        return hub_dataset(*_hub_id(location))._fingerprint
+        return hub_dataset(*hub_id(location))._fingerprint
     stats = ((name, path.stat()) for name, path in sorted(files.items()))
     facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -235,7 +235,7 @@ def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
     return _numbered(enumerate(known, start=1), name, place)
 
 
-def _hub_id(location: str) -> tuple[str, str | None, str]:
+def hub_id(location: str) -> tuple[str, str | None, str]:
     """Name, config and split of a hub dataset.
 
     Raises:

@@ -188,6 +188,8 @@ class RunConfig:
     """Where everything goes."""
     overwrite_output_dir: bool = False
     """Delete what is there and start again."""
+    dry_run: bool = False
+    """Run both stages and the evaluation on tiny stand-ins, a step each, then say how large the real run is."""
     seed: int = 0
     """Of the weights, the order of the data and the sampled drafts."""
     report_to: Literal["wandb", "none"] = "wandb"
@@ -210,6 +212,8 @@ def build_parser() -> ArgumentParser:
     parser.add_class_arguments(RunConfig, None, fail_untyped=True)
     return parser
 
+
+_SWITCHES = ("--overwrite_output_dir", "--dry_run")
 
 # What jsonargparse says of a key that no field has, on the command line and in a file.
 _UNKNOWN = [
@@ -239,7 +243,7 @@ def parse(argv: list[str]) -> RunConfig:
     parser = build_parser()
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [f"--config={QUICKSTART}", *argv]
-    argv = [f"{word}=true" if word == "--overwrite_output_dir" else word for word in argv]
+    argv = [f"{word}=true" if word in _SWITCHES else word for word in argv]
     try:
         parsed: Namespace = parser.parse_args(argv)
     except ArgumentError as error:

@@ -16,7 +16,7 @@ from speculator.errors import UserError
 from speculator.files import make_folder, write_text
 from train.config import ROOT, RunConfig
 
-_NOT_SETTINGS = ("output_dir", "overwrite_output_dir")
+_NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

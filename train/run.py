@@ -24,6 +24,7 @@ from speculator.heads import load_head
 from speculator.target import Target
 from train import checks
 from train.config import RunConfig
+from train.dry_run import rehearse
 from train.folder import claim, refuse_foreign
 from train.initialise import new_head
 from train.stages import publish, train_stage
@@ -33,7 +34,7 @@ _PROMPTS_PER_TEXT = 4
 
 def main(config: RunConfig) -> int:
     """Run; gives the exit code. Wrong input is one line on stderr and 2."""
-    return run_command("train.py", lambda: _run(config))
+    return run_command("train.py", lambda: rehearse(config, _run) if config.dry_run else _run(config))
 
 
 def _run(config: RunConfig) -> None:

@@ -1,0 +1,121 @@
+"""Every recipe of the repository, rehearsed: what is wrong with one is found here and not after a download."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from speculator.errors import UserError
+from speculator.heads import ARCHITECTURES
+from train.config import parse
+from train.dry_run import rehearse
+from train.folder import claim, refuse_foreign
+from train.run import _run
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path, monkeypatch):
+    """Temporary files and the cache go to folders of the test's own, and nothing may be left there."""
+    scratch, cache = tmp_path / "scratch", tmp_path / "cache"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("SPECULATOR_CACHE", str(cache))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    assert list(scratch.glob("dry-run-*")) == []
+    assert not cache.exists()
+    assert os.environ["SPECULATOR_CACHE"] == str(cache)
+
+
+def rehearsed(recipe: Path, *flags: str) -> None:
+    rehearse(parse(["--config", str(recipe), "--dry_run", *flags]), _run)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_runs(recipe, capsys):
+    rehearsed(recipe)
+    text = capsys.readouterr().out
+    assert [line.split(":")[0] for line in text.splitlines()[:3]] == [
+        "stage1 on stand-ins",
+        "stage2 on stand-ins",
+        "evaluation on stand-ins",
+    ]
+    config = parse(["--config", str(recipe)])
+    stage = config.stage1
+    tokens = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * config.data.seq_length
+    assert f"= {tokens:,} per optimiser step; {stage.max_steps:,} steps = {tokens * stage.max_steps:,} in all" in text
+
+
+def test_what_runs_is_the_configured_head_and_law_on_the_named_family():
+    """Only sizes shrink. A recipe whose head or law were replaced too would prove nothing."""
+    given = parse(["--config", str(ROOT / "configs" / "qwen3-8b.yaml"), "--dry_run"])
+    given = replace(given, speculator=replace(given.speculator, architecture="lstm"))
+    seen = []
+
+    def run(config):
+        assert config.target.name_or_path != given.target.name_or_path
+        seen.append((config, (Path(config.target.name_or_path) / "config.json").read_text()))
+        _run(config)
+
+    rehearse(given, run)
+    ((config, target),) = seen
+    assert '"model_type": "qwen3"' in target
+    assert config.speculator == replace(given.speculator, inner_dim=config.speculator.inner_dim)
+    assert config.loss == given.loss
+    assert (config.stage1.max_steps, config.stage2.max_steps) == (1, 1)
+    assert config.stage1.bf16
+    assert config.stage2.generate.top_p == given.stage2.generate.top_p
+
+
+def test_the_size_of_a_head_is_told_where_the_target_is_here(capsys):
+    rehearsed(ROOT / "configs" / "quickstart.yaml", "--stage2.max_steps", "0")
+    text = capsys.readouterr().out
+    target = json.loads((ROOT / "examples" / "stdlib_target" / "config.json").read_text())
+    config_class, head_class = ARCHITECTURES["mlp"]
+    head = head_class(config_class(vocab_size=target["vocab_size"], emb_dim=target["hidden_size"], n_predict=4))
+    assert f"{sum(weight.numel() for weight in head.parameters()):,} parameters" in text
+    assert "stage2" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stage1.save_steps", "7"], "stage1.save_steps"),
+        (["--data.sources", "[nowhere.jsonl]"], "nowhere.jsonl"),
+        (["--data.sources", "[a/b@0.5, c/d]"], "has a weight"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_as_the_run_refuses_it(flags, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        rehearsed(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
+
+
+def test_a_rehearsal_is_no_setting_of_a_run(tmp_path):
+    config = replace(parse([]), output_dir=str(tmp_path / "run"))
+    claim(tmp_path / "run", config, processes=1)
+    refuse_foreign(tmp_path / "run", replace(config, dry_run=True))
+    assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
+
+
+def test_the_command_on_two_processes_leaves_nothing(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = ["train.py", "--config", "configs/code.yaml", "--dry_run", "--output_dir", str(tmp_path / "run")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the real run, on 2 processes:") == 1
+    assert "stage1: 128 x 4,096 tokens = 524,288 per optimiser step" in done.stdout
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,252 @@
+"""A run's rehearsal: everything that a config asks for, on tiny stand-ins, a step a stage.
+
+It finds what is wrong with a recipe in seconds, without a download and without a GPU. The target is a random model of
+the same family with a tokenizer of bytes; every source is a few chats and texts; steps, rows and lengths shrink. Which
+head, how many tokens it drafts, losses, dtypes, sampling and the stages stay as configured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from data.readers import PYTHON_SOURCES, hub_id
+from data.sources import parse
+from speculator.heads import ARCHITECTURES
+from train import checks
+from train.config import RunConfig, StageConfig
+
+_HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
+_ROWS = {"train": 24, "validation": 6, "held-out": 6}
+_FAMILIES = {r"qwen-?3": "qwen3", r"qwen": "qwen2", r"": "llama"}
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Stage = TypeVar("Stage", bound=StageConfig)
+
+
+def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
+    """Run the config on stand-ins in a temporary folder, and print what was done and how large the real run is.
+
+    Not tried: the target's and the sources' own files, whether they fit in memory, and `speculator.warm_start`.
+
+    Args:
+        config: of the real run; all processes of a launch come here.
+        run: what the real run would do.
+
+    Raises:
+        UserError: what the real run would refuse before it loads anything, or anything that it refuses on stand-ins.
+    """
+    checks.settings(config)
+    for source in parse(config.data.sources):
+        if source.location != PYTHON_SOURCES and not Path(source.location).exists():
+            hub_id(source.location)
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
+    folder = Path(broadcast_object_list(made)[0])
+    known = _known_config(config)
+    try:
+        # What a run says of itself would be read as this config's results.
+        with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            if state.is_main_process:
+                _make_target(folder / "target", _family(config, known))
+                for number in range(len(config.data.sources)):
+                    _make_source(folder / f"source{number}", number)
+            state.wait_for_everyone()
+            run(_shrunk(config, folder))
+        state.wait_for_everyone()
+        if state.is_main_process:
+            print("\n".join([*_done(config, folder / "run"), *_real_run(config, known, state.num_processes)]))
+    finally:
+        if state.is_main_process:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _cache_in(folder: Path) -> Iterator[None]:
+    before = os.environ.get("SPECULATOR_CACHE")
+    os.environ["SPECULATOR_CACHE"] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ["SPECULATOR_CACHE"]
+        if before is not None:
+            os.environ["SPECULATOR_CACHE"] = before
+
+
+def _known_config(config: RunConfig) -> PreTrainedConfig | None:
+    """The target's own config, where it is on this machine."""
+    target = config.target
+    try:
+        return AutoConfig.from_pretrained(target.name_or_path, revision=target.revision, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
+def _family(config: RunConfig, known: PreTrainedConfig | None) -> str:
+    name = known.model_type if known else config.target.name_or_path
+    return next(family for pattern, family in _FAMILIES.items() if re.search(pattern, name, re.IGNORECASE))
+
+
+def _make_target(folder: Path, family: str) -> None:
+    """A random model of some thousand weights, and a tokenizer whose tokens are bytes."""
+    vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    whole.add_tokens(["<|im_start|>"], special_tokens=True)
+    whole.chat_template = _TEMPLATE
+    whole.save_pretrained(folder)
+    shape = AutoConfig.for_model(
+        family,
+        vocab_size=len(whole),
+        hidden_size=_HIDDEN,
+        intermediate_size=2 * _HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=_HIDDEN // 4,
+        max_position_embeddings=_CONTEXT,
+        bos_token_id=None,
+        eos_token_id=whole.eos_token_id,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+
+
+def _make_source(folder: Path, number: int) -> None:
+    """Chats and texts in turn, in the three splits; no two rows of all sources are the same."""
+
+    def row(split: str, i: int) -> dict:
+        words = f"{split} row {i} of source {number}: the quick brown fox jumps over the lazy dog. "
+        if i % 2:
+            return {"text": f"{words}\n" * 3, "messages": None}
+        turns = [("user", "Say something."), ("assistant", words), ("user", "And more?"), ("assistant", words * 2)]
+        return {"text": None, "messages": [{"role": role, "content": text} for role, text in turns]}
+
+    splits = {name: Dataset.from_list([row(name, i) for i in range(count)]) for name, count in _ROWS.items()}
+    DatasetDict(splits).save_to_disk(str(folder))
+
+
+def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
+    stand_ins = [
+        str(folder / f"source{number}") + (f"@{source.weight}" if source.weight else "")
+        for number, source in enumerate(parse(config.data.sources))
+    ]
+    length = max(_LENGTH, config.speculator.n_predict + 2)
+    generate = replace(
+        config.stage2.generate, max_rows=2 * _ROWS["train"], prompt_tokens=length // 2, max_new_tokens=length // 2
+    )
+    # Starting from the target's matrices needs the target's width: both are the stand-in's.
+    inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
+    return replace(
+        config,
+        target=replace(config.target, name_or_path=str(folder / "target"), revision=None),
+        speculator=replace(config.speculator, inner_dim=inner, warm_start=None),
+        data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
+        stage1=_one_step(config.stage1),
+        stage2=replace(_one_step(config.stage2), generate=generate),
+        eval=replace(
+            config.eval, validation_rows=4, validation_prompts=4, prompt_tokens=16, max_prompts=2, max_new_tokens=8
+        ),
+        output_dir=str(folder / "run"),
+        overwrite_output_dir=False,
+        report_to="none",
+        dry_run=False,
+    )
+
+
+def _one_step(stage: Stage) -> Stage:
+    """One optimiser step, of more than one pass where the stage has several; a stage of none stays out."""
+    return replace(
+        stage,
+        max_steps=min(stage.max_steps, 1),
+        warmup_steps=0,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=min(stage.gradient_accumulation_steps, 2),
+        logging_steps=1,
+        eval_steps=1,
+        save_steps=1,
+    )
+
+
+def _stages(config: RunConfig) -> dict[str, StageConfig]:
+    stages: dict[str, StageConfig] = {"stage1": config.stage1, "stage2": config.stage2}
+    return {name: stage for name, stage in stages.items() if stage.max_steps}
+
+
+def _done(config: RunConfig, run: Path) -> Iterator[str]:
+    """One line a stage, from the checkpoint that it left."""
+    for name in _stages(config):
+        history = json.loads((run / name / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+        step, evaluation = (next(entry for entry in history if key in entry) for key in ("loss", "eval_loss"))
+        yield (
+            f"{name} on stand-ins: one step, loss {step['loss']:.3f}; evaluated, loss {evaluation['eval_loss']:.3f}, "
+            f"{evaluation['eval_tokens_per_step']:.2f} tokens per step; checkpoint and head written"
+        )
+    rows = json.loads((run / "eval" / "report.json").read_text())["suites"]
+    yield f"evaluation on stand-ins: {len(rows)} rows of a report; nothing of this is kept"
+
+
+def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int) -> Iterator[str]:
+    """How large the real run is."""
+    yield f"the real run, on {processes} process{'es' if processes > 1 else ''}:"
+    yield f"  head: {_head_size(config, known)}"
+    generate = config.stage2.generate
+    row = {"stage1": f"{config.data.seq_length:,} tokens", "stage2": f"at most {generate.max_new_tokens:,} new tokens"}
+    length = {"stage1": config.data.seq_length, "stage2": generate.max_new_tokens}
+    for name, stage in _stages(config).items():
+        rows = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
+        tokens = rows * length[name]
+        yield (
+            f"  {name}: {rows} x {row[name]} = {tokens:,} per optimiser step; "
+            f"{stage.max_steps:,} steps = {stage.max_steps * tokens:,} in all"
+        )
+    if config.stage2.max_steps:
+        most = generate.max_rows * generate.max_new_tokens
+        yield f"  stage2 generates {generate.max_rows:,} rows, at most {most:,} new tokens"
+    if config.speculator.warm_start:
+        yield f"  not tried: speculator.warm_start {config.speculator.warm_start}"
+
+
+def _head_size(config: RunConfig, known: PreTrainedConfig | None) -> str:
+    head = config.speculator
+    drafts = f"{head.architecture}, drafts {head.n_predict} tokens"
+    if known is None:
+        inner = head.inner_dim or "the target's hidden size"
+        return (
+            f"{drafts}, inner_dim {inner}, {'tied' if head.tie_weights else 'not tied'}; its parameters depend on the "
+            f"vocabulary and hidden size of {config.target.name_or_path}, whose config is not on this machine"
+        )
+    text = known.get_text_config()
+    config_class, head_class = ARCHITECTURES[head.architecture]
+    with torch.device("meta"):
+        built = head_class(
+            config_class(
+                vocab_size=text.vocab_size,
+                emb_dim=text.hidden_size,
+                inner_dim=head.inner_dim,
+                n_predict=head.n_predict,
+                tie_weights=head.tie_weights,
+            )
+        )
+    return f"{drafts}, {sum(parameter.numel() for parameter in built.parameters()):,} parameters"
