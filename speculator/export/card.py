@@ -21,6 +21,7 @@ from speculator.heads.base import Speculator, SpeculatorConfig
 
 NAME = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_SOURCE = re.compile(r"([\w.-]+/[\w.-]+)(/[\w.,-]+)?(:[^/]+)?")  # org/name/config:split
 _FILE = re.compile(r"\.(jsonl?|txt|parquet|gz)$")
 _DECODERS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "none": "plain decoding"}
 _BASELINES = {"same_loop": "the same loop", "hf_generate": "transformers generate", "hf_compiled": "compiled generate"}
@@ -73,7 +74,7 @@ def card(head: Speculator, record: dict[str, Any], report: dict[str, Any]) -> st
         name = config.base_model_name_or_path = _shown(base)
     data = ModelCardData(
         base_model=base if base and _is_hub_id(base) else None,
-        datasets=[source for source in config.training_data or [] if _is_hub_id(source)] or None,
+        datasets=_hub_datasets(config.training_data or []) or None,
         library_name="speculator",
         tags=["speculative-decoding", config.model_type.replace("_", "-")],
         **_licence(base),
@@ -218,6 +219,14 @@ def _licence(base: str | None) -> dict[str, Any]:
 def _is_hub_id(name: str) -> bool:
     """Whether a name is a repository's, as far as can be told without asking: not a file or folder here."""
     return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name) and not Path(name).exists() and name[0] != "."
+
+
+def _hub_datasets(sources: list[str]) -> list[str]:
+    """The repositories among sources, each once."""
+    locations = [re.sub(r"@[\d.]+$", "", source) for source in sources]
+    matches = [_HUB_SOURCE.fullmatch(location) for location in locations if not _FILE.search(location)]
+    found = [match[1] for match in matches if match and not Path(match[0]).exists()]
+    return [name for name in dict.fromkeys(found) if _is_hub_id(name)]
 
 
 def _shown(name: str) -> str:

@@ -84,6 +84,12 @@ def test_front_matter_is_what_the_hub_reads(run):
     }
 
 
+def test_hub_data_sets_are_named_without_config_split_and_weight(tmp_path):
+    sources = ["org/chats:train_sft@0.85", "org/all/one-part:train@.15", "org/chats", "notes/mine.jsonl@0.5"]
+    data = ModelCard.load(write_card(head_folder(tmp_path, training_data=sources))).data.to_dict()
+    assert data["datasets"] == ["org/chats", "org/all"]
+
+
 def test_a_folder_here_is_no_data_set_of_the_hub(run, tmp_path, monkeypatch):
     (tmp_path / "org" / "chats").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
