@@ -53,11 +53,10 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
 
 
 def from_head(head: Speculator, folder: str) -> None:
-    """Copy the weights of a trained head, of any checkpoint layout, into a fresh one.
+    """Copy a trained head, of any checkpoint layout, into a fresh one: its weights, and the tokens that it drafts from.
 
     Raises:
-        UserError: nothing readable there, a head of another shape: the first field that differs is named; or one that
-            drafts from other tokens.
+        UserError: nothing readable there, or a head of another shape: the first field that differs is named.
     """
     other = load_any(folder)
     if other.config.model_type != head.config.model_type:
@@ -67,12 +66,6 @@ def from_head(head: Speculator, folder: str) -> None:
         theirs, ours = getattr(other.config, name), getattr(head.config, name)
         if theirs != ours:
             raise UserError(f"{folder} has {name} {theirs}, but this run's head has {ours}")
-    if head.draft_tokens is not None and not torch.equal(other.draft_tokens, head.draft_tokens):
-        missing = (~torch.isin(head.draft_tokens, other.draft_tokens)).sum()
-        raise UserError(
-            f"{folder} drafts from other tokens: {missing} of the {len(head.draft_tokens)} most frequent ones of this "
-            "training text are not among them; train on what it was trained on, or without speculator.warm_start"
-        )
     head.load_state_dict(other.state_dict())
 
 

@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from data.readers import hub_dataset
 from data.sources import SPLITS, SourceError, documents, fingerprint, parse, prompts, split_of, token_documents
+from speculator.errors import UserError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 CALL = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"name": "search"}]}]
@@ -219,7 +220,7 @@ def test_sources_without_weights_come_one_after_the_other(tmp_path):
     [(["a@0.5", "b"], "a has a weight, others have not"), (["a@0"], "must be above 0"), ([], "no source")],
 )
 def test_weights_that_cannot_be_are_refused(sources, message):
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(UserError, match=message):
         parse(sources)
 
 
@@ -264,7 +265,7 @@ def test_prompts_are_drawn_by_weight(tmp_path):
         ("rows.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2"),
         ("rows.jsonl", "not json\n", "rows.jsonl:1"),
         ("rows.jsonl", '{"text": null}\n', "rows.jsonl:1"),
-        ("rows.jsonl", '{"text": "\\ud800"}\n', "rows.jsonl:1: .*lone surrogate"),
+        ("rows.jsonl", '{"text": "\\ud800"}\n', "rows.jsonl:1: .*half of a surrogate pair"),
         ("rows.jsonl", '["text"]\n', "rows.jsonl:1"),
         ("rows.jsonl", '{"prompt": "a"}\n', "rows.jsonl:1: not a row"),
         ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is not a text'),
@@ -287,7 +288,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     for source in (tmp_path / name, tmp_path):
         if source.is_file() or name != "model.bin":
-            with pytest.raises(SourceError, match=message) as error:
+            with pytest.raises(UserError, match=message) as error:
                 list(documents([str(source)], "train"))
             assert "\n" not in str(error.value)
 

@@ -106,7 +106,7 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         (["--suite", ""], "--suite is empty"),
         (["--suite", "nowhere.txt"], "nowhere.txt"),
         (["--suite", "empty.jsonl"], "no document of empty.jsonl has 8 tokens"),
-        (["--suite", "half.jsonl"], "half.jsonl:1: "text": character 1 is half of a surrogate pair"),
+        (["--suite", "half.jsonl"], 'half.jsonl:1: "text": character 1 is half of a surrogate pair'),
         (["--suite", "wrong.jsonl"], "wrong.jsonl:2: not a row"),
         (["--output", "empty.jsonl"], "empty.jsonl is not a folder"),
         (["--output", "empty.jsonl/below"], "can't make the folder"),

@@ -6,6 +6,7 @@ import torch
 from conftest import VOCAB, tiny_model
 
 from speculator import Target, UserError
+from speculator.export import layout_of, save
 from train.config import RunConfig, SpeculatorConfig
 from train.initialise import new_head
 from train.vocabulary import count_tokens, describe, most_frequent
@@ -54,13 +55,34 @@ def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture)
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
 
 
-def test_a_warm_start_needs_the_same_tokens(target, tmp_path):
+def test_a_warm_start_takes_the_tokens_along(target, tmp_path):
     first = new_head(config(), target, ROWS)
     first.save_pretrained(tmp_path)
-    again = new_head(config(warm_start=str(tmp_path)), target, ROWS)
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in first.state_dict().items())
-    with pytest.raises(UserError, match="other tokens: 1 of the 3 most frequent ones"):
-        new_head(config(warm_start=str(tmp_path)), target, ROWS.select([0]))
-    whole = RunConfig(speculator=SpeculatorConfig(n_predict=2, warm_start=str(tmp_path)))
-    with pytest.raises(UserError, match="has draft_vocab_size 3, but this run's head has None"):
-        new_head(whole, target, ROWS)
+    for rows in (ROWS, ROWS.select([0])):  # the second would make other tokens the most frequent ones
+        again = new_head(config(warm_start=str(tmp_path)), target, rows)
+        assert all(torch.equal(again.state_dict()[name], value) for name, value in first.state_dict().items())
+    assert new_head(config(), target, ROWS.select([0])).draft_tokens.tolist() != first.draft_tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"draft_vocab_size": 0}, "has draft_vocab_size 3, but this run's head has None"),
+        ({"n_predict": 3}, "has n_predict 2, but this run's head has 3"),
+        ({"architecture": "lstm"}, "holds a mlp_speculator, not the lstm_speculator configured"),
+    ],
+)
+def test_a_warm_start_from_another_shape_is_refused(target, tmp_path, shape, message):
+    new_head(config(), target, ROWS).save_pretrained(tmp_path)
+    settings = {"n_predict": 2, "draft_vocab_size": 3, "warm_start": str(tmp_path)} | shape
+    with pytest.raises(UserError, match=message):
+        new_head(RunConfig(speculator=SpeculatorConfig(**settings)), target, ROWS)
+
+
+def test_a_warm_start_from_a_published_accelerator_is_its_weights(target, tmp_path):
+    head = new_head(RunConfig(speculator=SpeculatorConfig(n_predict=2)), target, ROWS)
+    save(head, tmp_path / "ibm", layout_of("ibm", head))
+    settings = SpeculatorConfig(n_predict=2, warm_start=str(tmp_path / "ibm"))
+    again = new_head(RunConfig(speculator=settings, seed=1), target, ROWS)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
+    assert again.dtype == torch.float32
