@@ -235,6 +235,24 @@ def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
     return _numbered(enumerate(known, start=1), name, place)
 
 
+def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl file (.gz too) or of a hub dataset as they stand, each with its place.
+
+    Raises:
+        SourceError: it can't be read.
+    """
+    file = Path(location)
+    if not file.exists():
+        for number, row in enumerate(hub_dataset(*hub_id(location)), start=1):
+            yield f"{location}:{number}", row
+        return
+    try:
+        for number, row in _json_lines(file):
+            yield f"{file}:{number}", row
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise SourceError(f"{file}: {error}") from None
+
+
 def hub_id(location: str) -> tuple[str, str | None, str]:
     """Name, config and split of a hub dataset.
 

@@ -1,5 +1,7 @@
 """`python -m eval --target T --speculator S --output DIR`: acceptance and speed on text, as a report.
 
+`python -m eval tune --target T --speculator S`: the draft length or tree that is fastest here, written beside the head.
+`python -m eval compare A/report.json B/report.json`: what differs between two reports.
 `python -m eval lossless --target T --speculator S`: is the text that drafts speed up the target's own?
 """
 
@@ -12,12 +14,13 @@ from pathlib import Path
 from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
-from eval import lossless
+from eval import compare, lossless, tracking, tuning
+from eval.decoders import OPTIONAL
 from eval.run import check_flags, evaluate
-from eval.suites import held_out
+from eval.suites import load_suite
 from speculator import Target, load_head
 from speculator.commands import drafting
-from speculator.errors import OneLineParser, run_command
+from speculator.errors import OneLineParser, refuse, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["lossless"]:
         return main_lossless(argv[1:])
+    if argv[:1] in (["tune"], ["compare"]):
+        command = tuning if argv[0] == "tune" else compare
+        arguments = command.build_parser().parse_args(argv[1:])
+        return run_command(f"eval {argv[0]}", lambda: command.run(arguments))
     arguments = build_parser().parse_args(argv)
     return run_command("eval", lambda: run(arguments))
 
@@ -37,14 +44,28 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--suite",
         action="append",
-        help="python-sources (the default): its held-out split; or a local .jsonl or .txt file: all of its documents",
+        help="python-sources (the default): its held-out split; a local .jsonl or .txt file; or a hub dataset as "
+        "NAME, NAME:CONFIG or NAME:CONFIG:SPLIT; repeatable",
     )
+    parser.add_argument("--raw", action="store_true", help="no chat template, even where the target has one")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
-    parser.add_argument("--max_prompts", type=int, default=32)
-    parser.add_argument("--prompt_tokens", type=int, default=64)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--batch_size", type=int, action="append", help="default: 1; repeatable")
+    parser.add_argument("--draft_length", type=int, action="append", help="default: all that the head has; repeatable")
+    parser.add_argument("--draft_model", help="a small causal LM with the target's tokenizer, to compare with")
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=OPTIONAL,
+        help="beside the plain loop and transformers' generate; default: hf_compiled on a GPU, hf_assisted with a "
+        "draft model; repeatable",
+    )
+    parser.add_argument("--max_prompts", type=int, default=32, help="of each suite; default: 32")
+    parser.add_argument("--prompt_tokens", type=int, default=64, help="of prompts that are cut from text; default: 64")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt and turn; default: 128")
+    parser.add_argument("--repeats", type=int, default=1, help="timings of each prompt, the median counts; default: 1")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report_to", choices=["wandb", "none"], default="none", help="default: none")
     parser.add_argument("--output", type=Path, required=True)
     return parser
 
@@ -52,15 +73,28 @@ def build_parser() -> OneLineParser:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate and say where the report is."""
     check_flags(arguments)
+    tracking.check(arguments.report_to)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, dtype=arguments.dtype)
     head = load_head(arguments.speculator, target)
+    model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suites = [
-        held_out(source, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
+        load_suite(
+            source,
+            target,
+            prompt_tokens=arguments.prompt_tokens,
+            max_prompts=arguments.max_prompts,
+            max_new_tokens=arguments.max_new_tokens,
+            raw=arguments.raw,
+        )
         for source in arguments.suite or [PYTHON_SOURCES]
     ]
-    evaluate(
+    names = [suite.name for suite in suites]
+    for name in names:
+        refuse((names.count(name) > 1, f"two suites are called {name}: a report could not tell them apart"))
+    default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (model is not None)
+    report = evaluate(
         target,
         head,
         suites,
@@ -69,7 +103,14 @@ def run(arguments: argparse.Namespace) -> None:
         max_new_tokens=arguments.max_new_tokens,
         speculator_name=arguments.speculator,
         seed=arguments.seed,
+        batch_sizes=arguments.batch_size or [1],
+        draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
+        model=model,
+        baselines=arguments.baseline or default,
+        repeats=arguments.repeats,
     )
+    if arguments.report_to == "wandb":
+        tracking.send(report, arguments.output)
     print(f"\n{(arguments.output / 'report.md').read_text()}\nThe report and its plots are in {arguments.output}")
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from eval import bench
-from eval.bootstrap import paired_bootstrap
-from eval.run import speedup
-from eval.speed import Timed, time_ours
+from eval.bootstrap import paired_bootstrap, shown
+from eval.speed import Timed, speedup, time_ours
 from speculator import (
     Candidates,
     Chain,
@@ -128,8 +127,8 @@ def markdown(report: dict) -> str:
         gain, speed = row["tokens_per_step_over_head_chain"], row["speedup"]
         lines.append(
             f"| {row['temperature']:g} | {row['decoder']} | {row['rule']} | {row['tokens_per_step']:.2f} "
-            f"| {gain['value']:+.2f} ({gain['low']:+.2f} to {gain['high']:+.2f}) | {row['tokens_per_second']:.0f} "
-            f"| {speed['value']:.2f} ({speed['low']:.2f}-{speed['high']:.2f}) |"
+            f"| {shown(gain, '+.2f')} | {row['tokens_per_second']:.0f} "
+            f"| {shown(speed)} |"
         )
     return "\n".join([*lines, ""])
 

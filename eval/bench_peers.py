@@ -16,8 +16,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from eval import bench
-from eval.run import speedup
-from eval.speed import Timed, time_ours, time_transformers
+from eval.bootstrap import shown
+from eval.speed import Timed, speedup, time_ours, time_transformers
 from speculator import ModelDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding.generate import tokens_per_step
 from speculator.errors import refuse_below, run_command
@@ -42,7 +42,7 @@ def measure(target: Target, model: Target, assistant, prompts: list[list[int]], 
         if name in ours:
             time_ours(target, ours[name], [prompt], Sampling(), new, out)
         else:
-            time_transformers(target, prompt, Sampling(), new, out, **theirs[name])
+            time_transformers(target, [prompt], Sampling(), new, out, **theirs[name])
 
     for name in timed:
         once(name, prompts[0], 8, Timed())
@@ -88,7 +88,7 @@ def markdown(report: dict) -> str:
         speed, ratio = row["tokens_per_second"], row["ratio"]
         lines.append(
             f"| {row['ours']} | {row['tokens_per_step']:.2f} | {speed['ours']:.0f} | {speed['theirs']:.0f} "
-            f"| {ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f}) | {row['identical']} of {row['of']} |"
+            f"| {shown(ratio)} | {row['identical']} of {row['of']} |"
         )
     return "\n".join([*lines, ""])
 

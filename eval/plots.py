@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -9,63 +11,187 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-_COLOURS = {"head": "#1f6feb", "ngram": "#d9822b", "model": "#8250df", "none": "#57606a", "hf_generate": "#9aa4ae"}
-_LABELS = {
-    "head": "speculator",
-    "ngram": "n-gram lookup",
-    "model": "draft model",
-    "none": "plain, same loop",
-    "hf_generate": "transformers generate",
+from eval.decoders import BASELINES
+from eval.report import groups, head_lengths, label, plots
+
+_COLOURS = {"head": "#1f6feb", "ngram": "#d9822b", "model": "#8250df"}
+_SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # of one head's draft lengths
+_PLAIN = "#57606a"
+_THEIRS = "#9aa4ae"
+_SHORT = {
+    "same_loop": "plain,\nsame loop",
+    "hf_generate": "HF\ngenerate",
+    "hf_compiled": "HF static,\ncompiled",
+    "hf_prompt_lookup": "HF prompt\nlookup",
+    "hf_assisted": "HF\nassisted",
 }
+_COLUMNS = 3
 
 
 def draw_plots(report: dict, folder: Path) -> None:
-    """acceptance.png and speed.png: a panel per suite and temperature."""
-    panels: dict[tuple[str, float], dict[str, dict]] = {}
-    for row in report["suites"]:
-        panels.setdefault((row["name"], row["temperature"]), {})[row["drafter"]] = row
-    for name, draw in (("acceptance", _acceptance), ("speed", _speed)):
-        figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.4), squeeze=False, sharey=True)
-        for axis, ((suite, temperature), rows) in zip(axes[0], panels.items(), strict=True):
-            draw(axis, rows)
-            axis.set_title(f"{suite}, temperature {temperature:g}", fontsize=10)
+    """A .png for each of `report.plots`: a panel per suite, temperature and batch size."""
+    lengths = head_lengths(report)
+    draw: dict[str, Callable] = {
+        "acceptance": _acceptance,
+        "speed": _speed,
+        "lengths": _lengths,
+        "draft_lengths": _draft_lengths,
+        "categories": _categories,
+    }
+    for name in plots(report):
+        panels = groups(report)
+        if name == "categories":
+            panels = {heading: rows for heading, rows in panels.items() if "categories" in rows[0]}
+        columns = _columns(panels)
+        lines = -(-len(panels) // columns)
+        width, height = _size(name, panels, lengths)
+        figure, axes = plt.subplots(lines, columns, figsize=(width * columns, height * lines), squeeze=False)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, (heading, rows) in zip(axes.flat, panels.items(), strict=False):
+            draw[name](axis, rows, lengths)
+            axis.set_title(heading, fontsize=9)
             axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         figure.savefig(folder / f"{name}.png", dpi=150)
         plt.close(figure)
 
 
-def _acceptance(axis, rows: dict[str, dict]) -> None:
-    drafting = {name: row for name, row in rows.items() if row["acceptance_by_position"]}
-    width = 0.8 / max(1, len(drafting))
-    for k, (name, row) in enumerate(drafting.items()):
-        values = row["acceptance_by_position"]
-        places = [i + 1 + (k - (len(drafting) - 1) / 2) * width for i in range(len(values))]
-        label = f"{_LABELS[name]} ({row['tokens_per_step']:.2f} tokens per step)"
-        bars = axis.bar(places, values, width, color=_COLOURS[name], label=label)
-        axis.bar_label(bars, fmt="%.2f", fontsize=7)
-    axis.set_xticks(range(1, 1 + max(len(row["acceptance_by_position"]) for row in drafting.values())))
-    axis.set_xlabel("draft position")
-    axis.set_ylabel("kept, given that the one before was")
-    axis.set_ylim(0, 1.15)
+def _columns(panels: dict[str, list[dict]]) -> int:
+    """A line of panels for each suite, where a suite has several."""
+    each = len(panels) // len({rows[0]["name"] for rows in panels.values()})
+    return min(_COLUMNS, each if each > 1 else len(panels))
+
+
+def _size(name: str, panels: dict[str, list[dict]], lengths: set[int]) -> tuple[float, float]:
+    """Inches of a panel: wide enough for its bars."""
+    if name == "speed":
+        bars = max(len(_bars(rows, lengths)) for rows in panels.values())
+        return max(4.6, 0.95 * bars), 3.4
+    if name == "categories":
+        return 4.6, max(3.0, 0.5 + 0.42 * max(len(rows[0]["categories"]) for rows in panels.values()))
+    return 4.6, 3.4
+
+
+def _colour(row: dict, lengths: set[int]) -> str:
+    if row["drafter"] != "head" or len(lengths) < 2:
+        return _COLOURS[row["drafter"]]
+    return _SHADES[sorted(lengths, reverse=True).index(row["draft_length"]) % len(_SHADES)]
+
+
+def _drafting(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["drafter"] != "none"]
+
+
+def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[dict], list[float]], first: int) -> None:
+    """A group of bars at each place, one bar a drafter; of one head's chains the longest, whose beginnings all are."""
+    rows = [row for row in rows if row["drafter"] != "head" or row["draft_length"] == max(lengths)]
+    width = 0.8 / len(rows)
+    for k, row in enumerate(rows):
+        heights = values(row)
+        places = [i + first + (k - (len(rows) - 1) / 2) * width for i in range(len(heights))]
+        name = f"{label(row, lengths)} ({row['tokens_per_step']:.2f} tokens per step)"
+        bars = axis.bar(places, heights, width, color=_colour(row, lengths), label=name)
+        axis.bar_label(bars, fmt="%.2f", fontsize=6)
+    axis.set_xticks(range(first, first + max(len(values(row)) for row in rows)))
     axis.legend(fontsize=7, loc="upper right")
 
 
-def _speed(axis, rows: dict[str, dict]) -> None:
-    baseline = next(iter(rows.values()))["tokens_per_second"]
-    speeds = {"hf_generate": baseline["hf_generate"], "none": baseline["same_loop"]}
-    speeds |= {name: row["tokens_per_second"]["speculative"] for name, row in rows.items() if name != "none"}
-    names = list(speeds)
-    errors = [[0.0] * len(names), [0.0] * len(names)]
-    for k, name in enumerate(names):
-        if name in rows and "speedup" in rows[name]:
-            ratio = rows[name]["speedup"]["same_loop"]
-            errors[0][k] = (ratio["value"] - ratio["low"]) * baseline["same_loop"]
-            errors[1][k] = (ratio["high"] - ratio["value"]) * baseline["same_loop"]
-    bars = axis.bar(range(len(names)), speeds.values(), yerr=errors, capsize=3, color=[_COLOURS[n] for n in names])
-    axis.bar_label(
-        bars, [f"{speeds[n]:.0f} ({speeds[n] / baseline['same_loop']:.2f}x)" for n in names], fontsize=8, padding=3
-    )
-    axis.set_xticks(range(len(names)), [_LABELS[n].replace(" ", "\n", 1) for n in names], fontsize=8)
+def _acceptance(axis, rows: list[dict], lengths: set[int]) -> None:
+    _side_by_side(axis, _drafting(rows), lengths, lambda row: row["acceptance_by_position"], first=1)
+    axis.set_xlabel("draft position")
+    axis.set_ylabel("kept, given that the one before was", fontsize=9)
+    _up_to_one(axis)
+
+
+def _up_to_one(axis) -> None:
+    """Shares, with room for the legend above them."""
+    axis.set_ylim(0, 1.35)
+    axis.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+
+
+def _lengths(axis, rows: list[dict], lengths: set[int]) -> None:
+    def shares(row: dict) -> list[float]:
+        return [count / max(1, row["steps"]) for count in row["accepted_lengths"]]
+
+    _side_by_side(axis, _drafting(rows), lengths, shares, first=0)
+    axis.set_xlabel("drafted tokens accepted in a step")
+    axis.set_ylabel("share of steps")
+    _up_to_one(axis)
+
+
+def _bars(rows: list[dict], lengths: set[int]) -> list[tuple[str, float, dict | None, str]]:
+    """Name, tokens per second, interval of the ratio to the plain loop, colour."""
+    speeds = rows[0]["tokens_per_second"]
+    bars = [(_SHORT[n], speeds[n], None, _PLAIN if n == "same_loop" else _THEIRS) for n in BASELINES if n in speeds]
+    for row in _drafting(rows):
+        name = label(row, lengths).replace(" ", "\n", 1)
+        bars.append((name, row["tokens_per_second"]["speculative"], row["speedup"]["same_loop"], _colour(row, lengths)))
+    return bars
+
+
+def _speed(axis, rows: list[dict], lengths: set[int]) -> None:
+    bars, plain = _bars(rows, lengths), rows[0]["tokens_per_second"]["same_loop"]
+    errors = _errors([interval for _, _, interval, _ in bars], plain)
+    drawn = axis.bar(range(len(bars)), [b[1] for b in bars], yerr=errors, capsize=3, color=[b[3] for b in bars])
+    axis.bar_label(drawn, [f"{speed:.0f}\n({speed / plain:.2f}x)" for _, speed, _, _ in bars], fontsize=7, padding=2)
+    axis.set_xticks(range(len(bars)), [b[0] for b in bars], fontsize=7)
     axis.set_ylabel("tokens per second, decoding alone")
-    axis.margins(y=0.15)
+    axis.margins(y=0.2)
+
+
+def _draft_lengths(axis, rows: list[dict], lengths: set[int]) -> None:
+    heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["draft_length"])
+    at = [row["draft_length"] for row in heads]
+    ratios = [row["speedup"]["same_loop"] for row in heads]
+    axis.errorbar(
+        at,
+        [r["value"] for r in ratios],
+        yerr=_errors(ratios, 1),
+        marker="o",
+        capsize=3,
+        color=_SHADES[0],
+        label="measured",
+    )
+    predicted = [row["predicted_speedup"] for row in heads]
+    axis.plot(at, predicted, "s--", color=_COLOURS["ngram"], label="predicted, E / (G c + v)")
+    axis.axhline(1, color=_THEIRS, linewidth=1)
+    axis.set_xticks(at)
+    axis.set_xlabel("draft length G")
+    axis.set_ylabel("speedup over the same loop")
+    axis.margins(y=0.25)
+    axis.legend(fontsize=8)
+
+
+def _categories(axis, rows: list[dict], lengths: set[int]) -> None:
+    drafting = _drafting(rows)
+    names = [part["name"] for part in drafting[0]["categories"]]
+    height = 0.8 / len(drafting)
+    for k, row in enumerate(drafting):
+        places = [i + (k - (len(drafting) - 1) / 2) * height for i in range(len(names))]
+        values = [part["tokens_per_step"] for part in row["categories"]]
+        intervals = [
+            {"value": v, **part.get("tokens_per_step_interval", {"low": None, "high": None})}
+            for v, part in zip(values, row["categories"], strict=True)
+        ]
+        axis.barh(
+            places,
+            values,
+            height,
+            xerr=_errors(intervals, 1),
+            capsize=2,
+            color=_colour(row, lengths),
+            label=label(row, lengths),
+        )
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("tokens per step")
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(drafting))
+
+
+def _errors(intervals: list[dict | None], scale: float) -> list[list[float]]:
+    """What matplotlib calls yerr; nothing where there is no interval."""
+    known = [interval and interval["low"] is not None for interval in intervals]
+    below = [(i["value"] - i["low"]) * scale if k and i else math.nan for i, k in zip(intervals, known, strict=True)]
+    above = [(i["high"] - i["value"]) * scale if k and i else math.nan for i, k in zip(intervals, known, strict=True)]
+    return [below, above]

@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from eval.bootstrap import shown
+from eval.decoders import BASELINES
 from speculator.files import write_text
 
-_LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "none": "plain decoding, same loop"}
+_LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model"}
+_TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
+
+
+def label(row: dict, lengths: set[int]) -> str:
+    """How a table or a plot calls a drafter; with its draft length where the report has several."""
+    several = row["drafter"] == "head" and len(lengths) > 1
+    return _LABELS[row["drafter"]] + (f", {row['draft_length']} tokens" if several else "")
 
 
 def write(report: dict, folder: Path) -> None:
@@ -16,8 +25,23 @@ def write(report: dict, folder: Path) -> None:
         write_text(folder / name, text)
 
 
+def groups(report: dict) -> dict[str, list[dict]]:
+    """The rows that were measured together, by a heading."""
+    found: dict[str, list[dict]] = {}
+    sizes = {row["batch_size"] for row in report["suites"]}
+    for row in report["suites"]:
+        batch = f", batch size {row['batch_size']}" if len(sizes) > 1 else ""
+        found.setdefault(f"{row['name']}, temperature {row['temperature']:g}{batch}", []).append(row)
+    return found
+
+
+def head_lengths(report: dict) -> set[int]:
+    """The draft lengths of the head that were measured."""
+    return {row["draft_length"] for row in report["suites"] if row["drafter"] == "head"}
+
+
 def markdown(report: dict) -> str:
-    """A table per suite and temperature, with every baseline that ran."""
+    """A table per suite, temperature and batch size, with every baseline that ran."""
     settings = report["settings"]
     lines = [
         "# Speculative decoding report",
@@ -26,53 +50,104 @@ def markdown(report: dict) -> str:
         f"- speculator: `{report['speculator']}`",
         f"- hardware: {report['hardware']}; {settings['dtype']}, batch size {settings['batch_size']}",
         f"- versions: {', '.join(f'{name} {v}' for name, v in report['versions'].items())}",
+        *(f"- not run: {name}: {reason}" for name, reason in report["not_run"].items()),
+        *(f"- **warning**: {line}" for line in report["warnings"]),
         "",
         "Tokens per step count the token that the target gives itself. Tokens per second leave out the prefill. A",
-        "speedup is followed by its 95% interval (paired bootstrap over prompts).",
+        "figure is followed by its 95% interval (paired bootstrap over prompts).",
     ]
-    groups: dict[tuple, list[dict]] = {}
-    for row in report["suites"]:
-        groups.setdefault((row["name"], row["temperature"], row["prompts"], row["max_new_tokens"]), []).append(row)
-    for (name, temperature, prompts, count), rows in groups.items():
-        lines += [
-            "",
-            f"## {name}, temperature {temperature:g}",
-            "",
-            f"{prompts} prompts, {count} new tokens each.",
-            "",
-            "| decoder | tokens per step | tokens/s | speedup over the same loop | over transformers generate |",
-            "|---|---|---|---|---|",
-        ]
-        for row in rows:
-            speeds = row["tokens_per_second"]
-            if row["drafter"] == "none":
-                lines.append(f"| {_LABELS['none']} | 1.00 | {speeds['same_loop']:.1f} | 1 | |")
-                lines.append(f"| transformers generate | 1.00 | {speeds['hf_generate']:.1f} | | 1 |")
-            else:
-                ratios = row["speedup"]
-                lines.append(
-                    f"| {_LABELS[row['drafter']]} | {row['tokens_per_step']:.2f} | {speeds['speculative']:.1f} "
-                    f"| {_interval(ratios['same_loop'])} | {_interval(ratios['hf_generate'])} |"
-                )
-        lines.append("")
-        lines += [_details(row) for row in rows if row["drafter"] != "none"]
-    lines += ["", "![acceptance by position](acceptance.png)", "![tokens per second](speed.png)", ""]
+    lengths = head_lengths(report)
+    for heading, rows in groups(report).items():
+        lines += ["", f"## {heading}", "", _what(rows[0]), "", *_table(rows, lengths), ""]
+        lines += [_details(row, lengths) for row in rows if row["drafter"] != "none"]
+        lines += _categories(rows, lengths)
+    lines += ["", *(f"![{alt}]({name}.png)" for name, alt in plots(report).items()), ""]
     return "\n".join(lines)
 
 
-def _interval(ratio: dict[str, float]) -> str:
-    return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+def plots(report: dict) -> dict[str, str]:
+    """The pictures that a report has: their names and what they show."""
+    names = {"acceptance": "acceptance by position", "speed": "tokens per second", "lengths": "accepted lengths"}
+    if len(head_lengths(report)) > 1:
+        names["draft_lengths"] = "speedup against draft length"
+    if any("categories" in row for row in report["suites"]):
+        names["categories"] = "tokens per step by category"
+    return names
 
 
-def _details(row: dict) -> str:
+def _what(row: dict) -> str:
+    turns = f", {row['turns']} turns" if row["turns"] != row["prompts"] else ""
+    how = "answers to the chat template, until the target ends them" if row["chat"] else "new tokens each"
+    count = f"at most {row['max_new_tokens']}" if row["chat"] else f"{row['max_new_tokens']}"
+    return f"{row['prompts']} prompts{turns}, {count} {how}."
+
+
+def _table(rows: list[dict], lengths: set[int]) -> list[str]:
+    speeds = rows[0]["tokens_per_second"]
+    theirs = [name for name in _TRANSFORMERS if name in speeds]
+    columns = ["decoder", "tokens per step", "tokens/s", "end to end", "first token, ms", "peak memory, MB"]
+    columns += ["speedup over the same loop", *(f"over {BASELINES[name]}" for name in theirs)]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        if row["drafter"] == "none":
+            ratios = ["1", *[""] * len(theirs)]
+            lines.append(_line(BASELINES["same_loop"], "1.00", row, "same_loop", ratios))
+            for name in theirs:
+                own = ["", *("1" if other == name else "" for other in theirs)]
+                lines.append(_line(BASELINES[name], "", row, name, own))
+        else:
+            ratios = [shown(row["speedup"][name]) for name in ("same_loop", *theirs)]
+            interval = {"value": row["tokens_per_step"], **row.get("tokens_per_step_interval", _NONE)}
+            lines.append(_line(label(row, lengths), shown(interval), row, "speculative", ratios))
+    return lines
+
+
+_NONE = {"low": None, "high": None}
+
+
+def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> str:
+    memory = row["peak_memory_bytes"][key]
+    cells = [
+        name,
+        per_step,
+        f"{row['tokens_per_second'][key]:.1f}",
+        f"{row['end_to_end_tokens_per_second'][key]:.1f}",
+        f"{1e3 * row['time_to_first_token'][key]:.1f}",
+        f"{memory / 1e6:.0f}" if memory else "",
+        *ratios,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _details(row: dict, lengths: set[int]) -> str:
     by_position = ", ".join(f"{value:.2f}" for value in row["acceptance_by_position"])
-    cost = row["cost"]
+    cost, measured = row["cost"], row["speedup"]["same_loop"]["value"]
     text = (
-        f"- {_LABELS[row['drafter']]}: acceptance by position {by_position}; one drafted token costs "
-        f"{cost['draft_over_decode']:.3f} plain steps and a verify pass {cost['verify_over_decode']:.2f}, "
-        f"which predicts a speedup of {row['predicted_speedup']:.2f}"
+        f"- {label(row, lengths)}: {row['accepted_per_step']:.2f} drafted tokens accepted per step, by position "
+        f"{by_position}; one drafted token costs {cost['draft_over_decode']:.3f} plain steps and a verify pass "
+        f"{cost['verify_over_decode']:.2f}, which predicts a speedup of {row['predicted_speedup']:.2f} "
+        f"(measured {measured:.2f})"
     )
+    if len(row["acceptance_by_context"]) > 1:
+        buckets = (f"{b['tokens_per_step']:.2f} below {b['below']}" for b in row["acceptance_by_context"])
+        text += f"; tokens per step by length of context: {', '.join(buckets)}"
     if "identical_to_greedy" in row:
         same = row["identical_to_greedy"]
         text += f"; {same['identical']} of {same['of']} texts identical to transformers' greedy ones in {same['dtype']}"
     return text + "."
+
+
+def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
+    drafting = [row for row in rows if row["drafter"] != "none"]
+    if not any("categories" in row for row in drafting):
+        return []
+    lines = ["", "| category | turns | decoder | tokens per step | tokens/s | speedup over the same loop |"]
+    lines.append("|---" * 6 + "|")
+    for parts in zip(*(row["categories"] for row in drafting), strict=True):
+        for row, part in zip(drafting, parts, strict=True):
+            interval = {"value": part["tokens_per_step"], **part.get("tokens_per_step_interval", _NONE)}
+            lines.append(
+                f"| {part['name']} | {part['turns']} | {label(row, lengths)} | {shown(interval)} "
+                f"| {part['tokens_per_second']['speculative']:.1f} | {shown(part['speedup']['same_loop'])} |"
+            )
+    return lines

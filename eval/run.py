@@ -1,25 +1,24 @@
-"""An evaluation: suites x temperatures x decoders, measured in turns, written as report.json, report.md and plots."""
+"""An evaluation: suites x temperatures x batch sizes x decoders, written as report.json, report.md and plots."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from eval.acceptance import acceptance
-from eval.bootstrap import paired_bootstrap
+from eval import memory, tracking
+from eval.decoders import BASELINES, decoders
+from eval.figures import row, warnings
+from eval.measuring import measure_suite
 from eval.plots import draw_plots
 from eval.report import write
-from eval.speed import Timed, step_costs, time_ours, time_transformers
 from eval.suites import Suite
-from speculator import HeadDrafter, NgramDrafter, Sampling, UserError
-from speculator.drafters import Drafter
+from speculator import Sampling, UserError
 from speculator.errors import refuse, refuse_below
 from speculator.files import make_folder
 from speculator.heads import Speculator
@@ -32,29 +31,55 @@ def evaluate(
     suites: list[Suite],
     output: Path,
     *,
-    temperatures: list[float],
+    temperatures: Sequence[float],
     max_new_tokens: int,
     speculator_name: str,
     seed: int = 0,
+    batch_sizes: Sequence[int] = (1,),
+    draft_lengths: Sequence[int] = (),
+    model: Target | None = None,
+    baselines: Collection[str] = (),
+    repeats: int = 1,
 ) -> dict:
-    """Measure and write the report; gives report.json's content.
+    """Measure and write the report; gives report.json's content. A wandb run that is on gets it too.
 
-    Every prompt goes through every decoder before the next prompt comes, in an order that rotates, so that a machine
-    whose speed drifts slows all of them alike. EOS is ignored: all texts are equally long.
+    Args:
+        target: the model.
+        head: who drafts.
+        suites: what to decode.
+        output: the report's folder.
+        temperatures, batch_sizes: every suite at each of them.
+        max_new_tokens: per prompt and turn.
+        speculator_name: as the report calls the head.
+        seed: of the sampling.
+        draft_lengths: of the head's chains; default: all that it has.
+        model: a draft model to compare with.
+        baselines: beside the plain loop and transformers' generate: of `eval.decoders.OPTIONAL`.
+        repeats: timings of every prompt, of which the median counts.
+
+    Raises:
+        UserError: what was asked for does not fit the target or the head, or can't be written.
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
+    lengths = list(draft_lengths) or [head.n_predict]
+    refuse((max(lengths) > head.n_predict, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
     make_folder(output)
-    drafters: dict[str, Drafter | None] = {
-        "none": None,
-        "head": HeadDrafter(head),
-        "ngram": NgramDrafter(head.n_predict),
-    }
     rows: list[dict] = []
-    for suite in suites:
-        for temperature in temperatures:
-            sampling = Sampling(temperature, seed=seed)
-            timed = _decode(target, drafters, suite, sampling, max_new_tokens)
-            rows += [_row(target, name, drafters[name], suite, sampling, timed, max_new_tokens) for name in drafters]
+    skipped: dict[str, str] = {}
+    for batch_size in batch_sizes:
+        table, unfit = decoders(target, head, lengths, model, baselines, batch_size)
+        skipped |= unfit
+        for suite in suites:
+            for temperature in temperatures:
+                sampling = Sampling(temperature, seed=seed)
+                measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
+                skipped |= measured.skipped
+                trained = head.config.trained_length
+                rows += [
+                    row(target, d.key, d.drafter, suite, sampling, measured, max_new_tokens, batch_size, trained)
+                    for d in table
+                    if d.ours
+                ]
     report = {
         "schema": 1,
         "target": target.name,
@@ -62,18 +87,27 @@ def evaluate(
         "hardware": hardware(target),
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
         "settings": {
-            "batch_size": 1,
+            "batch_size": batch_sizes[0] if len(batch_sizes) == 1 else list(batch_sizes),
             "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),
-            "ignore_eos": True,
+            "ignore_eos": not any(suite.chat for suite in suites),
             "seed": seed,
-            "draft_length": head.n_predict,
+            "repeats": repeats,
+            "draft_length": lengths[0],
+            "draft_model": model.name if model else None,
             "prompt_tokens": sorted({len(prompt) for suite in suites for prompt in suite.prompts}),
+            "trained_length": head.config.trained_length,
+            "peak_memory": memory.kind(target.device),
         },
+        "not_run": {BASELINES[name]: reason for name, reason in skipped.items()},
+        "warnings": warnings(rows),
         "suites": rows,
     }
     draw_plots(report, output)
     write(report, output)
+    for line in report["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+    tracking.log(report, output)
     return report
 
 
@@ -87,9 +121,13 @@ def check_flags(arguments: argparse.Namespace) -> None:
     given, output = vars(arguments), arguments.output
     for temperature in given.get("temperature") or []:
         Sampling(temperature)
+    for name in ("batch_size", "draft_length", "repeats"):
+        value = given.get(name)
+        least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
+        refuse((least < 1, f"--{name} must be at least 1"))
     refuse(
         (not abs(given.get("seed", 0)) < 2**62, "--seed must be below 2**62 in size"),
-        (output.exists() and not output.is_dir(), f"--output {output} is not a folder"),
+        (output.suffix != ".json" and output.exists() and not output.is_dir(), f"--output {output} is not a folder"),
     )
 
 
@@ -106,81 +144,6 @@ def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> No
             f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "
             f"context of {target.context_length}"
         )
-
-
-def _decode(
-    target: Target, drafters: dict[str, Drafter | None], suite: Suite, sampling: Sampling, count: int
-) -> dict[str, Timed]:
-    timed = {name: Timed() for name in [*drafters, "hf_generate"]}
-    warm_up = suite.prompts[0]
-    for drafter in drafters.values():
-        time_ours(target, drafter, [warm_up], sampling, 8, Timed())
-    time_transformers(target, warm_up, sampling, 8, Timed())
-    order = list(timed)
-    progress = tqdm(suite.prompts, desc=f"{suite.name}, temperature {sampling.temperature:g}", unit="prompt")
-    for index, prompt in enumerate(progress):
-        own = replace(sampling, seed=sampling.seed + index)
-        order = order[1:] + order[:1]
-        for name in order:
-            if name == "hf_generate":
-                time_transformers(target, prompt, own, count, timed[name])
-            else:
-                time_ours(target, drafters[name], [prompt], own, count, timed[name])
-    return timed
-
-
-def _row(
-    target: Target,
-    name: str,
-    drafter: Drafter | None,
-    suite: Suite,
-    sampling: Sampling,
-    timed: dict[str, Timed],
-    max_new_tokens: int,
-) -> dict:
-    own = timed[name]
-    baselines = {"same_loop": timed["none"], "hf_generate": timed["hf_generate"]}
-    row = {
-        "name": suite.name,
-        "prompts": len(suite.prompts),
-        "temperature": sampling.temperature,
-        "max_new_tokens": max_new_tokens,
-        "drafter": name,
-        "rule": "greedy" if sampling.greedy else drafter.rules[0] if drafter else "plain",
-        "lossy": False,
-        **acceptance(own.steps, drafter.draft_length if drafter else 0),
-        "tokens_per_second": {
-            "speculative": own.tokens_per_second if drafter else None,
-            **{baseline: timed_as.tokens_per_second for baseline, timed_as in baselines.items()},
-        },
-        "end_to_end_tokens_per_second": {
-            "speculative": own.end_to_end_tokens_per_second if drafter else None,
-            **{baseline: timed_as.end_to_end_tokens_per_second for baseline, timed_as in baselines.items()},
-        },
-    }
-    if sampling.greedy:
-        row["identical_to_greedy"] = {
-            "identical": sum(a == b for a, b in zip(own.tokens, timed["hf_generate"].tokens, strict=True)),
-            "of": len(own.tokens),
-            "dtype": dtype_name(target.dtype),
-        }
-    if drafter:
-        row["speedup"] = {baseline: speedup(own, timed_as) for baseline, timed_as in baselines.items()}
-        cost = row["cost"] = step_costs(target, drafter, suite.prompts[0], sampling)
-        step = drafter.draft_length * cost["draft_over_decode"] + cost["verify_over_decode"]
-        row["predicted_speedup"] = row["tokens_per_step"] / step
-    return row
-
-
-def speedup(ours: Timed, baseline: Timed) -> dict[str, float]:
-    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap over prompts, or batches."""
-
-    def ratio(samples: Sequence[tuple[int, float, int, float]]) -> float:
-        a, sa, b, sb = (sum(column) for column in zip(*samples, strict=True))
-        return (a / sa) / (b / sb)
-
-    columns = (ours.decoded, ours.decode_seconds, baseline.decoded, baseline.decode_seconds)
-    return paired_bootstrap(list(zip(*columns, strict=True)), ratio)
 
 
 def hardware(target: Target) -> str:

@@ -1,10 +1,9 @@
-"""Wall clock: the same prompts through each decoder in turn, and the cost of a step's parts."""
+"""Wall clock: batches of prompts through a decoder."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,40 +12,85 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from eval import memory
+from eval.bootstrap import paired_bootstrap
 from speculator.decoding.cache import ATTENTION
-from speculator.decoding.draft import Draft
-from speculator.decoding.generate import Step, generate, verify
-from speculator.decoding.rules import RULES
-from speculator.decoding.sampling import RowSampling, Sampling, uniforms
-from speculator.decoding.session import Session
+from speculator.decoding.generate import Step, generate
+from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter
 from speculator.target import Target
 
 
 @dataclass
-class Timed:
-    """One decoder over a suite, batch by batch.
+class Decoded:
+    """One batch through one decoder.
 
     Attributes:
         tokens: the new tokens of every prompt.
-        decoded: tokens that decoding gave each batch; the prefill's are left out.
-        prefill_seconds, decode_seconds: of each batch.
+        prefill_tokens: how many of them the prefill gave.
+        prefill_seconds, decode_seconds: the former is the time to the first token.
+        prompt_lengths: in tokens.
+        steps: of every prompt; none where transformers decoded.
+        peak_memory: bytes, see `eval.memory`.
     """
 
-    tokens: list[list[int]] = field(default_factory=list)
-    decoded: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    prefill_seconds: list[float] = field(default_factory=list)
-    decode_seconds: list[float] = field(default_factory=list)
+    tokens: list[list[int]]
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    prompt_lengths: list[int] = field(default_factory=list)
+    steps: list[list[Step]] = field(default_factory=list)
+    peak_memory: int = 0
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that decoding gave; the prefill's are left out."""
+        return sum(map(len, self.tokens)) - self.prefill_tokens
+
+
+@dataclass
+class Timed:
+    """One decoder over a suite, batch by batch."""
+
+    batches: list[Decoded] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [row for batch in self.batches for row in batch.tokens]
+
+    @property
+    def steps(self) -> list[Step]:
+        return [step for batch in self.batches for row in batch.steps for step in row]
 
     @property
     def tokens_per_second(self) -> float:
         """Of decoding alone: the prefill and the token that it gives are left out."""
-        return sum(self.decoded) / sum(self.decode_seconds)
+        return sum(batch.decoded for batch in self.batches) / sum(batch.decode_seconds for batch in self.batches)
 
     @property
     def end_to_end_tokens_per_second(self) -> float:
-        return sum(map(len, self.tokens)) / (sum(self.prefill_seconds) + sum(self.decode_seconds))
+        seconds = sum(batch.prefill_seconds + batch.decode_seconds for batch in self.batches)
+        return sum(map(len, self.tokens)) / seconds
+
+
+def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, float]:
+    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap.
+
+    Args:
+        groups: of each batch, what it belongs to: the turns of a conversation are resampled together. Default: every
+            batch is its own.
+    """
+
+    def ratio(samples: Sequence[tuple[int, float, int, float]]) -> float:
+        a, sa, b, sb = (sum(column) for column in zip(*samples, strict=True))
+        return (a / sa) / (b / sb)
+
+    sums: dict[int, list[float]] = {}
+    for group, x, y in zip(groups or range(len(ours.batches)), ours.batches, baseline.batches, strict=True):
+        total = sums.setdefault(group, [0, 0.0, 0, 0.0])
+        for i, value in enumerate((x.decoded, x.decode_seconds, y.decoded, y.decode_seconds)):
+            total[i] += value
+    return paired_bootstrap([tuple(total) for total in sums.values()], ratio)
 
 
 def synchronize() -> None:
@@ -62,15 +106,23 @@ def time_ours(
     count: int,
     out: Timed,
     rule: str | None = None,
+    stop_at: Sequence[int] = (),
 ) -> None:
-    """Decode one batch of prompts with the built-in loop."""
+    """Decode one batch of prompts with the built-in loop; tokens `stop_at` end a text."""
+    memory.restart(target.device)
     synchronize()
-    generation = generate(target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=())
-    out.tokens += generation.tokens
-    out.decoded.append(sum(len(row) - 1 for row in generation.tokens))
-    out.steps += [step for row in generation.steps for step in row]
-    out.prefill_seconds.append(generation.prefill_seconds)
-    out.decode_seconds.append(generation.decode_seconds)
+    generation = generate(target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=stop_at)
+    out.batches.append(
+        Decoded(
+            generation.tokens,
+            len(prompts),
+            generation.prefill_seconds,
+            generation.decode_seconds,
+            [len(prompt) for prompt in prompts],
+            generation.steps,
+            memory.peak(target.device),
+        )
+    )
 
 
 class _FirstToken(BaseStreamer):
@@ -102,23 +154,32 @@ def as_loaded(target: Target) -> Iterator[None]:
 
 
 def time_transformers(
-    target: Target, prompt: list[int], sampling: Sampling, count: int, out: Timed, **kwargs: Any
+    target: Target,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    out: Timed,
+    stop_at: Sequence[int] = (),
+    **kwargs: Any,
 ) -> None:
-    """Decode one prompt with transformers' own generate and its dynamic cache; `kwargs` are generate's."""
-    ids = torch.tensor([prompt], device=target.device)
-    how = (
-        {"do_sample": False}
-        if sampling.greedy
-        else {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
-    )
+    """Decode one batch of prompts, padded on the left, with transformers' own generate; `kwargs` are generate's."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    how: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
+    if stop_at:
+        how["eos_token_id"] = list(stop_at)
     streamer = _FirstToken()
     torch.manual_seed(sampling.seed)
+    memory.restart(target.device)
     with as_loaded(target):
         synchronize()
         started = time.perf_counter()
         output = target.model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             max_new_tokens=count,
             use_cache=True,
             pad_token_id=0,
@@ -128,46 +189,20 @@ def time_transformers(
         )
         synchronize()
         ended = time.perf_counter()
-    out.tokens.append(output[0, len(prompt) :].tolist())
-    out.decoded.append(len(out.tokens[-1]) - streamer.count)
-    out.prefill_seconds.append(streamer.at - started)
-    out.decode_seconds.append(ended - streamer.at)
+    tokens = [_up_to(row, stop_at) for row in output[:, width:].tolist()]
+    out.batches.append(
+        Decoded(
+            tokens,
+            streamer.count,
+            streamer.at - started,
+            ended - streamer.at,
+            [len(prompt) for prompt in prompts],
+            peak_memory=memory.peak(target.device),
+        )
+    )
 
 
-@torch.inference_mode()
-def step_costs(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling, repeats: int = 40) -> dict:
-    """c and v, measured apart from any generation: one drafted token, and one verify pass, over one plain step.
-
-    A plain step and a verify pass do all that the loop does in them (forward, law, rule, next token) behind the same
-    prompt; the pass is over a whole draft. They take turns, and the medians are compared.
-    """
-    session, laws = Session(target), RowSampling([sampling], target.device)
-    hidden, length = session.prefill([prompt], room=drafter.nodes + 1)
-    drafter.start([prompt], hidden, length)
-    pending = target.logits(hidden[:, -1]).argmax(-1)
-    text = [[*prompt, pending.item()]]
-    count = drafter.nodes
-    u = uniforms(laws.seeds, length, 2 * count + 1)
-    rule = RULES[drafter.rules[0]]
-    nothing = Draft.none(pending)
-    draft = drafter.propose(pending, laws, u[:, :count], text)
-    if draft.tokens.shape[1] < count:  # a lookup that found nothing: any tokens cost the same to verify
-        draft = Draft(pending[:, None].expand(-1, count), torch.full_like(pending, count))
-
-    def clock(work: Callable[[], object]) -> float:
-        synchronize()
-        started = time.perf_counter()
-        work()
-        synchronize()
-        return time.perf_counter() - started
-
-    seconds: dict[str, list[float]] = {"draft": [], "verify": [], "decode": []}
-    for _ in range(repeats):
-        seconds["decode"].append(clock(lambda: verify(target, session.cache, pending, nothing, laws, rule, u[:, -1:])))
-        seconds["draft"].append(clock(lambda: drafter.propose(pending, laws, u[:, :count], text)))
-        seconds["verify"].append(clock(lambda: verify(target, session.cache, pending, draft, laws, rule, u[:, count:])))
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "draft_over_decode": median["draft"] / drafter.draft_length / median["decode"],
-        "verify_over_decode": median["verify"] / median["decode"],
-    }
+def _up_to(tokens: list[int], stop_at: Sequence[int]) -> list[int]:
+    """Without the padding behind the first of the tokens that end a text."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stop_at), len(tokens))
+    return tokens[:end]

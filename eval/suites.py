@@ -2,21 +2,96 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from data.sources import PYTHON_SOURCES, parse, prompts
+from eval.conversations import Conversation, conversation_of
+from eval.rows import is_document, keys, read_rows
 from speculator.errors import UserError
+from speculator.target import Target
 
 
 @dataclass
 class Suite:
-    """Prompts with a name, as token ids."""
+    """Prompts with a name.
+
+    Attributes:
+        prompts: token ids, of the first turn where there are more.
+        conversations: one for each prompt, or none at all where the prompts are text cut somewhere.
+        left_out: prompts that were passed over because they and their answer do not fit the target's context.
+    """
 
     name: str
     prompts: list[list[int]]
+    conversations: list[Conversation] = field(default_factory=list)
+    left_out: int = 0
+
+    @property
+    def categories(self) -> list[str]:
+        """Of each prompt; "" where it has none."""
+        return [talk.category for talk in self.conversations] or [""] * len(self.prompts)
+
+    @property
+    def chat(self) -> bool:
+        """Some prompt goes through the chat template, so its answer has an end of its own."""
+        return any(talk.chat for talk in self.conversations)
+
+
+def load_suite(
+    source: str, target: Target, *, prompt_tokens: int, max_prompts: int, max_new_tokens: int, raw: bool = False
+) -> Suite:
+    """A suite by what the user typed: python-sources, a local file or folder, or a hub dataset.
+
+    Args:
+        source: rows of `text`, .txt files and python-sources are cut into prompts of `prompt_tokens`; rows of `turns`,
+            `messages`, `prompt` or `question` are the prompts.
+        target: its tokenizer and context.
+        prompt_tokens: of prompts cut from text.
+        max_prompts: no more than this; shared among the categories, each in its own order.
+        max_new_tokens: the room that an answer needs.
+        raw: no chat template, even where the tokenizer has one.
+
+    Raises:
+        UserError: no such source, a malformed row, no row at all, or none that fits the context.
+    """
+    if not source:
+        raise UserError("--suite is empty: give a .jsonl or .txt file, a hub dataset or python-sources")
+    if source == PYTHON_SOURCES or is_document(source):
+        return held_out(source, target.tokenizer, prompt_tokens, max_prompts)
+    tokenizer = target.tokenizer
+    suite = Suite(Path(source).name, [])
+    rows = read_rows(source)
+    if keys(rows[0][1]) == ["text"]:
+        return held_out(source, tokenizer, prompt_tokens, max_prompts)
+    talks = [conversation_of(where, row, tokenizer, raw) for where, row in rows]
+    for talk in _in_turns(talks):
+        ids = talk.first(tokenizer)
+        if len(ids) + max_new_tokens > target.context_length:
+            suite.left_out += 1
+            continue
+        suite.prompts.append(ids)
+        suite.conversations.append(talk)
+        if len(suite.prompts) == max_prompts:
+            break
+    if not suite.prompts:
+        raise UserError(
+            f"{source}: none of its {suite.left_out} prompts fits {target.name}, which has a context of "
+            f"{target.context_length}, with {max_new_tokens} new tokens"
+        )
+    return suite
+
+
+def _in_turns(talks: Iterable[Conversation]) -> Iterator[Conversation]:
+    """The first of every category, then the second of each: a short run sees all of them."""
+    groups: dict[str, list[Conversation]] = {}
+    for talk in talks:
+        groups.setdefault(talk.category, []).append(talk)
+    return (talk for talk in chain.from_iterable(zip_longest(*groups.values())) if talk is not None)
 
 
 def held_out(source: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, max_prompts: int) -> Suite:
@@ -57,5 +132,5 @@ def from_text(
     name = ", ".join(Path(source.location).name for source in parse(sources))
     found = prompts(sources, split, tokenizer, prompt_tokens, max_prompts, max_package_bytes=max_package_bytes)
     if not found:
-        raise UserError(f"no {split or ''} document of {name} has {prompt_tokens} tokens for a prompt")
+        raise UserError(f"no {f'{split} ' if split else ''}document of {name} has {prompt_tokens} tokens for a prompt")
     return Suite(f"{name} ({split})" if split else name, found)

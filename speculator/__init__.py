@@ -4,7 +4,17 @@ from speculator.custom_generate import speculative
 from speculator.decoding.generate import Generation, Step, generate
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
-from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
+from speculator.drafters import (
+    Candidates,
+    Chain,
+    Drafter,
+    FixedTree,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Paths,
+    Tree,
+)
 from speculator.errors import UserError
 from speculator.heads import (
     LSTMSpeculator,
@@ -20,6 +30,7 @@ __all__ = [
     "Candidates",
     "Chain",
     "Drafter",
+    "FixedTree",
     "Generation",
     "HeadDrafter",
     "LSTMSpeculator",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from speculator.decoding.rules import RULES
 from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
+from speculator.drafters.tuned import TUNED, described, tuned_shape
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.heads import load_head
 from speculator.target import Target
@@ -23,7 +25,9 @@ def add_flags(parser: OneLineParser, required: bool = False) -> None:
     who.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
 
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
-    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has, or 4")
+    parser.add_argument(
+        "--draft_length", type=int, help="tokens per draft; default: as tuned, else all that the head has, or 4"
+    )
     parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
     parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")
     parser.add_argument("--paths", type=int, help="draft the so many likeliest paths out of --branches")
@@ -67,8 +71,13 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
             raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
 
 
-def drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
+def drafter(arguments: argparse.Namespace, target: Target, temperature: float | None = None) -> Drafter | None:
     """The drafter that the flags describe; None where they name none.
+
+    Args:
+        arguments: the flags.
+        target: for whom it drafts.
+        temperature: where no flag says what a head drafts, what was tuned for this; None: never what was tuned.
 
     Raises:
         UserError: no such head or model, or it can't draft so.
@@ -77,7 +86,15 @@ def drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
         raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
     if arguments.speculator:
         head = load_head(arguments.speculator, target)
-        return HeadDrafter(head, _shape(arguments, head.n_predict))
+        tuned = None
+        if temperature is not None and not _given(arguments, *_CHAIN, *_TREE, "rule"):
+            tuned = tuned_shape(arguments.speculator, temperature)
+        if tuned is None:
+            return HeadDrafter(head, _shape(arguments, head.n_predict))
+        if tuned.depth > head.n_predict:
+            raise UserError(f"{arguments.speculator}/{TUNED} is for a head of {tuned.depth} tokens: tune this one anew")
+        print(f"{arguments.speculator}/{TUNED}: drafts {described(tuned)}", file=sys.stderr)
+        return HeadDrafter(head, tuned)
     if arguments.draft_model:
         try:
             model = Target.load(arguments.draft_model, dtype=arguments.dtype)

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     continue_ = partial(
         generate,
         target,
-        drafting.drafter(arguments, target),
+        drafting.drafter(arguments, target, arguments.temperature),
         rule=arguments.rule,
         max_new_tokens=arguments.max_new_tokens,
         stop_strings=arguments.stop,

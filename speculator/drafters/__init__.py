@@ -1,9 +1,20 @@
 """Who proposes the tokens that the target verifies, one file each."""
 
 from speculator.drafters.base import Drafter
+from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.model import ModelDrafter
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.shapes import Candidates, Chain, Paths, Tree
 
-__all__ = ["Candidates", "Chain", "Drafter", "HeadDrafter", "ModelDrafter", "NgramDrafter", "Paths", "Tree"]
+__all__ = [
+    "Candidates",
+    "Chain",
+    "Drafter",
+    "FixedTree",
+    "HeadDrafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "Paths",
+    "Tree",
+]

@@ -15,7 +15,7 @@ from speculator.decoding.sampling import RowSampling, draw
 from speculator.drafters.base import LawSource, Texts
 from speculator.errors import UserError
 
-_LOSSY = ("typical-lossy",)
+LOSSY = ("typical-lossy",)
 
 
 class Shape(Protocol):
@@ -45,7 +45,7 @@ class Chain:
             raise UserError(f"draft length {length} is not at least 1")
         self.depth = self.nodes = length
         self.sampled, self.min_confidence = sampled, min_confidence
-        self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *_LOSSY)
+        self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         sampled = self.sampled and not sampling.greedy
@@ -89,7 +89,7 @@ class Candidates:
         self.branches = _checked(branches)
         self.replacement = replacement
         self.depth, self.nodes = len(self.branches), sum(accumulate(self.branches, lambda a, b: a * b))
-        self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *_LOSSY)
+        self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         count, so_far = len(pending), Draft.none(pending)
@@ -102,7 +102,7 @@ class Candidates:
             else:
                 laws = sampling.law(logits)
                 own = u[:, before : before + width * children].reshape(count * width, children)
-                tokens = _siblings(laws.flatten(0, 1), own, self.replacement)
+                tokens = siblings(laws.flatten(0, 1), own, self.replacement)
                 laws = laws.repeat_interleave(children, 1)
                 laws = laws if so_far.probs is None else torch.cat([so_far.probs, laws], 1)
             tokens = tokens.reshape(count, width * children)
@@ -121,7 +121,7 @@ class Candidates:
         return so_far
 
 
-def _siblings(laws: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
+def siblings(laws: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
     """k draws from each law, one after the other."""
     tokens: list[Tensor] = []
     for i in range(u.shape[1]):
@@ -144,7 +144,7 @@ class Tree:
         self.branches, self.beam = _checked(branches), beam
         self.depth = len(self.branches)
         self.nodes = nodes
-        self.rules: tuple[str, ...] = ("walk", *_LOSSY)
+        self.rules: tuple[str, ...] = ("walk", *LOSSY)
         if not self.depth <= nodes <= self._offered:
             raise UserError(
                 f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self._offered}"
@@ -174,7 +174,7 @@ class Paths:
     def __init__(self, branches: Sequence[int], paths: int):
         self.branches, self.paths = _checked(branches), paths
         self.depth, self.nodes = len(self.branches), paths * len(self.branches)
-        self.rules: tuple[str, ...] = ("walk", *_LOSSY)
+        self.rules: tuple[str, ...] = ("walk", *LOSSY)
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
 

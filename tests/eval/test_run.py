@@ -6,11 +6,11 @@ import time
 import pytest
 from conftest import VOCAB, tiny_head, tiny_model
 
-from eval import run as evaluation
+from eval import decoders
 from eval.__main__ import main
 from eval.report import markdown
-from eval.run import evaluate, speedup
-from eval.speed import Timed
+from eval.run import evaluate
+from eval.speed import Decoded, Timed, speedup
 from eval.suites import Suite
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
 
@@ -67,14 +67,14 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
 
 
 def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
-    honest = evaluation.time_ours
+    honest = decoders.time_ours
 
-    def corrupted(target, drafter, prompts, sampling, count, out):
-        honest(target, drafter, prompts, sampling, count, out)
+    def corrupted(target, drafter, prompts, sampling, count, out, stop_at):
+        honest(target, drafter, prompts, sampling, count, out, stop_at=stop_at)
         if isinstance(drafter, HeadDrafter) and prompts == [SUITE.prompts[1]]:
             out.tokens[-1][-1] = (out.tokens[-1][-1] + 1) % VOCAB
 
-    monkeypatch.setattr(evaluation, "time_ours", corrupted)
+    monkeypatch.setattr(decoders, "time_ours", corrupted)
     rows = [row for row in report_of(tmp_path)["suites"] if row["temperature"] == 0]
     assert {row["drafter"]: row["identical_to_greedy"]["identical"] for row in rows} == {
         "none": 3,
@@ -84,8 +84,10 @@ def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
 
 
 def test_speedup_is_the_ratio_of_totals_with_its_interval():
-    ours = Timed(tokens=[[0] * 11] * 2, decoded=[10, 10], decode_seconds=[1.0, 1.0], prefill_seconds=[0.0, 0.0])
-    baseline = Timed(tokens=[[0] * 11] * 2, decoded=[10, 10], decode_seconds=[2.0, 4.0], prefill_seconds=[0.0, 0.0])
+    ours, baseline = (
+        Timed([Decoded([[0] * 11], prefill_tokens=1, prefill_seconds=0.5, decode_seconds=each) for each in seconds])
+        for seconds in ([1.0, 1.0], [2.0, 4.0])
+    )
     ratio = speedup(ours, baseline)
     assert ratio["value"] == pytest.approx(3.0)
     assert ratio["low"] == pytest.approx(2.0)
@@ -105,7 +107,8 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         (["--target", "./nowhere"], "nowhere"),
         (["--suite", ""], "--suite is empty"),
         (["--suite", "nowhere.txt"], "nowhere.txt"),
-        (["--suite", "empty.jsonl"], "no document of empty.jsonl has 8 tokens"),
+        (["--suite", "empty.jsonl"], "--suite empty.jsonl: no rows in it"),
+        (["--suite", "short.jsonl"], "no document of short.jsonl has 8 tokens"),
         (["--suite", "half.jsonl"], 'half.jsonl:1: "text": character 1 is half of a surrogate pair'),
         (["--suite", "wrong.jsonl"], "wrong.jsonl:2: not a row"),
         (["--output", "empty.jsonl"], "empty.jsonl is not a folder"),
@@ -114,7 +117,12 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
 )
 def test_wrong_input_is_one_line(target_folder, text_file, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
-    rows = {"empty": "", "wrong": '{"text": "x"}\n{"texts": 1}', "half": json.dumps({"text": "\ud800 and so on " * 9})}
+    rows = {
+        "empty": "",
+        "short": '{"text": "x"}',
+        "wrong": '{"text": "x"}\n{"texts": 1}',
+        "half": json.dumps({"text": "\ud800 and so on " * 9}),
+    }
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(row)
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained("head")

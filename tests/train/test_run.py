@@ -98,6 +98,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
         "report.json",
         "report.md",
         "acceptance.png",
+        "lengths.png",
         "speed.png",
     }
     ids = [(finished / stage / "wandb_id").read_text() for stage in ("stage1", "stage2")]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculator import (
     Candidates,
     Chain,
+    FixedTree,
     HeadDrafter,
     ModelDrafter,
     NgramDrafter,
@@ -40,6 +41,7 @@ SHAPES = {
     "paths": Paths((4, 3, 2), paths=4),
     "candidates": Candidates((3, 2, 1)),
     "candidates-replacement": Candidates((3, 2), replacement=True),
+    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }
 
 

@@ -1,0 +1,103 @@
+"""What differs between two reports of `python -m eval`: B less A, with 95% intervals.
+
+The interval of a difference is put together from those of the two figures (MOVER, Zou and Donner 2008), as of
+independent measurements: where both reports read the same prompts it is wider than it need be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from eval.bootstrap import shown
+from speculator.errors import OneLineParser, UserError
+
+_KEY = ("name", "temperature", "batch_size", "drafter", "draft_length")
+
+
+def build_parser() -> OneLineParser:
+    """The flags of `compare`."""
+    parser = OneLineParser(prog="python -m eval compare", description=__doc__)
+    parser.add_argument("a", type=Path, metavar="A/report.json")
+    parser.add_argument("b", type=Path, metavar="B/report.json")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table."""
+    print(table(_read(arguments.a), _read(arguments.b)))
+
+
+def table(a: dict, b: dict) -> str:
+    """A line for every figure with an interval that both reports have.
+
+    Raises:
+        UserError: they have no row in common.
+    """
+    theirs = {_key(row): row for row in b["suites"]}
+    common = [(row, theirs[_key(row)]) for row in a["suites"] if _key(row) in theirs and row["drafter"] != "none"]
+    if not common:
+        raise UserError("the reports have no suite, temperature, batch size and drafter in common")
+    lines = [f"{name}: {a[name]} | {b[name]}" for name in ("target", "speculator", "hardware") if a[name] != b[name]]
+    settings = {**a["settings"], **b["settings"]}
+    lines += [
+        f"{name}: {a['settings'].get(name)} | {b['settings'].get(name)}"
+        for name in settings
+        if a["settings"].get(name) != b["settings"].get(name)
+    ]
+    lines += ["", "| suite | temperature | drafter | figure | A | B | B - A | |", "|---" * 8 + "|"]
+    for ours, other in common:
+        batch = f", batch {ours['batch_size']}" if ours.get("batch_size", 1) > 1 else ""
+        where = f"| {ours['name']}{batch} | {ours['temperature']:g} | {ours['drafter']} of {_key(ours)[-1]} |"
+        for name, figure in _figures(ours).items():
+            if name in (found := _figures(other)):
+                gap = difference(figure, found[name])
+                verdict = "" if gap["low"] is None else "differs" if gap["low"] > 0 or gap["high"] < 0 else "same"
+                lines.append(
+                    f"{where} {name} | {shown(figure)} | {shown(found[name])} | {shown(gap, '+.2f')} | {verdict} |"
+                )
+    missing = len(a["suites"]) + len(b["suites"]) - 2 * sum(_key(row) in theirs for row in a["suites"])
+    if missing:
+        lines += ["", f"{missing} rows are in one of the reports alone."]
+    return "\n".join(lines)
+
+
+def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """b - a, with the interval of a difference of independent figures; None for its bounds where one has no interval.
+
+    low = (b - a) - sqrt((b - b_low)^2 + (a_high - a)^2), and high with the other ends.
+    """
+    value = b["value"] - a["value"]
+    if a["low"] is None or b["low"] is None:
+        return {"value": value, "low": None, "high": None}
+    return {
+        "value": value,
+        "low": value - math.hypot(b["value"] - b["low"], a["high"] - a["value"]),
+        "high": value + math.hypot(b["high"] - b["value"], a["value"] - a["low"]),
+    }
+
+
+def _figures(row: dict) -> dict[str, dict[str, Any]]:
+    none = {"low": None, "high": None}
+    figures = {"tokens per step": {"value": row["tokens_per_step"], **row.get("tokens_per_step_interval", none)}}
+    return figures | {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
+
+
+def _key(row: dict) -> tuple:
+    defaults = {"batch_size": 1, "draft_length": len(row["acceptance_by_position"])}
+    return tuple(row.get(name, defaults.get(name)) for name in _KEY)
+
+
+def _read(path: Path) -> dict:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        for row in report["suites"]:
+            _key(row), row["drafter"] == "none" or _figures(row)
+        return {**report, "settings": {**report["settings"]}}
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a report.json of `python -m eval`") from None

@@ -1,0 +1,141 @@
+"""c and v: what a drafted token and a verify pass cost, in units of one plain step.
+
+They are measured on real steps, apart from any timed generation: behind the same text, in the same cache, with the
+same batch, a plain step and a step with a draft take turns. A plain step and a verify pass do all that the loop does
+in them: forward pass, law, rule, next token, the copy to the host. A draft includes what the drafter does to learn
+which of its tokens were kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from eval.speed import synchronize
+from speculator.decoding.cache import RowCache
+from speculator.decoding.draft import Draft, take_at
+from speculator.decoding.generate import Verified, verify
+from speculator.decoding.rules import RULES, Rule
+from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
+from speculator.decoding.session import Session
+from speculator.drafters import Drafter
+from speculator.target import Target
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Costs:
+    """Seconds of the parts of steps, each beside those of the plain step before it.
+
+    Attributes:
+        plain: of plain steps.
+        draft: of drafting, what is learnt of the draft's fate included.
+        verify: of verify passes.
+        widths: how many tokens each verified: a lookup does not find as many every time.
+    """
+
+    plain: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+    verify: list[float] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+
+    def figures(self, draft_length: int) -> dict[str, float]:
+        """c, per token of a whole draft, and v, of the mean verify pass.
+
+        Medians of ratios, not ratios of medians: a plain step and its neighbours find the machine in the same mood.
+        """
+        by_width: dict[int, list[float]] = {}
+        for width, seconds, plain in zip(self.widths, self.verify, self.plain, strict=True):
+            by_width.setdefault(width, []).append(seconds / plain)
+        verifying = sum(len(ratios) * statistics.median(ratios) for ratios in by_width.values()) / len(self.widths)
+        drafting = statistics.median(draft / plain for draft, plain in zip(self.draft, self.plain, strict=True))
+        return {
+            "draft_over_decode": drafting / draft_length,
+            "verify_over_decode": verifying,
+            "decode_seconds": statistics.median(self.plain),
+        }
+
+
+@torch.inference_mode()
+def walk(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    costs: Costs,
+) -> Iterator[tuple[Draft, Verified]]:
+    """Go on from `prompts` by `count` steps, a plain step measured before each; gives each step's draft and result."""
+    rows, depth, nodes = len(prompts), drafter.draft_length, drafter.nodes
+    texts = [list(prompt) for prompt in prompts]
+    session = Session(target)
+    laws = RowSampling([Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(rows)], target.device)
+    hidden, counts = session.prefill(texts, room=count * (depth + 1) + nodes + 2)
+    cache, rule = session.cache, RULES[drafter.rules[0]]
+    drafter.start(texts, hidden, counts)
+    logits = target.logits(take_at(hidden, counts - 1))
+    first = uniforms(laws.seeds, torch.zeros_like(counts), 1)[:, 0]
+    pending = logits.argmax(-1) if laws.greedy else draw(laws.law(logits), first)
+    _extend(texts, pending[:, None].tolist())
+    nothing = Draft.none(pending)
+    for number in range(count + 1):
+        u = uniforms(laws.seeds, cache.lengths, 2 * nodes + 1)
+        how = (target, cache, pending, laws, rule)
+        plain, _ = _clock(_step, *how, nothing, u[:, -1:])
+        drafting, draft = _clock(drafter.propose, pending, laws, u[:, :nodes], texts)
+        verifying, (result, packed) = _clock(_step, *how, draft, u[:, nodes:])
+        kept = result.kept + 1
+        cache.commit(kept, cache.longest + draft.depth + 1)
+        learning, _ = _clock(drafter.commit, result.tokens, result.hidden, kept)
+        pending = result.following
+        _extend(texts, [[*path[:accepted], token] for *path, _, accepted, token in packed])
+        cache.longest = max(map(len, texts)) - 1
+        if number:  # the first step warms up
+            costs.plain.append(plain)
+            costs.draft.append(drafting + learning)
+            costs.verify.append(verifying)
+            costs.widths.append(draft.tokens.shape[1])
+            yield draft, result
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    costs: Costs,
+) -> None:
+    """Add the seconds of `count` steps behind `prompts`, or of as many as fit the context."""
+    room = target.context_length - max(map(len, prompts)) - 2
+    for _ in walk(target, drafter, prompts, sampling, min(count, room // (drafter.draft_length + 1) - 1), costs):
+        pass
+
+
+def _step(
+    target: Target, cache: RowCache, pending: Tensor, laws: RowSampling, rule: Rule, draft: Draft, u: Tensor
+) -> tuple[Verified, list[list[int]]]:
+    """A verify pass and the loop's copy to the host."""
+    result = verify(target, cache, pending, draft, laws, rule, u)
+    told = [result.tokens[:, 1:], result.drafted[:, None], result.kept[:, None], result.following[:, None]]
+    return result, torch.cat(told, 1).tolist()
+
+
+def _clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
+    synchronize()
+    started = time.perf_counter()
+    result = work(*given)
+    synchronize()
+    return time.perf_counter() - started, result
+
+
+def _extend(texts: list[list[int]], new: list[list[int]]) -> None:
+    for text, tokens in zip(texts, new, strict=True):
+        text.extend(tokens)

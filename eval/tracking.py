@@ -1,0 +1,62 @@
+"""The report's figures and plots, in a wandb run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from speculator.errors import refuse
+
+
+def check(report_to: str) -> None:
+    """Refuse what can't be, before anything is measured.
+
+    Raises:
+        UserError: wandb is asked for, and is not installed.
+    """
+    missing = report_to == "wandb" and find_spec("wandb") is None
+    refuse((missing, "--report_to wandb: wandb is not installed"))
+
+
+def send(report: dict, folder: Path) -> None:
+    """Put a report into a wandb run of its own: offline unless there is a key."""
+    import wandb
+
+    netrc = Path.home() / ".netrc"
+    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "api.wandb.ai" in netrc.read_text())
+    with wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "speculator"),
+        name=folder.name,
+        job_type="eval",
+        dir=str(folder),
+        mode=None if "WANDB_MODE" in os.environ else "online" if has_key else "offline",
+        settings=wandb.Settings(silent=True),
+    ):
+        log(report, folder)
+
+
+def log(report: dict, folder: Path) -> None:
+    """Put a report into the wandb run that is on, if one is: a training's, say."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None:
+        return
+    figures = {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
+    plots = {f"eval/{plot.stem}": wandb.Image(str(plot)) for plot in sorted(folder.glob("*.png"))}
+    wandb.log({**figures, **plots})
+
+
+def _figures(row: dict) -> dict[str, float]:
+    if row["drafter"] == "none":
+        return {}
+    batch = f" batch {row['batch_size']}" if row["batch_size"] > 1 else ""
+    where = f"{row['name']} T={row['temperature']:g}{batch}/{row['drafter']} {row['draft_length']}"
+    figures = {
+        "tokens_per_step": row["tokens_per_step"],
+        "tokens_per_second": row["tokens_per_second"]["speculative"],
+        "predicted_speedup": row["predicted_speedup"],
+        **{f"speedup over {name}": ratio["value"] for name, ratio in row["speedup"].items()},
+        **{f"acceptance {i + 1}": value for i, value in enumerate(row["acceptance_by_position"])},
+    }
+    return {f"{where}/{name}": value for name, value in figures.items()}

@@ -1,0 +1,187 @@
+"""What a head drafts fastest on this machine, at this batch size: how long a chain, or what tree.
+
+How often a child of each rank is kept is measured on real steps with a wide tree. Under every budget of nodes dynamic
+programming gives the best tree, whose steps are then timed; the most promising trees and every chain are decoded in
+turns. The one with the highest predicted speed E / (G c + v) wins, all of it measured: of a tree G c is one draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from data.sources import PYTHON_SOURCES
+from eval.bootstrap import shown
+from eval.costs import Costs, measure, walk
+from eval.decoders import Decoder, decoder_of
+from eval.figures import row
+from eval.measuring import measure_suite
+from eval.run import check_flags, check_lengths, hardware
+from eval.suites import Suite, load_suite
+from eval.tree_shape import best_tree, expected_tokens
+from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
+from speculator.drafters.shapes import Chain
+from speculator.drafters.tuned import TUNED, described
+from speculator.errors import OneLineParser, UserError
+from speculator.files import check_file, write_text
+from speculator.heads import Speculator
+from speculator.target import dtype_name
+
+_BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
+_BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
+_RANK_STEPS = 16  # of each prompt
+_COST_STEPS = 12
+_TREES = 2  # how many go into the final round, beside the one that verifies as many tokens as the longest chain
+_LONGEST_CHAIN = 8
+
+
+def build_parser() -> OneLineParser:
+    """The flags of `tune`."""
+    parser = OneLineParser(prog="python -m eval tune", description=__doc__)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--speculator", required=True, help="folder of a trained head; decoding.json is written there")
+    parser.add_argument("--suite", default=PYTHON_SOURCES, help="what to tune on; default: python-sources")
+    parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
+    parser.add_argument("--batch_size", type=int, default=1, help="default: 1")
+    parser.add_argument("--max_prompts", type=int, default=16)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="another file than decoding.json beside the head")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Tune, print the table and write the choice."""
+    output = arguments.output = arguments.output or Path(arguments.speculator) / TUNED
+    check_flags(arguments)
+    check_file("--output", output)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, dtype=arguments.dtype)
+    head = load_head(arguments.speculator, target)
+    suite = load_suite(
+        arguments.suite,
+        target,
+        prompt_tokens=arguments.prompt_tokens,
+        max_prompts=arguments.max_prompts,
+        max_new_tokens=arguments.max_new_tokens,
+    )
+    count = arguments.max_new_tokens
+    check_lengths(target, max(map(len, suite.prompts)), count)
+    if count < head.n_predict + 2:
+        raise UserError(f"--max_new_tokens must be at least {head.n_predict + 2}: a whole step has to fit")
+    rows, settings = [], []
+    for temperature in arguments.temperature or [0.0, 1.0]:
+        found = tune(target, head, suite, Sampling(temperature, seed=arguments.seed), count, arguments.batch_size)
+        best = max(found, key=lambda each: each["predicted_speedup"])
+        shape = {"tree": best["tree"]} if best["tree"] else {"draft_length": best["draft_length"]}
+        settings.append({"temperature": temperature, **shape})
+        rows += [{**each, "chosen": each is best} for each in found]
+    report = {
+        "schema": 1,
+        "settings": settings,
+        "target": target.name,
+        "hardware": hardware(target),
+        "dtype": dtype_name(target.dtype),
+        "batch_size": arguments.batch_size,
+        "suite": suite.name,
+        "prompts": len(suite.prompts),
+        "measured": rows,
+    }
+    write_text(output, json.dumps(report, indent=1))
+    print(f"\n{table(rows)}\n\nWritten to {output}")
+
+
+def tune(
+    target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int, batch_size: int
+) -> list[dict]:
+    """A row for every chain and the best trees, decoded in turns."""
+    acceptance = rank_acceptance(target, head, suite.prompts, sampling)
+    trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
+    shapes = [*(Chain(length) for length in range(1, min(head.n_predict, _LONGEST_CHAIN) + 1)), *trees]
+    drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
+    decoders = [decoder_of(target, "none", None), *(decoder_of(target, key, each) for key, each in drafters.items())]
+    measured = measure_suite(target, decoders, suite, sampling, max_new_tokens, batch_size)
+    found = []
+    for decoder in decoders[1:]:
+        figures = _figures(target, decoder, suite, sampling, measured, max_new_tokens, batch_size)
+        shape = shapes[int(decoder.key)]
+        tree = [list(path) for path in shape.paths] if isinstance(shape, FixedTree) else None
+        found.append({**figures, "shape": described(shape), "nodes": shape.nodes, "tree": tree})
+    return found
+
+
+def _figures(target, decoder: Decoder, suite, sampling, measured, max_new_tokens, batch_size) -> dict:
+    names = ("temperature", "draft_length", "tokens_per_step", "cost", "predicted_speedup", "speedup")
+    whole = row(target, decoder.key, decoder.drafter, suite, sampling, measured, max_new_tokens, batch_size, None)
+    figures = {name: whole[name] for name in names}
+    figures["tokens_per_second"] = whole["tokens_per_second"]["speculative"]
+    return figures
+
+
+def rank_acceptance(
+    target: Target, head: Speculator, prompts: list[list[int]], sampling: Sampling, steps: int = _RANK_STEPS
+) -> list[list[float]]:
+    """a[d][r]: how often the child of rank r is the one that is kept, of a token at depth d that was kept itself."""
+    branches = tuple(min(n, target.vocab_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
+    kept = [torch.zeros(width) for width in branches]
+    reached = [0] * len(branches)
+    drafter = HeadDrafter(head, Candidates(branches))
+    for prompt in tqdm(prompts, desc=f"ranks, temperature {sampling.temperature:g}", unit="prompt"):
+        for draft, result in walk(target, drafter, [prompt], sampling, steps, Costs()):
+            path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
+            accepted = int(result.kept[0])
+            start, size, place = 0, 1, 0  # of a level, the count of their parents, and which of those was kept
+            for depth, width in enumerate(branches[: accepted + 1]):
+                reached[depth] += 1
+                if depth < accepted:
+                    family = start + place * width
+                    rank = tokens[family : family + width].index(path[depth])
+                    kept[depth][rank] += 1
+                    start, size, place = start + size * width, size * width, place * width + rank
+    return [(hits / max(1, count)).tolist() for hits, count in zip(kept, reached, strict=True)]
+
+
+def _promising(
+    target: Target,
+    head: Speculator,
+    acceptance: Sequence[Sequence[float]],
+    prompts: list[list[int]],
+    sampling: Sampling,
+) -> list[FixedTree]:
+    """The trees with the highest predicted speeds, and the one that is as many nodes as the longest chain."""
+    depths, budgets = range(1, head.n_predict + 1), sorted({*_BUDGETS, head.n_predict})
+    shapes = {tuple(best_tree(acceptance[:depth], nodes)) for depth in depths for nodes in budgets}
+    speeds: dict[tuple, float] = {}
+    for paths in tqdm(sorted(shapes), desc=f"trees, temperature {sampling.temperature:g}", unit="tree"):
+        costs, drafter = Costs(), HeadDrafter(head, FixedTree(paths))
+        measure(target, drafter, prompts, sampling, _COST_STEPS, costs)
+        cost = costs.figures(1)
+        step = cost["draft_over_decode"] + cost["verify_over_decode"]
+        speeds[paths] = expected_tokens(acceptance, paths) / step
+    chosen = sorted(speeds, key=lambda paths: -speeds[paths])[:_TREES]
+    alike = tuple(best_tree(acceptance, head.n_predict))
+    return [FixedTree(paths) for paths in dict.fromkeys([*chosen, alike])]
+
+
+def table(rows: list[dict]) -> str:
+    """What was measured, a line each; the chosen ones are marked."""
+    lines = [
+        "| temperature | draft | tokens verified | tokens per step | predicted speedup | measured | tokens/s | |",
+        "|---" * 8 + "|",
+    ]
+    for each in rows:
+        lines.append(
+            f"| {each['temperature']:g} | {each['shape']} | {each['nodes'] + 1} | {each['tokens_per_step']:.2f} "
+            f"| {each['predicted_speedup']:.2f} | {shown(each['speedup']['same_loop'])} "
+            f"| {each['tokens_per_second']:.0f} | {'chosen' if each['chosen'] else ''} |"
+        )
+    return "\n".join(lines)

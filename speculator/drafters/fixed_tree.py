@@ -1,0 +1,93 @@
+"""A tree whose shape was chosen beforehand, as `python -m eval tune` does from measured acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.base import LawSource, Texts
+from speculator.drafters.shapes import LOSSY, siblings
+from speculator.errors import UserError
+
+
+class FixedTree:
+    """Candidates in a shape of any kind (Sequoia, 2402.12374): some tokens have more children than others.
+
+    Args:
+        paths: the nodes, each as the ranks on the way to it: (1, 0) is the first child of the root's second. Above
+            temperature 0 siblings are drawn one after the other, each from what its elders left; at temperature 0
+            they are the likeliest tokens.
+
+    Raises:
+        UserError: no node, or one whose parent or elder sibling is missing.
+    """
+
+    def __init__(self, paths: Iterable[Sequence[int]]):
+        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        known = {(), *nodes}
+        for path in nodes:
+            rank = path[-1] if path else -1
+            if rank < 0 or path[:-1] not in known or (rank > 0 and (*path[:-1], rank - 1) not in known):
+                raise UserError(f"tree: the node {list(path)} has no parent or no elder sibling in the tree")
+        if not nodes:
+            raise UserError("tree: no nodes")
+        self.paths = tuple(nodes)
+        self.depth, self.nodes = len(nodes[-1]), len(nodes)
+        self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
+        self._width = 1 + max(path[-1] for path in nodes)
+        self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
+        # Of each level: its nodes' parents among the expanded tokens before it, their ranks, and who is expanded.
+        self._levels: list[tuple[list[int], list[int], list[int]]] = []
+        expanded: list[tuple[int, ...]] = [()]
+        for depth in range(1, self.depth + 1):
+            level = [path for path in nodes if len(path) == depth]
+            parents = [expanded.index(path[:-1]) for path in level]
+            has_children = [i for i, path in enumerate(level) if (*path, 0) in known]
+            self._levels.append((parents, [path[-1] for path in level], has_children))
+            expanded = [level[i] for i in has_children]
+
+    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        rows, device = len(pending), pending.device
+        logits = source.first(pending, texts)  # [B, f, V] of the expanded tokens
+        fed = Draft.none(pending)  # the expanded tokens: a tree of their own
+        all_tokens: list[Tensor] = []
+        all_laws: list[Tensor] = []
+        drafted = 0
+        for depth, (parents, ranks, has_children) in enumerate(self._levels, start=1):
+            width, most = logits.shape[1], 1 + max(ranks)
+            if sampling.greedy:
+                offered = logits.topk(most).indices  # [B, f, most]
+            else:
+                laws = sampling.law(logits)
+                own = u.new_zeros(rows, width, most)
+                own[:, parents, ranks] = u[:, drafted : drafted + len(ranks)]
+                offered = siblings(laws.flatten(0, 1), own.flatten(0, 1), False).view(rows, width, most)
+                all_laws.append(laws[:, parents])
+            tokens = offered[:, parents, ranks]
+            all_tokens.append(tokens)
+            drafted += len(ranks)
+            if not has_children:
+                break
+            newest = tokens[:, has_children]
+            place = torch.tensor([parents[i] for i in has_children], device=device).expand(rows, -1)
+            before = fed.tokens.shape[1]
+            fed = Draft(
+                torch.cat([fed.tokens, newest], 1),
+                torch.full_like(pending, before + newest.shape[1]),
+                None,
+                torch.cat([fed.before, place + 1 + before - width], 1) - 1,
+                depth=depth,
+            )
+            logits = source.next(depth, newest, place, fed)
+        return Draft(
+            torch.cat(all_tokens, 1),
+            torch.full_like(pending, self.nodes),
+            torch.cat(all_laws, 1) if all_laws else None,
+            torch.tensor(self._parents, device=device).expand(rows, -1),
+            depth=self.depth,
+            width=self._width,
+        )

@@ -1,0 +1,68 @@
+"""Two reports side by side: a difference is said to be one where its interval leaves out 0."""
+
+import copy
+import json
+
+import pytest
+
+from eval.__main__ import main
+from eval.compare import difference, table
+
+ROW = {
+    "name": "text",
+    "temperature": 0.0,
+    "batch_size": 1,
+    "drafter": "head",
+    "draft_length": 3,
+    "acceptance_by_position": [0.5, 0.5, 0.5],
+    "tokens_per_step": 2.0,
+    "tokens_per_step_interval": {"low": 1.9, "high": 2.1},
+    "speedup": {"same_loop": {"value": 1.5, "low": 1.4, "high": 1.6}},
+}
+REPORT = {"target": "t", "speculator": "s", "hardware": "cpu", "settings": {"seed": 0}, "suites": [ROW]}
+
+
+def changed(**values):
+    report = copy.deepcopy(REPORT)
+    report["suites"][0] |= values
+    return report
+
+
+def test_a_difference_of_independent_figures_by_hand():
+    """1.5 (1.3 to 1.6) and 2.0 (1.7 to 2.4): low 0.5 - hypot(0.3, 0.1), high 0.5 + hypot(0.4, 0.2)."""
+    gap = difference({"value": 1.5, "low": 1.3, "high": 1.6}, {"value": 2.0, "low": 1.7, "high": 2.4})
+    assert gap["value"] == pytest.approx(0.5)
+    assert gap["low"] == pytest.approx(0.5 - (0.09 + 0.01) ** 0.5)
+    assert gap["high"] == pytest.approx(0.5 + (0.16 + 0.04) ** 0.5)
+
+
+def test_the_verdict_follows_the_interval():
+    same, faster = changed(), changed(speedup={"same_loop": {"value": 1.9, "low": 1.8, "high": 2.0}})
+    assert table(REPORT, same).count("| same |") == 2
+    assert "| +0.40 (+0.26 to +0.54) | differs |" in table(REPORT, faster)
+    assert "| -0.40 (-0.54 to -0.26) | differs |" in table(faster, REPORT)
+    alone = changed(tokens_per_step_interval={"low": None, "high": None})
+    assert "| +0.00 (one prompt) |  |" in table(REPORT, alone)
+
+
+def test_what_else_differs_is_said():
+    other = {**changed(), "hardware": "gpu", "settings": {"seed": 1}}
+    other["suites"].append({**ROW, "temperature": 1.0})
+    text = table(REPORT, other)
+    assert "hardware: cpu | gpu" in text
+    assert "seed: 0 | 1" in text
+    assert "1 rows are in one of the reports alone" in text
+
+
+def test_the_command(tmp_path, capsys):
+    for name, report in (("a", REPORT), ("b", changed())):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "| text | 0 | head of 3 | tokens per step |" in capsys.readouterr().out
+    (tmp_path / "c.json").write_text(json.dumps({**REPORT, "suites": [{**ROW, "name": "other"}]}))
+    (tmp_path / "d.json").write_text('{"rows": []}')
+    for file, message in (("c", "in common"), ("d", "is not a report.json"), ("e", "can't read")):
+        assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / f"{file}.json")]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1

@@ -1,0 +1,65 @@
+"""c and v are what the clock says of real steps, and predict what the loop does."""
+
+import pytest
+import torch
+from conftest import Oracle, tiny_head
+
+from eval.costs import Costs, measure, walk
+from speculator import HeadDrafter, NgramDrafter, Sampling, Tree, generate
+
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
+
+
+def test_figures_by_hand():
+    """Ratios to the neighbouring plain step: drafts 0.9, 0.5, 0.3, 0.1, passes of 4 tokens 2, of none 1 (one in four).
+
+    Their median draft is 0.4; the median draft over the median plain step would be 0.65 / 1.5.
+    """
+    costs = Costs(plain=[1, 2, 1, 4], draft=[0.9, 1, 0.3, 0.4], verify=[2, 2, 2, 8], widths=[4, 0, 4, 4])
+    figures = costs.figures(draft_length=2)
+    assert figures["draft_over_decode"] == pytest.approx(0.2)
+    assert figures["verify_over_decode"] == pytest.approx((3 * 2 + 1) / 4)
+    assert figures["decode_seconds"] == 1.5
+
+
+def test_a_machine_that_halves_its_speed_changes_nothing():
+    fast = Costs(plain=[1.0] * 5, draft=[0.4] * 5, verify=[1.5] * 5, widths=[4] * 5)
+    both = Costs(
+        plain=fast.plain + [2.0] * 5, draft=fast.draft + [0.8] * 5, verify=fast.verify + [3.0] * 5, widths=[4] * 10
+    )
+    for name in ("draft_over_decode", "verify_over_decode"):
+        assert both.figures(4)[name] == pytest.approx(fast.figures(4)[name])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["chain", "tree", "ngram"])
+def test_the_steps_walked_are_the_loops(target, kind, temperature):
+    """Same drafts kept, same tokens, batch and seeds: what is measured is what runs."""
+    make = {
+        "chain": lambda: HeadDrafter(tiny_head()),
+        "tree": lambda: HeadDrafter(tiny_head(), Tree((2, 2, 1), 5)),
+        "ngram": lambda: NgramDrafter(3),
+    }[kind]
+    sampling = Sampling(temperature, seed=3)
+    generation = generate(target, make(), PROMPTS, sampling, max_new_tokens=60, eos_token_ids=())
+    walked = [result for _, result in walk(target, make(), PROMPTS, sampling, 9, Costs())]
+    for row in range(2):
+        # The walk's first step warms up and is not given.
+        expected = [step.accepted for step in generation.steps[row]][1:10]
+        assert [int(result.kept[row]) for result in walked] == expected
+        first = len(generation.steps[row][:1]) and 1 + generation.steps[row][0].emitted
+        tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.kept[row])], r.following[row]]]
+        assert tokens == generation.tokens[row][first : first + len(tokens)]
+
+
+def test_measuring_stops_at_the_contexts_end(target):
+    costs = Costs()
+    prompt = torch.arange(100).remainder(32).tolist()
+    measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 50, costs)
+    assert len(costs.plain) == (128 - 100 - 2) // 4 - 1
+
+
+def test_a_whole_draft_kept_is_walked_whole(target):
+    texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
+    walked = list(walk(target, Oracle(texts), [PROMPTS[0]], Sampling(), 5, Costs()))
+    assert [int(result.kept[0]) for _, result in walked] == [3] * 5

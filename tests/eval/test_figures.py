@@ -1,0 +1,234 @@
+"""The rows of a report: by category and context, in batches, up to the end of an answer; and what warns."""
+
+import json
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.acceptance import by_context
+from eval.conversations import Conversation
+from eval.decoders import decoders
+from eval.figures import check_identities, rows_busy, warnings
+from eval.measuring import measure_suite
+from eval.run import evaluate
+from eval.speed import Decoded, Timed, time_transformers
+from eval.suites import Suite, load_suite
+from speculator import MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target
+
+
+def talking_target(eos: int | None = None) -> Target:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=128, **shape, eos_token_id=eos, bos_token_id=None)
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data *= 4 if parameter.ndim == 2 else 1
+    return Target(model, tiny_tokenizer())
+
+
+def talking_head(**options):
+    torch.manual_seed(1)
+    return MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3, **options))
+
+
+def questions(tmp_path, *rows) -> str:
+    file = tmp_path / "question.jsonl"
+    file.write_text("".join(json.dumps({"category": c, "turns": turns}) + "\n" for c, turns in rows))
+    return str(file)
+
+
+def report_of(target, suite, folder, head=None, **options):
+    settings = {"temperatures": [0.0], "max_new_tokens": 16, "speculator_name": "test", **options}
+    return evaluate(target, head or talking_head(), [suite], folder, **settings)
+
+
+def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path):
+    rows = [("a", ["one two"]), ("a", ["three", "four"]), ("a", ["five"]), ("b", ["six", "seven"])]
+    target = talking_target()
+    suite = load_suite(questions(tmp_path, *rows), target, prompt_tokens=8, max_prompts=9, max_new_tokens=16)
+    report = report_of(target, suite, tmp_path / "out")
+    for row in report["suites"]:
+        assert row["prompts"] == 4
+        assert row["turns"] == 6
+        parts = {part["name"]: part for part in row["categories"]}
+        assert {name: part["turns"] for name, part in parts.items()} == {"a": 4, "b": 2}
+        assert sum(part["steps"] for part in parts.values()) == row["steps"]
+        if row["drafter"] != "none":
+            assert parts["a"]["speedup"]["same_loop"]["low"] is not None
+            assert parts["b"]["speedup"]["same_loop"]["low"] is None, "two turns of one conversation are one sample"
+            assert parts["b"]["tokens_per_step_interval"] == {"low": None, "high": None}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "(one prompt)" in text
+    assert "4 prompts, 6 turns" in text
+    assert (tmp_path / "out" / "categories.png").exists()
+    json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)  # no NaN
+
+
+def test_every_decoder_answers_the_second_turn_behind_the_plain_loops_answer(tmp_path):
+    target = talking_target()
+    suite = load_suite(
+        questions(tmp_path, ("a", ["one", "two"])), target, prompt_tokens=8, max_prompts=9, max_new_tokens=8
+    )
+    asked = []
+    for temperature in (0.0, 1.0):
+        table, _ = decoders(target, talking_head(), [3], None, (), 1)
+        for decoder in table:
+
+            def run(prompts, *rest, at=temperature, key=decoder.key, run=decoder.run):
+                asked.append((at, key, prompts))
+                run(prompts, *rest)
+
+            decoder.run = run
+        measured = measure_suite(target, table, suite, Sampling(temperature), 8)
+        second = [(key, prompts) for t, key, prompts in asked if t == temperature and prompts != [suite.prompts[0]]]
+        assert {key for key, _ in second} == {"none", "head", "ngram", "hf_generate"}
+        question = target.tokenizer("\n\ntwo")["input_ids"]
+        first_answer = measured.timed["none"].batches[0].tokens[0]
+        assert all(prompts == [[*suite.prompts[0], *first_answer, *question]] for _, prompts in second)
+
+
+def test_an_answer_ends_where_the_target_ends_it(tmp_path):
+    """Chats stop at EOS in every decoder, and the next turn does not hold it; texts go on."""
+    plain = talking_target()
+    talk = Conversation([{"role": "user", "content": "one"}], ["two"])
+    suite = Suite("s", [talk.first(plain.tokenizer)], [talk])
+    table, _ = decoders(plain, talking_head(), [3], None, (), 1)
+    free = measure_suite(plain, table, suite, Sampling(), 16).timed["none"].tokens[0]
+    eos = free[6]
+    target = talking_target(eos)
+    target.model.generation_config.eos_token_id = eos
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    talk.chat = True
+    table, _ = decoders(target, talking_head(), [3], None, (), 1)
+    measured = measure_suite(target, table, suite, Sampling(), 16)
+    cut = free[: free.index(eos) + 1]
+    for timed in measured.timed.values():
+        assert timed.tokens[0] == cut
+    lengths = measured.timed["none"].batches[1].prompt_lengths
+    assert lengths == [len(talk.following(target.tokenizer, 1, suite.prompts[0], [cut[:-1]]))]
+    talk.chat = False
+    again = measure_suite(target, table, suite, Sampling(), 16)
+    assert all(timed.tokens[0] == free for timed in again.timed.values())
+
+
+def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
+    target = talking_target()
+    rows = questions(tmp_path, ("a", ["one", "two " * 60, "three"]), ("a", ["four"]))
+    suite = load_suite(rows, target, prompt_tokens=8, max_prompts=9, max_new_tokens=16)
+    report = report_of(target, suite, tmp_path / "out")
+    assert report["suites"][0]["left_out"] == {"prompts": 0, "turns": 2}
+    assert report["suites"][0]["turns"] == 2
+    assert any("2 turns left out" in line for line in report["warnings"])
+
+
+def test_batches_give_every_prompt_its_own_text(tmp_path):
+    """Unequal prompts, padded by transformers: the same greedy texts in batches of 2 as alone."""
+    target = Target(tiny_model(), tokenizer=None)
+    suite = Suite("s", [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]])
+    report = report_of(target, suite, tmp_path, tiny_head(), batch_sizes=[1, 2])
+    assert [row["batch_size"] for row in report["suites"]] == [1, 1, 1, 2, 2, 2]
+    for row in report["suites"]:
+        assert row["identical_to_greedy"]["identical"] == 3
+        assert row["steps"] == report["suites"][["none", "head", "ngram"].index(row["drafter"])]["steps"]
+        if row["drafter"] != "none":
+            assert row["rows_busy"] == 1 if row["batch_size"] == 1 else 0 < row["rows_busy"] <= 1
+            cost = row["cost"]["verify_over_decode"] + row["draft_length"] * row["cost"]["draft_over_decode"]
+            assert row["predicted_speedup"] == pytest.approx(row["tokens_per_step"] / cost * row["rows_busy"])
+    assert min(row.get("rows_busy", 1) for row in report["suites"]) < 1
+
+
+def test_a_batch_runs_until_its_slowest_row_ends():
+    steps = [[Step(0, 0, 1)] * 2, [Step(0, 0, 1)] * 6]
+    assert rows_busy(Timed([Decoded([[0] * 3, [0] * 7], 2, 0.0, 1.0, [1, 1], steps)])) == 8 / 12
+
+
+def test_acceptance_by_context_by_hand():
+    """A prompt of 62 and the prefill's token: the first step begins at 63, the second at 65, the third at 66."""
+    steps = [Step(3, 1, 2), Step(3, 0, 1), Step(3, 3, 4)]
+    assert by_context([(62, steps)], None) == [
+        {"from": 0, "below": 64, "steps": 1, "tokens_per_step": 2.0, "beyond_trained_length": False},
+        {"from": 64, "below": 128, "steps": 2, "tokens_per_step": 2.5, "beyond_trained_length": False},
+    ]
+    beyond = by_context([(62, steps)], 66)
+    assert [(b["from"], b["below"], b["beyond_trained_length"]) for b in beyond] == [
+        (0, 64, False),
+        (64, 66, False),
+        (66, 128, True),
+    ]
+    assert by_context([(62, [Step(3, 2, 2)])], None) == []
+
+
+def test_steps_beyond_the_trained_length_warn(tmp_path):
+    target = Target(tiny_model(), tokenizer=None)
+    suite = Suite("s", [[1, 2, 3, 4]])
+    for trained, expected in ((10, 2), (1000, 0)):
+        torch.manual_seed(1)
+        config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, trained_length=trained)
+        report = report_of(target, suite, tmp_path, MLPSpeculator(config), temperatures=[0.0, 1.0])
+        assert sum("tokens of context that the head was trained on" in line for line in report["warnings"]) == expected
+
+
+def test_a_prediction_that_parts_from_the_measurement_warns():
+    row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "head", "draft_length": 3}
+    row |= {"acceptance_by_context": [], "left_out": {}, "predicted_speedup": 1.2}
+    row |= {"speedup": {"same_loop": {"value": 1.0}}, "predicted_over_measured": 1.2}
+    assert "predicted speedup 1.20, measured 1.00: they part by more than 15%" in warnings([row])[0]
+    assert warnings([{**row, "predicted_over_measured": 1.14}]) == []
+    assert len(warnings([{**row, "predicted_over_measured": 0.84}])) == 1
+
+
+def test_steps_that_do_not_make_the_text_are_seen():
+    figures = {"acceptance_by_context": [], "steps": 0, "tokens_per_step": 1.0}
+    for steps in ([Step(3, 1, 2)], [Step(3, 2, 1), Step(3, 1, 2)]):
+        batch = Decoded([[0] * 4], 1, 0.0, 1.0, [1], [steps])
+        with pytest.raises(AssertionError, match="step"):
+            check_identities(figures, Timed([batch]))
+
+
+def test_several_draft_lengths_and_every_baseline(tmp_path):
+    target = talking_target()
+    target.tokenizer.save_pretrained(tmp_path / "small")
+    target.model.save_pretrained(tmp_path / "small")
+    suite = Suite("s", [[1, 2, 3], [4, 5, 6]])
+    report = report_of(
+        target,
+        suite,
+        tmp_path / "out",
+        draft_lengths=[3, 1],
+        model=Target.load(str(tmp_path / "small")),
+        baselines=["hf_assisted", "hf_prompt_lookup"],
+        repeats=2,
+    )
+    rows = [(row["drafter"], row["draft_length"]) for row in report["suites"]]
+    assert rows == [("none", 0), ("head", 3), ("head", 1), ("ngram", 3), ("model", 3)]
+    assert report["suites"][4]["tokens_per_step"] == 4.0, "the target drafts for itself"
+    for row in report["suites"]:
+        names = {"same_loop", "hf_generate", "hf_assisted", "hf_prompt_lookup"}
+        assert row["tokens_per_second"].keys() == {"speculative", *names}
+        if row["drafter"] != "none":
+            assert row["speedup"].keys() == names
+        for name in names:
+            assert row["time_to_first_token"][name] > 0
+    assert (tmp_path / "out" / "draft_lengths.png").exists()
+
+
+def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch):
+    target = Target(tiny_model(), tokenizer=None)
+    suite = Suite("s", [[1, 2, 3], [4, 5, 6]])
+
+    def without_compiler(*args, **kwargs):
+        if "compile_config" in kwargs:
+            raise RuntimeError("no compiler here")
+        time_transformers(*args, **kwargs)
+
+    monkeypatch.setattr("eval.decoders.time_transformers", without_compiler)
+    baselines = ["hf_compiled", "hf_prompt_lookup", "hf_assisted"]
+    report = report_of(target, suite, tmp_path, tiny_head(), baselines=baselines, batch_sizes=[2])
+    assert report["not_run"] == {
+        "transformers generate, static cache, compiled": "RuntimeError: no compiler here",
+        "transformers prompt lookup": "transformers does this for one prompt at a time",
+        "transformers assisted generation": "it needs a draft model",
+    }
+    assert "no compiler here" in (tmp_path / "report.md").read_text()

@@ -1,0 +1,154 @@
+"""Suites in the formats that they are published in: what is asked, turn by turn, and what is refused."""
+
+import gzip
+import json
+
+import pytest
+from conftest import tiny_tokenizer
+
+from data.readers import hub_dataset
+from eval.suites import held_out, load_suite
+from speculator import UserError
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PUBLISHED = {
+    "spec_bench": {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Now in verse."]},
+    "mt_bench": {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Shorter."], "reference": ["x"]},
+    "human_eval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "", "x": 1},
+    "gsm8k": {"question": "How many eggs?", "answer": "9"},
+    "chats": {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+}
+
+
+class Model:
+    """What of a target a suite needs."""
+
+    name, context_length = "tiny", 128
+
+    def __init__(self, chat: bool = False):
+        self.tokenizer = tiny_tokenizer()
+        self.tokenizer.chat_template = TEMPLATE if chat else None
+
+
+def load(source, model=None, **options):
+    sizes = {"prompt_tokens": 8, "max_prompts": 4, "max_new_tokens": 16}
+    return load_suite(str(source), model or Model(), **{**sizes, **options})
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize("chat", [False, True])
+def test_published_rows_are_asked_as_published(tmp_path, published, chat):
+    model = Model(chat)
+    suite = load(write(tmp_path / "question.jsonl", PUBLISHED[published]), model)
+    text = model.tokenizer.decode(suite.prompts[0])
+    asked = {"human_eval": "def f():\n", "gsm8k": "How many eggs?", "chats": "Hi"}.get(published, "Write a post.")
+    # A text to continue is no chat, whatever the tokenizer can do.
+    templated = chat and published != "human_eval"
+    assert text == (f"<user>{asked}<assistant>" if templated else asked)
+    assert suite.chat == templated
+    assert suite.categories == ["writing" if "bench" in published else ""]
+
+
+def test_a_later_turn_follows_the_answer(tmp_path):
+    file = write(tmp_path / "q.jsonl", PUBLISHED["spec_bench"])
+    for chat, expected in (
+        (False, "Write a post. Fine.\n\nNow in verse."),
+        (True, "<user>Write a post.<assistant> Fine.<user>Now in verse.<assistant>"),
+    ):
+        model = Model(chat)
+        suite = load(file, model)
+        answer = model.tokenizer(" Fine.")["input_ids"]
+        following = suite.conversations[0].following(model.tokenizer, 1, suite.prompts[0], [answer])
+        assert model.tokenizer.decode(following) == expected
+
+
+def test_raw_does_without_the_template(tmp_path):
+    model = Model(chat=True)
+    suite = load(write(tmp_path / "q.jsonl", PUBLISHED["gsm8k"]), model, raw=True)
+    assert model.tokenizer.decode(suite.prompts[0]) == "How many eggs?"
+    assert not suite.chat
+
+
+def test_a_short_run_sees_every_category(tmp_path):
+    rows = [{"category": name, "turns": [f"{name} {i}"]} for name in ("a", "b", "c") for i in range(3)]
+    suite = load(write(tmp_path / "q.jsonl", *rows), max_prompts=4)
+    assert suite.categories == ["a", "b", "c", "a"]
+
+
+def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):
+    model = Model()
+    file = write(tmp_path / "q.jsonl", {"prompt": "self " * 300}, {"prompt": "def f():"})
+    suite = load(file, model)
+    assert suite.left_out == 1
+    assert [model.tokenizer.decode(prompt) for prompt in suite.prompts] == ["def f():"]
+    room = model.context_length - len(suite.prompts[0])
+    assert len(load(file, model, max_new_tokens=room).prompts) == 1
+    with pytest.raises(UserError, match="none of its 2 prompts fits tiny, which has a context of 128"):
+        load(file, model, max_new_tokens=room + 1)
+
+
+def test_packed_files_and_texts_to_cut(tmp_path):
+    with gzip.open(tmp_path / "q.jsonl.gz", "wt") as stream:
+        stream.write(json.dumps(PUBLISHED["gsm8k"]))
+    assert len(load(tmp_path / "q.jsonl.gz").prompts) == 1
+    suite = load(write(tmp_path / "t.jsonl", {"text": "a = 1\n" * 30}))
+    assert [len(prompt) for prompt in suite.prompts] == [8]
+    assert suite.prompts == held_out(str(tmp_path / "t.jsonl"), Model().tokenizer, 8, 4).prompts
+    (tmp_path / "t.txt").write_text("b = 2\n" * 30)
+    assert [len(prompt) for prompt in load(tmp_path / "t.txt").prompts] == [8]
+
+
+def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, split, rows in (
+        ("name", "test", [{"question": f"How many {i}?", "answer": "1"} for i in range(3)]),
+        ("name", "train", [{"question": "Wrong split?", "answer": "1"}]),
+        ("texts", "train", [{"text": "a = 1\n" * 30}, {"text": "b = 1\n" * 30}]),
+    ):
+        (tmp_path / "owner" / name).mkdir(parents=True, exist_ok=True)
+        write(tmp_path / "owner" / name / f"{split}.jsonl", *rows)
+    # The library takes a local folder for a hub id, so only the name differs from a download.
+    monkeypatch.setattr("data.readers.hub_dataset", lambda name, *rest: hub_dataset(str(tmp_path / name), *rest))
+    assert len(load("owner/name:test").prompts) == 3
+    assert len(load("owner/name").prompts) == 1
+    with pytest.raises(UserError, match=r"owner/name: not here, and not to be had from the hub: .*dev"):
+        load("owner/name:dev")
+    assert [len(prompt) for prompt in load("owner/texts").prompts] == [8, 8]
+    with pytest.raises(UserError, match="no document of texts has 999 tokens"):
+        load("owner/texts", prompt_tokens=999)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([PUBLISHED["gsm8k"], "{"], "q.jsonl:2: not JSON"),
+        (["[1]"], "q.jsonl:1: not an object"),
+        ([], "no rows in it"),
+        ([{"ask": "x"}], 'q.jsonl:1: a row needs "turns", .* its keys are ask'),
+        ([{"turns": []}], 'q.jsonl:1: "turns" is not a list of texts'),
+        ([{"turns": ["x", 1]}], 'q.jsonl:1: "turns" is not text'),
+        ([{"prompt": "  "}], 'q.jsonl:1: "prompt" is not text, or empty'),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], 'q.jsonl:1: "messages" is not a list'),
+        ([{"messages": ["x"]}], 'q.jsonl:1: "messages" is not a list'),
+        ([{"question": "x", "category": 1}], 'q.jsonl:1: "category" is not text'),
+        ([{"prompt": "x"}, {"text": "y"}], 'q.jsonl:2: "text" to cut a prompt from, among rows that are prompts'),
+    ],
+)
+def test_a_malformed_suite_is_one_line(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message):
+        load(write(tmp_path / "q.jsonl", *rows))
+
+
+def test_a_template_that_refuses_says_where(tmp_path):
+    model = Model()
+    model.tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(UserError, match=r"q.jsonl:1: .*no system"):
+        load(write(tmp_path / "q.jsonl", PUBLISHED["chats"]), model)

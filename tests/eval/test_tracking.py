@@ -1,0 +1,55 @@
+"""wandb gets the report's figures and plots: of an evaluation's own run, or of the one that is on."""
+
+import json
+
+import pytest
+from conftest import tiny_head, tiny_model
+
+from eval import tracking
+from eval.run import evaluate
+from eval.suites import Suite
+from speculator import Target, UserError
+
+wandb = pytest.importorskip("wandb")
+SUITE = Suite("text", [[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+def report_of(folder):
+    options = {"temperatures": [0.0], "max_new_tokens": 16, "speculator_name": "test"}
+    return evaluate(Target(tiny_model(), tokenizer=None), tiny_head(), [SUITE], folder, **options)
+
+
+def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged: dict = {}
+    report, log = report_of(tmp_path), wandb.Run.log
+    assert not (tmp_path / "wandb").exists()
+    monkeypatch.setattr(wandb.Run, "log", lambda run, values: (logged.update(values), log(run, values)))
+    tracking.send(report, tmp_path)
+    assert wandb.run is None
+    row = next(row for row in report["suites"] if row["drafter"] == "head")
+    assert logged["eval/text T=0/head 3/tokens_per_step"] == row["tokens_per_step"]
+    assert logged["eval/text T=0/head 3/speedup over same_loop"] == row["speedup"]["same_loop"]["value"]
+    plots = {name for name, value in logged.items() if isinstance(value, wandb.Image)}
+    assert plots == {"eval/acceptance", "eval/speed", "eval/lengths"}
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb"))
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+def test_a_run_that_is_on_gets_the_report(tmp_path, monkeypatch):
+    """As at the end of a training that is tracked."""
+    logged = {}
+    with wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True)) as run:
+        monkeypatch.setattr(wandb, "log", logged.update)
+        report_of(tmp_path)
+        assert wandb.run is run
+    assert "eval/text T=0/head 3/tokens_per_step" in logged
+
+
+def test_wandb_that_is_not_installed_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    tracking.check("none")
+    with pytest.raises(UserError, match="wandb is not installed"):
+        tracking.check("wandb")

@@ -1,0 +1,104 @@
+"""The tree that is chosen is the best there is, and what was measured is what the loop keeps."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import tiny_head
+
+from eval.__main__ import main
+from eval.tree_shape import best_tree, expected_tokens
+from eval.tuning import rank_acceptance
+from speculator import Candidates, FixedTree, HeadDrafter, Sampling, generate
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+
+def every_tree(acceptance, nodes):
+    """All sets of paths in which parents and elder siblings are present."""
+    ranks = [range(len(level)) for level in acceptance]
+    paths = [path for depth in range(1, len(ranks) + 1) for path in itertools.product(*ranks[:depth])]
+    for chosen in itertools.combinations(paths, nodes):
+        known = {(), *chosen}
+        if all(p[:-1] in known and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in known) for p in chosen):
+            yield chosen
+
+
+@pytest.mark.parametrize("nodes", range(1, 7))
+def test_no_tree_beats_the_chosen_one(nodes):
+    generator = torch.Generator().manual_seed(nodes)
+    for _ in range(5):
+        acceptance = torch.rand(3, 2, generator=generator).mul(0.5).tolist()
+        best = max(expected_tokens(acceptance, tree) for tree in every_tree(acceptance, nodes))
+        chosen = best_tree(acceptance, nodes)
+        assert len(chosen) == nodes
+        assert expected_tokens(acceptance, chosen) == pytest.approx(best)
+        FixedTree(chosen)
+
+
+def test_expected_tokens_by_hand():
+    """Children kept with 0.5 and 0.2, theirs with 0.4 and 0.1: the second node is the grandchild, 0.5 * 0.4 = 0.2."""
+    acceptance = [[0.5, 0.15], [0.4, 0.1]]
+    assert best_tree(acceptance, 2) == [(0,), (0, 0)]
+    assert expected_tokens(acceptance, [(0,), (0, 0)]) == pytest.approx(1.7)
+    assert best_tree(acceptance, 3) == [(0,), (1,), (0, 0)]
+
+
+def test_a_budget_beyond_the_ranks_is_not_used_up():
+    assert best_tree([[0.5], [0.4]], 9) == [(0,), (0, 0)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ranks_kept_are_those_of_the_loop(target, temperature):
+    """With one child at each depth, acceptance by rank is acceptance by position."""
+    head = tiny_head()
+    branches = Candidates((6, 3, 2))
+    prompts, sampling = [[1, 2, 3, 4], [5, 6, 7, 8]], Sampling(temperature, seed=3)
+    acceptance = rank_acceptance(target, head, prompts, sampling, steps=12)
+    assert [len(level) for level in acceptance] == [6, 3, 2]
+    steps = [
+        step
+        for prompt in prompts
+        for step in generate(
+            target, HeadDrafter(head, branches), [prompt], sampling, max_new_tokens=80, eos_token_ids=()
+        ).steps[0][1:13]
+    ]
+    for depth, level in enumerate(acceptance):
+        reached = sum(step.accepted >= depth for step in steps)
+        assert sum(level) == pytest.approx(sum(step.accepted > depth for step in steps) / max(1, reached))
+
+
+def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_path, capsys):
+    torch.manual_seed(0)
+    folder = tmp_path / "head"
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(folder)
+    command = ["--target", str(target_folder), "--speculator", str(folder)]
+    sizes = ["--suite", str(text_file), "--prompt_tokens", "8", "--max_new_tokens", "24", "--max_prompts", "3"]
+    assert main(["tune", *command, *sizes]) == 0
+    tuned = json.loads((folder / "decoding.json").read_text())
+    assert [each["temperature"] for each in tuned["settings"]] == [0.0, 1.0]
+    for setting in tuned["settings"]:
+        rows = [row for row in tuned["measured"] if row["temperature"] == setting["temperature"]]
+        assert [row["draft_length"] for row in rows if row["tree"] is None] == [1, 2, 3]
+        assert any(row["nodes"] == 3 and row["tree"] for row in rows), "a tree as wide as the longest chain"
+        (chosen,) = (row for row in rows if row["chosen"])
+        assert chosen["predicted_speedup"] == max(row["predicted_speedup"] for row in rows)
+        assert setting.get("tree") == chosen["tree"]
+    assert "chosen" in capsys.readouterr().out
+
+
+def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(tmp_path / "head")
+    capsys.readouterr()
+    command = ["tune", "--target", str(target_folder), "--speculator", str(tmp_path / "head"), "--prompt_tokens", "8"]
+    for flags, message in (
+        (["--max_new_tokens", "4"], "--max_new_tokens must be at least 5"),
+        (["--batch_size", "0"], "--batch_size must be at least 1"),
+        (["--speculator", str(tmp_path / "nowhere")], "no folder"),
+        (["--output", str(tmp_path)], "is a folder, not a file"),
+    ):
+        assert main([*command, *flags]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "head" / "decoding.json").exists()

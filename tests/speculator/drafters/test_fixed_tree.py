@@ -1,0 +1,89 @@
+"""A tree of any shape: equal to the uniform one where it is uniform, refused where it does not hang together."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import tiny_head, tiny_model
+
+from speculator import Candidates, Chain, FixedTree, HeadDrafter, ModelDrafter, Sampling, Target, UserError, generate
+from speculator.drafters.tuned import tuned_shape
+
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("source", ["head", "model"])
+def test_a_uniform_tree_is_that_of_the_candidates(target, source, temperature):
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(*map(range, (3, 2, 2)[:depth]))]
+    made = []
+    for shape in (Candidates((3, 2, 2)), FixedTree(paths)):
+        # The model reads the tree that it is fed, the head its own states alone.
+        model = Target(tiny_model("qwen3"), tokenizer=None)
+        drafter = HeadDrafter(tiny_head(), shape) if source == "head" else ModelDrafter(model, target, shape)
+        made.append(generate(target, drafter, PROMPTS, Sampling(temperature), max_new_tokens=40))
+    assert made[0].tokens == made[1].tokens
+    assert made[0].steps == made[1].steps
+
+
+def test_a_branch_of_its_own(target):
+    """Only the second child has children: what it drafts there is what the candidates draft there."""
+    drafts = []
+    for shape in (Candidates((2, 2)), FixedTree([(0,), (1,), (1, 0), (1, 1)])):
+
+        class Noting(HeadDrafter):
+            def propose(self, *args):
+                drafts.append(super().propose(*args))
+                return drafts[-1]
+
+        first = len(drafts)
+        generate(target, Noting(tiny_head(), shape), PROMPTS, max_new_tokens=4)
+        del drafts[first + 1 :]
+    uniform, own = drafts
+    assert own.tokens.tolist() == uniform.tokens[:, [0, 1, 4, 5]].tolist()
+    assert own.parents.tolist() == [[-1, -1, 1, 1]] * 2
+    assert (own.depth, own.width) == (2, 2)
+
+
+@pytest.mark.parametrize("paths", [[], [()], [(1,)], [(0,), (0, 1)], [(0,), (1, 0)], [(0,), (-1,)]])
+def test_what_does_not_hang_together_is_refused(paths):
+    with pytest.raises(UserError, match="tree: "):
+        FixedTree(paths)
+
+
+def test_the_tuned_shape_for_a_temperature(tmp_path):
+    assert tuned_shape(tmp_path, 0.0) is None
+    settings = [
+        {"temperature": 0, "draft_length": 2},
+        {"temperature": 0.5, "tree": [[0], [1], [0, 0]]},
+        {"temperature": 1.0, "draft_length": 3},
+    ]
+    (tmp_path / "decoding.json").write_text(json.dumps({"settings": settings}))
+    greedy, warm, hot = (tuned_shape(tmp_path, temperature) for temperature in (0.0, 0.1, 0.9))
+    assert isinstance(greedy, Chain)
+    assert (greedy.depth, hot.depth) == (2, 3)
+    assert warm.paths == ((0,), (1,), (0, 0))
+    (tmp_path / "decoding.json").write_text(json.dumps({"settings": settings[:1]}))
+    assert tuned_shape(tmp_path, 1.0) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"settings": [{}]}', '{"settings": [{"temperature": 0}]}', "1"])
+def test_a_damaged_file_is_one_line(tmp_path, text):
+    (tmp_path / "decoding.json").write_text(text)
+    with pytest.raises(UserError, match="is not what `python -m eval tune` writes"):
+        tuned_shape(tmp_path, 0.0)
+
+
+def test_siblings_are_drawn_without_replacement(target):
+    torch.manual_seed(0)
+    shape = FixedTree([(i,) for i in range(5)])
+    drawn = []
+
+    class Noting(HeadDrafter):
+        def propose(self, *args):
+            drawn.append(super().propose(*args).tokens)
+            return super().propose(*args)
+
+    generate(target, Noting(tiny_head(), shape), PROMPTS, Sampling(1.0), max_new_tokens=30)
+    assert all(len(set(row)) == 5 for tokens in drawn for row in tokens.tolist())
