@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
+from train.config import parse
+from train.run import main
 from train.stages import _best_of_finished
 
 ROOT = Path(__file__).parents[2]
@@ -289,11 +292,15 @@ def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command
         ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
     ],
 )
-def test_wrong_input_is_one_line_and_takes_no_folder(command, tmp_path, overrides, message):
-    done = run(command(tmp_path / "run", **overrides))
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not _PROGRESS.search(line)]
-    assert len(lines) == 1, done.stderr
+def test_wrong_input_is_one_line_and_takes_no_folder(command, tmp_path, monkeypatch, capfd, overrides, message):
+    argv, environment = command(tmp_path / "run", **overrides)
+    monkeypatch.setenv("SPECULATOR_CACHE", environment["SPECULATOR_CACHE"])
+    monkeypatch.chdir(ROOT)
+    assert main(parse(argv[argv.index("train.py") + 1 :])) == 2
+    torch.set_num_threads(1)
+    error = capfd.readouterr().err
+    lines = [line for line in error.splitlines() if not _PROGRESS.search(line)]
+    assert len(lines) == 1, error
     assert message in lines[0]
     assert not (tmp_path / "run").exists()
 
