@@ -1,9 +1,10 @@
 """c and v: what a drafted token and a verify pass cost, in units of one plain step.
 
 They are measured on real steps, apart from any timed generation: behind the same text, in the same cache, with the
-same batch, a plain step and a step with a draft take turns. A plain step and a verify pass do all that the loop does
-in them: forward pass, law, rule, next token, the copy to the host. A draft includes what the drafter does to learn
-which of its tokens were kept.
+same batch, a few plain steps and a few with a draft take turns. (A few, because a step that follows one of another kind
+is slower than one of many alike, as they are in the loop.) A plain step and a verify pass do all that the loop does in
+them: forward pass, law, rule, next token, the copy to the host. A draft includes what the drafter does to learn which
+of its tokens were kept.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from speculator.drafters import Drafter
 from speculator.target import Target
 
 Result = TypeVar("Result")
+BLOCK = 5
+"""Steps of one kind in a row: the first is not counted."""
 
 
 @dataclass
 class Costs:
-    """Seconds of the parts of steps, each beside those of the plain step before it.
+    """Seconds of the parts of steps, each beside a plain step of the same moment.
 
     Attributes:
         plain: of plain steps.
@@ -72,7 +75,11 @@ def walk(
     count: int,
     costs: Costs,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Go on from `prompts` by `count` steps, a plain step measured before each; gives each step's draft and result."""
+    """Go on from `prompts` by `count` steps, as the loop does; gives each step's draft and result.
+
+    Before every `BLOCK` steps as many plain ones are taken in their place, to no effect but on the clock. The first of
+    either kind warms up. The context's end is no end: positions stop there, time does not care.
+    """
     rows, depth, nodes = len(prompts), drafter.draft_length, drafter.nodes
     texts = [list(prompt) for prompt in prompts]
     session = Session(target)
@@ -85,37 +92,33 @@ def walk(
     pending = logits.argmax(-1) if laws.greedy else draw(laws.law(logits), first)
     _extend(texts, pending[:, None].tolist())
     nothing = Draft.none(pending)
-    for number in range(count + 1):
+    plain: list[float] = []
+    for number in range(count):
         u = uniforms(laws.seeds, cache.lengths, 2 * nodes + 1)
-        how = (target, cache, pending, laws, rule)
-        plain, _ = _clock(_step, *how, nothing, u[:, -1:])
+        place = number % BLOCK
+        if place == 0:
+            plain = [_clock(_step, target, cache, pending, laws, rule, nothing, u[:, -1:])[0] for _ in range(BLOCK)]
         drafting, draft = _clock(drafter.propose, pending, laws, u[:, :nodes], texts)
-        verifying, (result, packed) = _clock(_step, *how, draft, u[:, nodes:])
+        verifying, (result, packed) = _clock(_step, target, cache, pending, laws, rule, draft, u[:, nodes:])
         kept = result.kept + 1
         cache.commit(kept, cache.longest + draft.depth + 1)
         learning, _ = _clock(drafter.commit, result.tokens, result.hidden, kept)
         pending = result.following
         _extend(texts, [[*path[:accepted], token] for *path, _, accepted, token in packed])
         cache.longest = max(map(len, texts)) - 1
-        if number:  # the first step warms up
-            costs.plain.append(plain)
+        if place:
+            costs.plain.append(plain[place])
             costs.draft.append(drafting + learning)
             costs.verify.append(verifying)
             costs.widths.append(draft.tokens.shape[1])
-            yield draft, result
+        yield draft, result
 
 
 def measure(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    count: int,
-    costs: Costs,
+    target: Target, drafter: Drafter, prompts: list[list[int]], sampling: Sampling, blocks: int, costs: Costs
 ) -> None:
-    """Add the seconds of `count` steps behind `prompts`, or of as many as fit the context."""
-    room = target.context_length - max(map(len, prompts)) - 2
-    for _ in walk(target, drafter, prompts, sampling, min(count, room // (drafter.draft_length + 1) - 1), costs):
+    """Add the seconds of `blocks` blocks of steps behind `prompts`."""
+    for _ in walk(target, drafter, prompts, sampling, blocks * BLOCK, costs):
         pass
 
 

@@ -16,8 +16,8 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.target import Target
 
-_COST_STEPS = 64  # of every drafter, spread over so many batches at most:
-_COST_BATCHES = 16
+_COST_BATCHES = 16  # behind so many of them, evenly spread, costs are measured:
+_COST_BLOCKS = 16  # so many of every drafter
 
 
 @dataclass
@@ -109,8 +109,8 @@ def measure_suite(
                 halfway = [p + answer[: len(answer) // 2] for p, answer in zip(prompts, plain, strict=True)]
                 for decoder in table:
                     if decoder.drafter:
-                        steps = -(-_COST_STEPS // count)
-                        measure(target, decoder.drafter, halfway, own, steps, measured.costs[decoder.key])
+                        blocks = -(-_COST_BLOCKS // count)
+                        measure(target, decoder.drafter, halfway, own, blocks, measured.costs[decoder.key])
     return measured
 
 

@@ -36,7 +36,7 @@ from speculator.target import dtype_name
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
 _RANK_STEPS = 16  # of each prompt
-_COST_STEPS = 12
+_COST_BLOCKS = 3
 _TREES = 2  # how many go into the final round, beside the one that verifies as many tokens as the longest chain
 _LONGEST_CHAIN = 8
 
@@ -163,7 +163,7 @@ def _promising(
     speeds: dict[tuple, float] = {}
     for paths in tqdm(sorted(shapes), desc=f"trees, temperature {sampling.temperature:g}", unit="tree"):
         costs, drafter = Costs(), HeadDrafter(head, FixedTree(paths))
-        measure(target, drafter, prompts, sampling, _COST_STEPS, costs)
+        measure(target, drafter, prompts, sampling, _COST_BLOCKS, costs)
         cost = costs.figures(1)
         step = cost["draft_over_decode"] + cost["verify_over_decode"]
         speeds[paths] = expected_tokens(acceptance, paths) / step

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import Oracle, tiny_head
+from conftest import Oracle, tiny_head, tiny_model
 
 from eval.costs import Costs, measure, walk
-from speculator import HeadDrafter, NgramDrafter, Sampling, Tree, generate
+from speculator import HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -44,19 +44,20 @@ def test_the_steps_walked_are_the_loops(target, kind, temperature):
     generation = generate(target, make(), PROMPTS, sampling, max_new_tokens=60, eos_token_ids=())
     walked = [result for _, result in walk(target, make(), PROMPTS, sampling, 9, Costs())]
     for row in range(2):
-        # The walk's first step warms up and is not given.
-        expected = [step.accepted for step in generation.steps[row]][1:10]
+        expected = [step.accepted for step in generation.steps[row]][:9]
         assert [int(result.kept[row]) for result in walked] == expected
-        first = len(generation.steps[row][:1]) and 1 + generation.steps[row][0].emitted
         tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.kept[row])], r.following[row]]]
-        assert tokens == generation.tokens[row][first : first + len(tokens)]
+        assert tokens == generation.tokens[row][1 : 1 + len(tokens)]
 
 
-def test_measuring_stops_at_the_contexts_end(target):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_four_of_five_steps_count_even_at_the_contexts_end(family):
     costs = Costs()
-    prompt = torch.arange(100).remainder(32).tolist()
-    measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 50, costs)
-    assert len(costs.plain) == (128 - 100 - 2) // 4 - 1
+    prompt = torch.arange(126).remainder(32).tolist()
+    target = Target(tiny_model(family), tokenizer=None)
+    measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 2, costs)
+    assert len(costs.plain) == len(costs.draft) == len(costs.verify) == 8
+    assert costs.widths == [3] * 8
 
 
 def test_a_whole_draft_kept_is_walked_whole(target):
