@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -35,35 +35,39 @@ BLOCK = 5
 
 @dataclass
 class Costs:
-    """Seconds of the parts of steps, each beside a plain step of the same moment.
+    """Seconds of the parts of steps, in sums over blocks of as many plain steps and steps with a draft.
 
     Attributes:
         plain: of plain steps.
         draft: of drafting, what is learnt of the draft's fate included.
         verify: of verify passes.
-        widths: how many tokens each verified: a lookup does not find as many every time.
     """
 
     plain: list[float] = field(default_factory=list)
     draft: list[float] = field(default_factory=list)
     verify: list[float] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)
 
     def figures(self, draft_length: int) -> dict[str, float]:
         """c, per token of a whole draft, and v, of the mean verify pass.
 
-        Medians of ratios, not ratios of medians: a plain step and its neighbours find the machine in the same mood.
+        Of each block the ratio to its own plain steps, which found the machine in the same mood, and of those the mean
+        of the middle half: a stall spoils one block.
         """
-        by_width: dict[int, list[float]] = {}
-        for width, seconds, plain in zip(self.widths, self.verify, self.plain, strict=True):
-            by_width.setdefault(width, []).append(seconds / plain)
-        verifying = sum(len(ratios) * statistics.median(ratios) for ratios in by_width.values()) / len(self.widths)
-        drafting = statistics.median(draft / plain for draft, plain in zip(self.draft, self.plain, strict=True))
+        drafting = _middle(draft / plain for draft, plain in zip(self.draft, self.plain, strict=True))
         return {
             "draft_over_decode": drafting / draft_length,
-            "verify_over_decode": verifying,
-            "decode_seconds": statistics.median(self.plain),
+            "verify_over_decode": _middle(
+                verify / plain for verify, plain in zip(self.verify, self.plain, strict=True)
+            ),
+            "decode_seconds": _middle(self.plain) / (BLOCK - 1),
         }
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The mean without the lowest and the highest quarter."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 @torch.inference_mode()
@@ -92,12 +96,13 @@ def walk(
     pending = logits.argmax(-1) if laws.greedy else draw(laws.law(logits), first)
     _extend(texts, pending[:, None].tolist())
     nothing = Draft.none(pending)
-    plain: list[float] = []
+    sums = [0.0, 0.0, 0.0]
     for number in range(count):
         u = uniforms(laws.seeds, cache.lengths, 2 * nodes + 1)
         place = number % BLOCK
         if place == 0:
             plain = [_clock(_step, target, cache, pending, laws, rule, nothing, u[:, -1:])[0] for _ in range(BLOCK)]
+            sums = [sum(plain[1:]), 0.0, 0.0]
         drafting, draft = _clock(drafter.propose, pending, laws, u[:, :nodes], texts)
         verifying, (result, packed) = _clock(_step, target, cache, pending, laws, rule, draft, u[:, nodes:])
         kept = result.kept + 1
@@ -107,10 +112,10 @@ def walk(
         _extend(texts, [[*path[:accepted], token] for *path, _, accepted, token in packed])
         cache.longest = max(map(len, texts)) - 1
         if place:
-            costs.plain.append(plain[place])
-            costs.draft.append(drafting + learning)
-            costs.verify.append(verifying)
-            costs.widths.append(draft.tokens.shape[1])
+            sums[1:] = sums[1] + drafting + learning, sums[2] + verifying
+        if place == BLOCK - 1:
+            for part, seconds in zip((costs.plain, costs.draft, costs.verify), sums, strict=True):
+                part.append(seconds)
         yield draft, result
 
 

@@ -11,22 +11,19 @@ PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
 
 def test_figures_by_hand():
-    """Ratios to the neighbouring plain step: drafts 0.9, 0.5, 0.3, 0.1, passes of 4 tokens 2, of none 1 (one in four).
+    """Drafts of 0.9, 0.5, 0.3, 0.1 plain steps: the middle half's mean is 0.4; 2 tokens each. Passes of 2, 1, 2, 2.
 
-    Their median draft is 0.4; the median draft over the median plain step would be 0.65 / 1.5.
+    The median draft over the median plain step would be 0.65 / 1.5, the sum of all over that of all 2.6 / 8.
     """
-    costs = Costs(plain=[1, 2, 1, 4], draft=[0.9, 1, 0.3, 0.4], verify=[2, 2, 2, 8], widths=[4, 0, 4, 4])
-    figures = costs.figures(draft_length=2)
+    figures = Costs(plain=[1, 2, 1, 4], draft=[0.9, 1, 0.3, 0.4], verify=[2, 2, 2, 8]).figures(draft_length=2)
     assert figures["draft_over_decode"] == pytest.approx(0.2)
-    assert figures["verify_over_decode"] == pytest.approx((3 * 2 + 1) / 4)
-    assert figures["decode_seconds"] == 1.5
+    assert figures["verify_over_decode"] == pytest.approx(2)
+    assert figures["decode_seconds"] == pytest.approx(1.5 / 4)  # a block is four steps
 
 
-def test_a_machine_that_halves_its_speed_changes_nothing():
-    fast = Costs(plain=[1.0] * 5, draft=[0.4] * 5, verify=[1.5] * 5, widths=[4] * 5)
-    both = Costs(
-        plain=fast.plain + [2.0] * 5, draft=fast.draft + [0.8] * 5, verify=fast.verify + [3.0] * 5, widths=[4] * 10
-    )
+def test_a_machine_that_halves_its_speed_or_stalls_once_changes_nothing():
+    fast = Costs(plain=[1.0] * 5, draft=[0.4] * 5, verify=[1.5] * 5)
+    both = Costs(plain=[1.0] * 5 + [2.0] * 5, draft=[0.4] * 5 + [0.8] * 5, verify=[1.5] * 4 + [90.0] + [3.0] * 5)
     for name in ("draft_over_decode", "verify_over_decode"):
         assert both.figures(4)[name] == pytest.approx(fast.figures(4)[name])
 
@@ -51,13 +48,13 @@ def test_the_steps_walked_are_the_loops(target, kind, temperature):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_four_of_five_steps_count_even_at_the_contexts_end(family):
+def test_steps_are_measured_even_at_the_contexts_end(family):
     costs = Costs()
     prompt = torch.arange(126).remainder(32).tolist()
     target = Target(tiny_model(family), tokenizer=None)
     measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 2, costs)
-    assert len(costs.plain) == len(costs.draft) == len(costs.verify) == 8
-    assert costs.widths == [3] * 8
+    assert len(costs.plain) == len(costs.draft) == len(costs.verify) == 2
+    assert min(costs.plain + costs.draft + costs.verify) > 0
 
 
 def test_a_whole_draft_kept_is_walked_whole(target):
