@@ -1,0 +1,66 @@
+"""The study's bookkeeping: rates are tuned inside the grid, results are kept, the table says what it compares."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train import study
+from train.study import ARMS, PUBLISHED, Arm, Study, table
+
+
+class Faked(Study):
+    """Trains nothing: tokens_per_step is best at a rate of 0.04, and results are counted."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.made = folder, []
+
+    def result(self, arm, rate, seed, budget=1):
+        self.made.append((rate, seed))
+        value = 2 - abs(rate - 0.04)
+        return {split: {"0": value, "1": value + 0.01 * seed} for split in ("validation", "held-out")}
+
+
+def test_a_rate_at_the_grids_edge_widens_the_grid(tmp_path):
+    faked = Faked(tmp_path)
+    assert faked.best_rate(Arm("any", study.HARD, rates=(0.005, 0.01))) == 0.04
+    assert {rate for rate, _ in faked.made} == {0.005, 0.01, 0.02, 0.04, 0.08}
+    assert faked.best_rate(Arm("any", study.HARD, rates=(0.08, 0.16, 0.32))) == 0.04
+
+
+def test_the_published_recipe_keeps_its_published_rate(tmp_path):
+    faked = Faked(tmp_path)
+    assert faked.best_rate(PUBLISHED) == 1e-3
+    assert not faked.made
+
+
+def test_every_tuned_arm_has_more_rates_than_one_and_no_two_arms_are_the_same():
+    assert all(len(arm.rates) >= 3 for arm in ARMS[1:])
+    assert len({repr(arm) for arm in ARMS}) == len({arm.name for arm in ARMS}) == len(ARMS) <= 7
+
+
+def test_a_row_has_the_mean_and_the_spread_over_seeds(tmp_path):
+    row = Faked(tmp_path).row(ARMS[2], (0, 1, 2))
+    assert row["rate"] == 0.04
+    assert row["0"] == pytest.approx((2.0, 0.0))
+    assert row["1"] == pytest.approx((2.01, 0.01))
+
+
+def test_the_table_compares_accepted_tokens_at_the_same_budget():
+    rows = [
+        {"arm": "a", "budget": 1, "rate": 1e-3, "0": (1.2, 0.0), "1": (1.5, 0.0)},
+        {"arm": "b", "budget": 1, "rate": 5e-3, "0": (1.4, 0.1), "1": (2.0, 0.0)},
+        {"arm": "a", "budget": 4, "rate": 1e-3, "0": (1.4, 0.0), "1": (2.0, 0.0)},
+    ]
+    lines = table(rows).splitlines()
+    assert lines[3].endswith("| 0.005 | 1.40 ± 0.10 | 2.00 ± 0.00 | +100% / +100% |")
+    assert lines[4].startswith("| a | 1,228,800 |")
+    assert lines[4].endswith("| +0% / +0% |")
+
+
+def test_a_result_that_is_there_is_not_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))
+    made = object.__new__(Study)
+    made.folder = tmp_path
+    (tmp_path / "published_0.001_x1_seed_0.json").write_text(json.dumps({"held-out": {"0": 1.5}}))
+    assert made.result(PUBLISHED, 1e-3, 0) == {"held-out": {"0": 1.5}}

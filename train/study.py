@@ -1,0 +1,259 @@
+"""What each part of the recipe is worth: one factor at a time on the embedded target, every arm at its own best rate.
+
+    python -m train.study --output runs/study
+
+Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of the grid
+for seed 0 on validation prompts; the table shows held-out prompts, over all seeds. The target's hidden states are
+computed once. A result is a file: what is there is not done again, so a study that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainingArguments, get_cosine_schedule_with_warmup, set_seed
+from transformers.utils import logging as transformers_logging
+
+from data.onpolicy import generate_rows
+from data.prepare import token_rows
+from eval.acceptance import acceptance
+from eval.suites import from_text
+from speculator import HeadDrafter, Sampling, generate
+from speculator.errors import OneLineParser, UserError, run_command
+from speculator.files import write_text
+from speculator.heads import ARCHITECTURES, Speculator
+from speculator.target import Target
+from train.config import LossConfig
+from train.initialise import from_target
+from train.trainer import Collator, SpeculatorTrainer
+
+SOURCES = ["python-sources"]
+LENGTH = 256
+STEPS = 1200
+"""Of one row each: 307,200 tokens."""
+RATES = (2e-3, 5e-3, 1e-2)
+SEEDS = (0, 1, 2)
+PROMPTS = {"validation": 32, "held-out": 64}
+PROMPT_TOKENS, NEW_TOKENS = 64, 128
+
+HARD = LossConfig(cross_entropy=1.0, kl=0.0)
+KL = LossConfig(kl=1.0)
+LK = LossConfig(kl=0.0, lk=1.0)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipe."""
+
+    name: str
+    loss: LossConfig
+    initialise: str = "random"
+    bf16_weights: bool = False
+    weight_decay: float = 0.0
+    rates: tuple[float, ...] = RATES
+    on_policy: float = 0.0
+    """The last part of the budget goes to the target's own text."""
+    shape: tuple[tuple[str, Any], ...] = ()
+
+
+PUBLISHED = Arm("published", HARD, bf16_weights=True, weight_decay=0.1, rates=(1e-3,))
+ARMS = [
+    PUBLISHED,
+    dataclasses.replace(PUBLISHED, name="published, rate tuned", rates=RATES),
+    Arm("float32 weights", HARD),
+    Arm("+ initialised from the target", HARD, "target"),
+    Arm("+ KL instead of cross-entropy", KL, "target"),
+    Arm("+ LK instead of KL", LK, "target"),
+    Arm("+ a quarter on the target's own text", LK, "target", on_policy=0.25),
+]
+
+
+class BF16AdamW(torch.optim.AdamW):
+    """AdamW with weights, gradients and moments in bfloat16, as the published recipe trains.
+
+    The matrix products stay in float32, so a CPU without bfloat16 units does the same training in bearable time.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any):
+        self._shown = parameters
+        self._kept = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters]
+        super().__init__(self._kept, **settings)
+        self._show()
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        for shown, kept in zip(self._shown, self._kept, strict=True):
+            shown.copy_(kept)
+
+    def step(self, closure: Any = None) -> None:
+        for shown, kept in zip(self._shown, self._kept, strict=True):
+            kept.grad = shown.grad.bfloat16()
+        super().step(closure)
+        self._show()
+
+
+class Remembered:
+    """A target that reads each row once and keeps its hidden states."""
+
+    def __init__(self, target: Target):
+        self.target, self.logits = target, target.logits
+        self._hidden: dict[bytes, Tensor] = {}
+
+    def hidden(self, tokens: Tensor) -> Tensor:  # [B, S] -> [B, S, D]
+        keys = [row.numpy().tobytes() for row in tokens]
+        for key, row in zip(keys, tokens, strict=True):
+            if key not in self._hidden:
+                self._hidden[key] = self.target.hidden(row[None])[0]
+        return torch.stack([self._hidden[key] for key in keys])
+
+
+def train(arm: Arm, rate: float, seed: int, rows: list[Dataset], target: Remembered, make: Any) -> Speculator:
+    """One head; `rows` are those of the text and, where the arm has a second stage, of the target's own."""
+    set_seed(seed)
+    head = make(arm)
+    for stage, part in enumerate(rows):
+        parameters = list(head.parameters())
+        settings = {"lr": rate if stage == 0 else rate / 2, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
+        optimiser = (BF16AdamW if arm.bf16_weights else torch.optim.AdamW)(parameters, **settings)
+        steps = len(part)
+        arguments = TrainingArguments(
+            output_dir="unused", max_steps=steps, per_device_train_batch_size=1, lr_scheduler_type="cosine",
+            warmup_steps=steps // 20, learning_rate=settings["lr"], max_grad_norm=1.0, seed=seed, use_cpu=True,
+            save_strategy="no", logging_steps=200, report_to="none", remove_unused_columns=False,
+            label_names=["labels"], disable_tqdm=True,
+        )  # fmt: skip
+        schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
+        SpeculatorTrainer(
+            model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=part,
+            data_collator=Collator(head.n_predict), optimizers=(optimiser, schedule),
+        ).train()  # fmt: skip
+    return head
+
+
+def measure(head: Speculator, target: Target, prompts: list[list[int]]) -> dict[str, float]:
+    """tokens_per_step at temperatures 0 and 1, the latter with sampled drafts."""
+    drafter = HeadDrafter(head)
+    out = {}
+    for temperature in (0.0, 1.0):
+        generation = generate(
+            target, drafter, prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS, eos_token_ids=()
+        )
+        steps = [step for row in generation.steps for step in row]
+        out[f"{temperature:g}"] = acceptance(steps, drafter.draft_length)["tokens_per_step"]
+    return out
+
+
+class Study:
+    """The results in a folder, made where they are missing."""
+
+    def __init__(self, target: Target, folder: Path):
+        self.target, self.folder = target, folder
+        text = token_rows(SOURCES, "train", target.tokenizer, LENGTH, max_tokens=4 * STEPS * LENGTH)
+        if len(text) < 4 * STEPS:
+            raise UserError(f"{', '.join(SOURCES)} gives {len(text)} rows of {LENGTH} tokens, not {4 * STEPS}")
+        self.text = text.remove_columns([name for name in text.column_names if name != "input_ids"])
+        self.prompts = {
+            split: from_text(SOURCES, target.tokenizer, PROMPT_TOKENS, count, split=split).prompts
+            for split, count in PROMPTS.items()
+        }
+        self.seen = Remembered(target)
+
+    def _own_text(self, count: int) -> Dataset:
+        """`count` rows that the target said, at temperature 1: the same for every arm and seed."""
+        beginnings = [row[:PROMPT_TOKENS] for row in self.text[2 * STEPS : 2 * STEPS + count]["input_ids"]]
+        folder = self.folder / f"own_text_{count}"
+        return generate_rows(
+            self.target, None, beginnings, folder, max_new_tokens=LENGTH - PROMPT_TOKENS, batch_size=50
+        )
+
+    def _head(self, arm: Arm) -> Speculator:
+        config_class, head_class = ARCHITECTURES["mlp"]
+        shape = {"n_predict": 4} | dict(arm.shape)
+        head = head_class(config_class(vocab_size=self.target.vocab_size, emb_dim=self.target.hidden_size, **shape))
+        if arm.initialise == "target":
+            from_target(head, self.target)
+        return head
+
+    def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:
+        """tokens_per_step of one head on both splits; trained now unless its file is there."""
+        file = self.folder / f"{arm.name} {rate:g} x{budget} seed {seed}.json".replace(" ", "_")
+        if not file.exists():
+            steps = budget * STEPS
+            own = round(arm.on_policy * steps)
+            rows = [self.text.select(range(steps - own))] + ([self._own_text(own)] if own else [])
+            head = train(arm, rate, seed, rows, self.seen, self._head)
+            figures = {split: measure(head, self.target, prompts) for split, prompts in self.prompts.items()}
+            write_text(file, json.dumps({"arm": arm.name, "rate": rate, "seed": seed, "budget": budget} | figures))
+            print(f"{file.name}: {figures}", file=sys.stderr)
+        return json.loads(file.read_text())
+
+    def best_rate(self, arm: Arm) -> float:
+        """The best for seed 0, by the mean of both temperatures on validation prompts; never at the grid's edge."""
+        if len(arm.rates) == 1:
+            return arm.rates[0]
+        rates = sorted(arm.rates)
+        while True:
+            best = max(rates, key=lambda rate: mean(self.result(arm, rate, 0)["validation"].values()))
+            if rates[0] < best < rates[-1]:
+                return best
+            rates = sorted([*rates, best * 2 if best == rates[-1] else best / 2])
+
+    def row(self, arm: Arm, seeds: tuple[int, ...], budget: int = 1) -> dict[str, Any]:
+        """One line of the table: means over seeds, and their spread."""
+        rate = self.best_rate(arm)
+        results = [self.result(arm, rate, seed, budget)["held-out"] for seed in seeds]
+        columns = {name: [result[name] for result in results] for name in results[0]}
+        return {
+            "arm": arm.name,
+            "budget": budget,
+            "rate": rate,
+            "seeds": len(seeds),
+            **{name: (mean(values), stdev(values) if len(values) > 1 else 0.0) for name, values in columns.items()},
+        }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; accepted tokens against the first row of the same budget."""
+    lines = ["| recipe | tokens | rate | T=0 | T=1 | accepted, against published |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        first = next(r for r in rows if r["budget"] == row["budget"])
+        gains = [f"{(row[t][0] - 1) / (first[t][0] - 1) - 1:+.0%}" for t in ("0", "1")]
+        cells = [f"{row[t][0]:.2f} ± {row[t][1]:.2f}" for t in ("0", "1")]
+        tokens = f"{row['budget'] * STEPS * LENGTH:,}"
+        lines.append(f"| {row['arm']} | {tokens} | {row['rate']:g} | {cells[0]} | {cells[1]} | {' / '.join(gains)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m train.study", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="examples/stdlib_target", help="hub id or folder")
+    parser.add_argument("--output", required=True, help="folder of the results; what is there is kept")
+    flags = parser.parse_args(argv)
+    return run_command(parser.prog, lambda: _run(flags))
+
+
+def _run(flags: argparse.Namespace) -> None:
+    transformers_logging.set_verbosity_error()
+    folder = Path(flags.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    study = Study(Target.load(flags.target, dtype="float32"), folder)
+    rows = [study.row(arm, SEEDS) for arm in ARMS]
+    rows += [study.row(arm, (0,), budget=4) for arm in (ARMS[0], ARMS[2], ARMS[-1])]
+    text = table(rows)
+    write_text(folder / "study.json", json.dumps(rows, indent=1))
+    write_text(folder / "study.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
