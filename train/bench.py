@@ -59,8 +59,6 @@ def peak(loss: str, chunked: bool, tokens: int, vocabulary: int, width: int, hea
         lm_head = nn.Linear(width, vocabulary, bias=False).requires_grad_(False)
         ids = torch.randint(vocabulary, (1, tokens + heads + 1))
         hidden = torch.randn(1, tokens + heads + 1, width)
-    for parameter in head.parameters():
-        parameter.grad = torch.ones_like(parameter)  # ones: zeros would not be real memory yet
     labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
     weights = LOSSES[loss]
     before = _reset_peak(device)
@@ -68,7 +66,8 @@ def peak(loss: str, chunked: bool, tokens: int, vocabulary: int, width: int, hea
         head(hidden[:, :tokens], ids[:, 1:-1], Measure(labels, hidden, lm_head, weights))["objective"].backward()
     else:
         naive(head, hidden, ids, labels, lm_head if weights.kl else None).backward()
-    return _peak(device) - before
+    gradients = sum(parameter.grad.nbytes for parameter in head.parameters() if parameter.grad is not None)
+    return _peak(device) - before - gradients
 
 
 def _reset_peak(device: torch.device) -> int:
