@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,18 +166,22 @@ def test_another_config_in_the_same_folder_is_refused_by_key(finished, command):
 def kill_when(built, moment) -> None:
     """Start a run and kill it, with no chance to tidy up, as soon as `moment` says so."""
     argv, environment = built
-    process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while not moment():
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        deadline = time.monotonic() + 240
+        while not moment():
+            if process.poll() is not None:
+                said.seek(0)
+                pytest.fail(f"the run ended before it could be killed: {said.read()}")
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
 
 
 def test_killed_in_each_stage_and_while_generating_the_result_is_bit_identical(finished, command, tmp_path):
     folder = tmp_path / "killed"
+    command = partial(command, report_to="none")  # a tracker that is starting up is not what is killed here
     kill_when(command(folder), (folder / "stage1" / "checkpoint-10" / "checksums.json").exists)
     damaged = max((folder / "stage1").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     weights = damaged / "model.safetensors"
