@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from speculator.errors import refuse
 
@@ -22,19 +23,31 @@ def check(report_to: str) -> None:
 
 def send(report: dict, folder: Path) -> None:
     """Put a report into a wandb run of its own: offline unless there is a key."""
+    start(folder, name=folder.name, job_type="eval")
+    log(report, folder)
+    stop()
+
+
+def start(folder: Path, **facts: Any) -> None:
+    """Begin a wandb run whose files lie in a folder: offline unless there is a key. wandb's own variables go first."""
     import wandb
 
     netrc = Path.home() / ".netrc"
     has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "api.wandb.ai" in netrc.read_text())
-    with wandb.init(
+    wandb.init(
         project=os.environ.get("WANDB_PROJECT", "speculator"),
-        name=folder.name,
-        job_type="eval",
         dir=str(folder),
         mode=None if "WANDB_MODE" in os.environ else "online" if has_key else "offline",
         settings=wandb.Settings(silent=True),
-    ):
-        log(report, folder)
+        **facts,
+    )
+
+
+def stop() -> None:
+    """End the wandb run that is on, if one is."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None:
+        wandb.finish()
 
 
 def log(report: dict, folder: Path) -> None:

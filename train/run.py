@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
 from data.sources import prompts
+from eval import tracking
 from eval.run import evaluate
 from eval.suites import Suite, from_text
 from speculator import HeadDrafter, Sampling
@@ -87,6 +88,7 @@ def _run(config: RunConfig) -> None:
             speculator_name=str(head_folder),
             seed=config.seed,
         )
+        tracking.stop()
         write_card(head_folder)
         print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
 

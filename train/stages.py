@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import wandb
 from accelerate import PartialState
 
+from eval import tracking
 from eval.acceptance import real_acceptance
 from speculator.files import write_text
 from speculator.heads import Speculator
@@ -88,7 +88,6 @@ def train_stage(
     if state.is_main_process:
         head = type(trainer.model).from_pretrained(best) if best else trainer.accelerator.unwrap_model(trainer.model)
         publish(head, best_head)
-        wandb.finish()
     state.wait_for_everyone()
     return best_head
 
@@ -115,29 +114,20 @@ def _best_of_finished(newest: Path | None, max_steps: int) -> Path | None:
 def _start_tracking(config: RunConfig, name: str, folder: Path) -> None:
     """One wandb run per stage, in one group, its id kept for resuming; in the run's folder, offline without a key.
 
-    transformers' callback goes on with the run that is there.
+    transformers' callback goes on with the run that is there. It stays on until the next stage begins, so the last
+    one's has the final report as well.
     """
+    tracking.stop()
     record = folder / "wandb_id"
     if not record.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, secrets.token_hex(4))
-    has_key = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _read(Path.home() / ".netrc")
     run = Path(config.output_dir).name
-    wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "speculator"),
+    tracking.start(
+        Path(os.environ.get("WANDB_DIR", config.output_dir)),
         group=os.environ.get("WANDB_RUN_GROUP", run),
         name=f"{run} {name}",
         id=record.read_text(),
         resume="allow",
-        dir=os.environ.get("WANDB_DIR", config.output_dir),
-        mode=os.environ.get("WANDB_MODE", "online" if has_key else "offline"),  # type: ignore[arg-type]
         config=dataclasses.asdict(config),
-        settings=wandb.Settings(silent=True),
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
