@@ -18,7 +18,7 @@ from speculator.decoding.generate import Generation, check_prompts, generate
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.errors import refuse
-from speculator.target import Target
+from speculator.target import Target, dtype_name
 
 BATCH_SIZE = 16
 """Rows at a time. On a CPU a forward pass costs what its tokens cost one by one, so more rows give more tokens a second
@@ -80,7 +80,7 @@ def generate_rows(
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     record = {
         "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "drafter": _identity(drafter) if drafter else None,
         **record_of(sampling, seed, max_new_tokens, prompts),
         "batch_size": batch_size,

@@ -24,6 +24,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from data.rows import KEYS, SourceError, content
+from speculator.errors import first_line
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
@@ -217,7 +218,7 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
     try:
         saved = load_from_disk(str(path))
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise SourceError(f"{path}: can't be loaded: {_first_line(error)}") from None
+        raise SourceError(f"{path}: can't be loaded: {first_line(error)}") from None
     if isinstance(saved, Dataset):
         yield from _dataset_rows(saved, path.name, str(path))
         return
@@ -276,8 +277,4 @@ def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
     try:
         return load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise SourceError(f"{name}: not here, and not to be had from the hub: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SourceError(f"{name}: not here, and not to be had from the hub: {first_line(error)}") from None

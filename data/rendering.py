@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.rows import SourceError
-from speculator.errors import UserError
+from speculator.errors import UserError, first_line
 
 _DOCUMENTS_AT_ONCE = 64
 
@@ -30,8 +30,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"can't load the tokenizer of {name!r}: {first_line}") from None
+        raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
 
 
 def render(documents: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

@@ -86,7 +86,9 @@ def _bucket(length: int, edge: int | None) -> tuple[int, int]:
     return low, high
 
 
-def real_acceptance(target: Target, head: Speculator, prompts: list[list[int]], seed: int) -> dict[str, float]:
+def real_acceptance(
+    target: Target, head: Speculator, prompts: list[list[int]], seed: int, max_new_tokens: int = _NEW_TOKENS
+) -> dict[str, float]:
     """tokens_per_step of a head on prompts, greedy and sampled, from the decoding loop. Processes share the prompts."""
     state = PartialState()
     was_training = head.training
@@ -98,7 +100,7 @@ def real_acceptance(target: Target, head: Speculator, prompts: list[list[int]], 
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if share:
-            generation = generate(target, drafter, share, sampling, max_new_tokens=_NEW_TOKENS, eos_token_ids=())
+            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=())
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
     head.train(was_training)

@@ -39,6 +39,11 @@ def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
     refuse(*((getattr(arguments, name) < n, f"--{name} must be at least {n}") for name, n in least.items()))
 
 
+def first_line(error: Exception) -> str:
+    """What an error says in its first line, or what it is called."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def check_text(where: str, text: str) -> None:
     """Refuse half of a surrogate pair, which JSON can spell and a shell can pass on, but no tokenizer takes.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -24,10 +23,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from eval import memory as height
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.target import Target
+from speculator.target import Target, resolve_device
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align
 
@@ -51,7 +51,7 @@ def naive(head: MLPSpeculator, hidden: Tensor, tokens: Tensor, labels: Tensor, l
 
 def peak(loss: str, chunked: bool, tokens: int, vocabulary: int, width: int, heads: int) -> int:
     """Bytes of one forward and backward pass at the most, above parameters and gradients; of this very process."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = resolve_device()
     torch.manual_seed(0)
     with torch.device(device):
         config = MLPSpeculatorConfig(vocab_size=vocabulary, emb_dim=width, n_predict=heads)
@@ -61,28 +61,14 @@ def peak(loss: str, chunked: bool, tokens: int, vocabulary: int, width: int, hea
         hidden = torch.randn(1, tokens + heads + 1, width)
     labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
     weights = LOSSES[loss]
-    before = _reset_peak(device)
+    height.restart(device)
+    before = height.peak(device)
     if chunked:
         head(hidden[:, :tokens], ids[:, 1:-1], Measure(labels, hidden, lm_head, weights))["objective"].backward()
     else:
         naive(head, hidden, ids, labels, lm_head if weights.kl else None).backward()
     gradients = sum(parameter.grad.nbytes for parameter in head.parameters() if parameter.grad is not None)
-    return _peak(device) - before - gradients
-
-
-def _reset_peak(device: torch.device) -> int:
-    """Bytes in use; the peak counts from here on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of the resident set
-    return _peak(device)
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return height.peak(device) - before - gradients
 
 
 def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:

@@ -90,13 +90,14 @@ def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> 
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
 
-def kl(z: Tensor, target: Law, temperature: float) -> Tensor:  # [C, V_d] -> [C]
+def kl(log_q: Tensor, target: Law, temperature: float) -> Tensor:  # [C, V_d] -> [C]
     """KL(p || q), both softened, times temperature^2 so that its gradient keeps its size (1503.02531).
 
     With a draft vocabulary the sum over it of p (log p - log q), p not normalised anew: a token counts as much as the
     target's law has to draft. It is least, M log M of the mass M there, where q is p in proportion.
     """
-    log_q = (z / temperature).log_softmax(-1) if temperature != 1 else z.log_softmax(-1)
+    if temperature != 1:
+        log_q = (log_q / temperature).log_softmax(-1)
     return temperature**2 * (-(target.softened * log_q).sum(-1) - target.entropy)
 
 
@@ -113,7 +114,7 @@ def loss_per_token(z: Tensor, labels: Tensor, target: Law | None, weights: LossC
         loss = loss + weights.cross_entropy * cross_entropy(log_q, labels)
     if target is None:
         return loss
-    divergence = kl(z, target, weights.kl_temperature) if weights.kl or weights.lk else None
+    divergence = kl(log_q, target, weights.kl_temperature) if weights.kl or weights.lk else None
     if weights.kl:
         loss = loss + weights.kl * divergence
     if weights.total_variation or weights.lk:

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -26,15 +26,14 @@ from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
-from eval.acceptance import acceptance
+from eval.acceptance import real_acceptance
 from eval.suites import from_text
-from speculator import HeadDrafter, Sampling, generate
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
-from speculator.heads import ARCHITECTURES, Speculator
+from speculator.heads import Speculator
 from speculator.target import Target
-from train.config import LossConfig
-from train.initialise import from_target
+from train.config import LossConfig, RunConfig, SpeculatorConfig
+from train.initialise import new_head
 from train.trainer import Collator, SpeculatorTrainer
 
 SOURCES = ["python-sources"]
@@ -57,13 +56,12 @@ class Arm:
 
     name: str
     loss: LossConfig
-    initialise: str = "random"
+    initialise: Literal["random", "target"] = "random"
     bf16_weights: bool = False
     weight_decay: float = 0.0
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
     """The last part of the budget goes to the target's own text."""
-    shape: tuple[tuple[str, Any], ...] = ()
 
 
 PUBLISHED = Arm("published", HARD, bf16_weights=True, weight_decay=0.1, rates=(1e-3,))
@@ -117,10 +115,9 @@ class Remembered:
         return torch.stack([self._hidden[key] for key in keys])
 
 
-def train(arm: Arm, rate: float, seed: int, rows: list[Dataset], target: Remembered, make: Any) -> Speculator:
-    """One head; `rows` are those of the text and, where the arm has a second stage, of the target's own."""
+def train(arm: Arm, rate: float, seed: int, rows: list[Dataset], target: Remembered, head: Speculator) -> Speculator:
+    """Train a head; `rows` are those of the text and, where the arm has a second stage, of the target's own."""
     set_seed(seed)
-    head = make(arm)
     for stage, part in enumerate(rows):
         parameters = list(head.parameters())
         settings = {"lr": rate if stage == 0 else rate / 2, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
@@ -142,15 +139,8 @@ def train(arm: Arm, rate: float, seed: int, rows: list[Dataset], target: Remembe
 
 def measure(head: Speculator, target: Target, prompts: list[list[int]]) -> dict[str, float]:
     """tokens_per_step at temperatures 0 and 1, the latter with sampled drafts."""
-    drafter = HeadDrafter(head)
-    out = {}
-    for temperature in (0.0, 1.0):
-        generation = generate(
-            target, drafter, prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS, eos_token_ids=()
-        )
-        steps = [step for row in generation.steps for step in row]
-        out[f"{temperature:g}"] = acceptance(steps, drafter.draft_length)["tokens_per_step"]
-    return out
+    figures = real_acceptance(target, head, prompts, seed=0, max_new_tokens=NEW_TOKENS)
+    return {"0": figures["tokens_per_step"], "1": figures["tokens_per_step_sampled"]}
 
 
 class Study:
@@ -176,14 +166,6 @@ class Study:
             self.target, None, beginnings, folder, max_new_tokens=LENGTH - PROMPT_TOKENS, batch_size=50
         )
 
-    def _head(self, arm: Arm) -> Speculator:
-        config_class, head_class = ARCHITECTURES["mlp"]
-        shape = {"n_predict": 4} | dict(arm.shape)
-        head = head_class(config_class(vocab_size=self.target.vocab_size, emb_dim=self.target.hidden_size, **shape))
-        if arm.initialise == "target":
-            from_target(head, self.target)
-        return head
-
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:
         """tokens_per_step of one head on both splits; trained now unless its file is there."""
         file = self.folder / f"{arm.name} {rate:g} x{budget} seed {seed}.json".replace(" ", "_")
@@ -191,7 +173,8 @@ class Study:
             steps = budget * STEPS
             own = round(arm.on_policy * steps)
             rows = [self.text.select(range(steps - own))] + ([self._own_text(own)] if own else [])
-            head = train(arm, rate, seed, rows, self.seen, self._head)
+            config = RunConfig(speculator=SpeculatorConfig(initialise=arm.initialise), seed=seed)
+            head = train(arm, rate, seed, rows, self.seen, new_head(config, self.target, rows[0]))
             figures = {split: measure(head, self.target, prompts) for split, prompts in self.prompts.items()}
             write_text(file, json.dumps({"arm": arm.name, "rate": rate, "seed": seed, "budget": budget} | figures))
             print(f"{file.name}: {figures}", file=sys.stderr)

@@ -10,7 +10,7 @@ from torch import Tensor
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import LawSource, Texts
-from speculator.drafters.shapes import LOSSY, siblings
+from speculator.drafters.shapes import LOSSY, grown, siblings
 from speculator.errors import UserError
 
 
@@ -74,14 +74,7 @@ class FixedTree:
                 break
             newest = tokens[:, has_children]
             place = torch.tensor([parents[i] for i in has_children], device=device).expand(rows, -1)
-            before = fed.tokens.shape[1]
-            fed = Draft(
-                torch.cat([fed.tokens, newest], 1),
-                torch.full_like(pending, before + newest.shape[1]),
-                None,
-                torch.cat([fed.before, place + 1 + before - width], 1) - 1,
-                depth=depth,
-            )
+            fed = grown(fed, newest, place, width)
             logits = source.next(depth, newest, place, fed)
         return Draft(
             torch.cat(all_tokens, 1),

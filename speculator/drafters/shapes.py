@@ -107,18 +107,30 @@ class Candidates:
                 laws = laws if so_far.probs is None else torch.cat([so_far.probs, laws], 1)
             tokens = tokens.reshape(count, width * children)
             place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
-            grown = before + width * children
-            so_far = Draft(
-                torch.cat([so_far.tokens, tokens], 1),
-                torch.full_like(pending, grown),
-                laws,
-                torch.cat([so_far.before, place + 1 + before - width], 1) - 1,
-                depth=level + 1,
-                width=max(self.branches),
-            )
+            so_far = grown(so_far, tokens, place, width, laws, max(self.branches))
             if level + 1 < self.depth:
                 logits = source.next(level + 1, tokens, place, so_far)
         return so_far
+
+
+def grown(
+    tree: Draft,
+    tokens: Tensor,  # [B, n]
+    parents: Tensor,  # [B, n] among the last `width` tokens of the tree
+    width: int,
+    probs: Tensor | None = None,
+    most: int = 1,
+) -> Draft:
+    """A tree with one more level; `probs` are those of all its tokens, `most` is its width as a draft."""
+    before = tree.tokens.shape[1]
+    return Draft(
+        torch.cat([tree.tokens, tokens], 1),
+        torch.full_like(tree.lengths, before + tokens.shape[1]),
+        probs,
+        torch.cat([tree.before, parents + 1 + before - width], 1) - 1,
+        depth=tree.depth + 1,
+        width=most,
+    )
 
 
 def siblings(laws: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
@@ -221,14 +233,7 @@ def _expand(
         offered += scores.shape[1]
         parent = chosen // children
         newest = tokens.gather(1, chosen)
-        before = fed.tokens.shape[1]
-        fed = Draft(
-            torch.cat([fed.tokens, newest], 1),
-            torch.full_like(pending, before + newest.shape[1]),
-            None,
-            torch.cat([fed.before, parent + 1 + before - width], 1) - 1,
-            depth=level + 1,
-        )
+        fed = grown(fed, newest, parent, width)
         logits = source.next(level + 1, newest, parent, fed)
     return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
 

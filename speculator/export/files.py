@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculator.errors import UserError
+from speculator.errors import UserError, first_line
 
 CONFIG = "config.json"
 # In the order in which transformers prefers them. An index lists the files of a checkpoint that was cut in several.
@@ -92,7 +92,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle of more than weights, which is not opened") from None
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, BadZipFile, SafetensorError) as error:
-        raise UserError(f"{file}: damaged: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+        raise UserError(f"{file}: damaged: {first_line(error)}") from None
     if not isinstance(read, dict) or not all(isinstance(value, Tensor) for value in read.values()):
         raise UserError(f"{file}: not a plain mapping of names to tensors")
     return read
