@@ -104,7 +104,7 @@ class Remembered:
     """A target that reads each row once and keeps its hidden states."""
 
     def __init__(self, target: Target):
-        self.target, self.logits = target, target.logits
+        self.target, self.logits, self.vocab_size = target, target.logits, target.vocab_size
         self._hidden: dict[bytes, Tensor] = {}
 
     def hidden(self, tokens: Tensor) -> Tensor:  # [B, S] -> [B, S, D]

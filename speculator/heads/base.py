@@ -4,7 +4,7 @@ A head of N steps starts from the target's hidden state h_t (after its final nor
 takes in token x_{t+1+i} and drafts x_{t+2+i}; the token of step 0 is the one that the target sampled from h_t:
 
     state = start(h_t)
-    state = advance(i, state, x_{t+1+i})
+    state = advance(i, state, embedding(i)(x_{t+1+i}))
     logits_i = output(i)(features(i, state))
 
 alpha = sqrt((1 - w^2) I/2) / w with w = 0.5^(0.5/N) is the weight of a token's embedding beside the state: the state's
@@ -108,11 +108,15 @@ class Speculator(PreTrainedModel, ABC):
         )
 
     @abstractmethod
+    def embedding(self, index: int) -> nn.Embedding:  # V -> I
+        """The table that a step reads its token from."""
+
+    @abstractmethod
     def advance(
         self,
         index: int,
         state: Tensor,  # [..., any] from `start` for step 0, from the step before after it
-        tokens: Tensor,  # [...] the token that came after the one that `state` ends with
+        token: Tensor,  # [..., I] the embedding of the token that came after the one that `state` ends with
     ) -> Tensor:  # [..., any]
         """The next state."""
 
@@ -148,7 +152,7 @@ class Speculator(PreTrainedModel, ABC):
         tokens: Tensor,  # [...]
     ) -> tuple[Tensor, Tensor]:  # [..., any], [..., V]
         """One step: the next state, and the logits of the token after `tokens`."""
-        state = self.advance(index, state, tokens)
+        state = self.advance(index, state, self.embedding(index)(tokens))
         return state, self.spread(self.output(index)(self.features(index, state)))
 
     def spread(
@@ -185,9 +189,12 @@ class Speculator(PreTrainedModel, ABC):
         logits are left to it, which need not have all of them at once.
         """
         length = hidden.shape[1]
+        tables = [self.embedding(i) for i in range(self.n_predict)]
+        # Steps that share a table read it together: each reading has a gradient as large as the table.
+        embedded = {table: table(tokens) for table in dict.fromkeys(tables)}
         state, features = self.start(hidden), []
-        for i in range(self.n_predict):
-            state = self.advance(i, state, tokens[:, i : i + length])
+        for i, table in enumerate(tables):
+            state = self.advance(i, state, embedded[table][:, i : i + length])
             features.append(self.features(i, state))
         return measure(features, [self.output(i) for i in range(self.n_predict)], self.draft_tokens)
 

@@ -70,10 +70,13 @@ class LSTMSpeculator(Speculator):
         state = super().start(hidden)
         return torch.cat([state, state.new_zeros(*state.shape[:-1], self.config.inner_dim)], dim=-1)
 
-    def advance(self, index: int, state: Tensor, tokens: Tensor) -> Tensor:  # [..., D+I or 2I], [...] -> [..., 2I]
+    def embedding(self, index: int) -> nn.Embedding:
+        return cast(nn.Embedding, self.forget_emb[0])
+
+    def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:  # [..., D+I or 2I], [..., I] -> [..., 2I]
         inner = self.config.inner_dim
         state, cell = state[..., :-inner], state[..., -inner:]
-        token = self.alpha * self.forget_emb[0](tokens)
+        token = self.alpha * token
         gates = (self.forget_proj, self.input_proj, self.output_proj, self.cell_proj)
         forget, take, give, candidate = (proj[min(index, 1)](state) + token for proj in gates)
         new = nn.functional.gelu(self.cell_ln[0](candidate))

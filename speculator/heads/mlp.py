@@ -57,9 +57,12 @@ class MLPSpeculator(Speculator):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
 
-    def advance(self, index: int, state: Tensor, tokens: Tensor) -> Tensor:
-        emb, proj, ln = (part[min(index, len(part) - 1)] for part in (self.emb, self.proj, self.ln))
-        return nn.functional.gelu(ln(proj(state) + self.alpha * emb(tokens)))
+    def embedding(self, index: int) -> nn.Embedding:
+        return cast(nn.Embedding, self.emb[min(index, len(self.emb) - 1)])
+
+    def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
+        proj, ln = (part[min(index, len(part) - 1)] for part in (self.proj, self.ln))
+        return nn.functional.gelu(ln(proj(state) + self.alpha * token))
 
     def features(self, index: int, state: Tensor) -> Tensor:
         return state

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from speculator.target import Target
 from train import study
 from train.study import ARMS, PUBLISHED, Arm, Study, table
 
@@ -64,3 +65,15 @@ def test_a_result_that_is_there_is_not_made_again(tmp_path, monkeypatch):
     made.folder = tmp_path
     (tmp_path / "published_0.001_x1_seed_0.json").write_text(json.dumps({"held-out": {"0": 1.5}}))
     assert made.result(PUBLISHED, 1e-3, 0) == {"held-out": {"0": 1.5}}
+
+
+def test_every_arm_trains_and_is_measured(tmp_path, target_folder, text_file, monkeypatch):
+    small = {"SOURCES": [str(text_file)], "LENGTH": 32, "STEPS": 8, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8}
+    for name, value in (small | {"PROMPTS": {"validation": 2, "held-out": 2}}).items():
+        monkeypatch.setattr(study, name, value)
+    real = Study(Target.load(str(target_folder), dtype="float32"), tmp_path)
+    for arm in ARMS:
+        result = real.result(arm, 1e-3, seed=0)
+        assert 1 <= result["held-out"]["0"] <= 5
+        assert 1 <= result["held-out"]["1"] <= 5
+    assert len(list(tmp_path.glob("*_seed_0.json"))) == len(ARMS)

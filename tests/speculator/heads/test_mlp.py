@@ -60,3 +60,15 @@ def test_inner_dim_zero_means_emb_dim():
 def test_a_single_head_has_nothing_to_tie():
     with pytest.raises(ValueError, match="nothing to tie"):
         MLPSpeculatorConfig(n_predict=1, tie_weights=True)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_training_reads_a_shared_embedding_once(tied):
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=11, emb_dim=4, n_predict=3, tie_weights=tied))
+    reads = []
+    for table in head.emb:
+        table.register_forward_hook(lambda table, given, out: reads.append(table))
+    hidden, tokens = torch.randn(2, 5, 4), torch.randint(11, (2, 7))
+    logits = head(hidden, tokens, lambda features, outputs, _: [f(x) for f, x in zip(outputs, features, strict=True)])
+    assert reads == list(head.emb)
+    torch.testing.assert_close(torch.stack(logits), head.logits(hidden, tokens))
