@@ -2,28 +2,29 @@
 
     python -m train.bench [--target T] [--output DIR]
 
-Memory is measured in a fresh process each, above what parameters and their gradients take. Time is a ratio within one
-process, beside the ratio of floating-point operations that were counted in the same code.
+Memory is what torch has allocated at the height of a pass, above parameters and their gradients; resident memory would
+miss the pages of a gradient that nothing has touched. Time is a ratio within one process, beside the ratio of
+floating-point operations that were counted in the same code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from eval import memory as height
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
@@ -49,37 +50,42 @@ def naive(head: MLPSpeculator, hidden: Tensor, tokens: Tensor, labels: Tensor, l
     return F.kl_div(logits.log_softmax(-1), laws, log_target=True, reduction="sum")
 
 
-def peak(loss: str, chunked: bool, tokens: int, vocabulary: int, width: int, heads: int) -> int:
-    """Bytes of one forward and backward pass at the most, above parameters and gradients; of this very process."""
-    device = resolve_device()
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = MLPSpeculatorConfig(vocab_size=vocabulary, emb_dim=width, n_predict=heads)
-        head = MLPSpeculator(config).to(device)
-        lm_head = nn.Linear(width, vocabulary, bias=False).requires_grad_(False)
-        ids = torch.randint(vocabulary, (1, tokens + heads + 1))
-        hidden = torch.randn(1, tokens + heads + 1, width)
-    labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
-    weights = LOSSES[loss]
-    height.restart(device)
-    before = height.peak(device)
-    if chunked:
-        head(hidden[:, :tokens], ids[:, 1:-1], Measure(labels, hidden, lm_head, weights))["objective"].backward()
-    else:
-        naive(head, hidden, ids, labels, lm_head if weights.kl else None).backward()
-    gradients = sum(parameter.grad.nbytes for parameter in head.parameters() if parameter.grad is not None)
-    return height.peak(device) - before - gradients
-
-
 def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:
-    """Each loss, naive and chunked, in a process of its own."""
+    """Bytes of one forward and backward pass of each loss at the most, above parameters and gradients."""
+    device = resolve_device()
     rows = []
     for loss, chunked in tqdm([("cross-entropy", False), ("KL", False), *((name, True) for name in LOSSES)]):
-        sizes = [str(size) for size in (tokens, vocabulary, width, heads)]
-        argv = [sys.executable, "-m", "train.bench", "--peak", loss, "chunked" if chunked else "naive", *sizes]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True)
-        rows.append({"loss": loss, "chunked": chunked, "bytes": int(done.stdout)})
+        torch.manual_seed(0)
+        with torch.device(device):
+            head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=vocabulary, emb_dim=width, n_predict=heads)).to(device)
+            lm_head = nn.Linear(width, vocabulary, bias=False).requires_grad_(False)
+            ids = torch.randint(vocabulary, (1, tokens + heads + 1))
+            hidden = torch.randn(1, tokens + heads + 1, width)
+        labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
+        if chunked:
+            measure = Measure(labels, hidden, lm_head, LOSSES[loss])
+            height = _height(lambda: head(hidden[:, :tokens], ids[:, 1:-1], measure)["objective"].backward(), device)  # noqa: B023
+        else:
+            law = lm_head if LOSSES[loss].kl else None
+            height = _height(lambda: naive(head, hidden, ids, labels, law).backward(), device)  # noqa: B023
+        gradients = sum(parameter.grad.nbytes for parameter in head.parameters() if parameter.grad is not None)
+        rows.append({"loss": loss, "chunked": chunked, "bytes": height - gradients})
     return rows
+
+
+def _height(work: Callable[[], None], device: torch.device) -> int:
+    """The most bytes that `work` had allocated at once; what it leaves behind counts."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(profile_memory=True) as profiler:
+        work()
+    assert profiler.kineto_results is not None
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
 
 
 def step_over_target(target: Target, heads: int, length: int, runs: int) -> list[dict]:
@@ -129,11 +135,6 @@ def _operations(call: Callable) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--peak"]:
-        loss, how, *sizes = argv[1:]
-        print(peak(loss, how == "chunked", *map(int, sizes)))
-        return 0
     parser = OneLineParser(prog="python -m train.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="examples/stdlib_target", help="whose forward a step is compared with")
     parser.add_argument("--tokens", type=int, default=512, help="of the memory test's batch")

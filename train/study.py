@@ -72,7 +72,7 @@ ARMS = [
     Arm("+ initialised from the target", HARD, "target"),
     Arm("+ KL instead of cross-entropy", KL, "target"),
     Arm("+ LK instead of KL", LK, "target"),
-    Arm("+ a quarter on the target's own text", LK, "target", on_policy=0.25),
+    Arm("+ KL, a quarter on the target's own text", KL, "target", on_policy=0.25),
 ]
 
 
@@ -231,7 +231,7 @@ def _run(flags: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     study = Study(Target.load(flags.target, dtype="float32"), folder)
     rows = [study.row(arm, SEEDS) for arm in ARMS]
-    rows += [study.row(arm, (0,), budget=4) for arm in (ARMS[0], ARMS[2], ARMS[-1])]
+    rows += [study.row(arm, (0,), budget=4) for arm in (ARMS[0], ARMS[2], ARMS[4], ARMS[6])]
     text = table(rows)
     write_text(folder / "study.json", json.dumps(rows, indent=1))
     write_text(folder / "study.md", text)

@@ -1,25 +1,17 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from speculator.target import Target
-from train.bench import step_over_target
-
-
-def peak(how: str, loss: str) -> int:
-    argv = [sys.executable, "-m", "train.bench", "--peak", loss, how, "256", "60000", "32", "4"]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+from train.bench import memory, step_over_target
 
 
 def test_a_chunked_loss_needs_a_fraction_of_the_memory():
     """Five times 256 x 60,000 logits in float32 are 307 MB, and log-softmax and its gradient want more of each."""
-    naive, chunked = peak("naive", "KL"), peak("chunked", "KL")
-    assert naive > 307e6
-    assert chunked < naive / 3
+    rows = memory(tokens=256, vocabulary=60_000, width=32, heads=4)
+    assert rows == memory(tokens=256, vocabulary=60_000, width=32, heads=4), "counted, not sampled"
+    peak = {(row["loss"], row["chunked"]): row["bytes"] for row in rows}
+    assert peak["KL", False] > 307e6
+    assert peak["KL", True] < peak["KL", False] / 3
+    assert peak["cross-entropy", True] < peak["cross-entropy", False] / 3
 
 
 def test_a_step_is_counted_in_operations_of_the_targets_forward(target_folder):
