@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from speculator.decoding.cache import ATTENTION, RowCache
+from speculator.decoding.cache import ATTENTION, RowCache, packed
 from speculator.decoding.draft import Draft
 from speculator.errors import UserError
 
@@ -176,9 +176,14 @@ class Target:
         return RowCache(self.config.num_hidden_layers, rows, capacity, self.device)
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor) -> Tensor:  # [B, S] -> [B, S, D]
-        """Hidden states of whole rows, without a cache: what training reads."""
-        return self._body(input_ids=tokens, use_cache=False).last_hidden_state
+    def hidden(
+        self,
+        tokens: Tensor,  # [B, S]
+        documents: Tensor | None = None,  # [B, S] see `packed`
+    ) -> Tensor:  # [B, S, D]
+        """Hidden states of whole rows, without a cache: what training reads. Each document is read as if alone."""
+        with packed(documents) as positions:
+            return self._body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
 
     @torch.no_grad()
     def extend(

@@ -107,7 +107,7 @@ class Remembered:
         self.target, self.logits, self.vocab_size = target, target.logits, target.vocab_size
         self._hidden: dict[bytes, Tensor] = {}
 
-    def hidden(self, tokens: Tensor) -> Tensor:  # [B, S] -> [B, S, D]
+    def hidden(self, tokens: Tensor, documents: Tensor) -> Tensor:  # [B, S], [B, S] all the same -> [B, S, D]
         keys = [row.numpy().tobytes() for row in tokens]
         for key, row in zip(keys, tokens, strict=True):
             if key not in self._hidden:

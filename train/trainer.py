@@ -39,8 +39,9 @@ class Collator:
             return torch.tensor([values + [0] * (length - len(values)) for values in lists])
 
         input_ids = column("input_ids", 0)
-        labels = align(input_ids, column("document_ids", 0), column("loss_mask", 1), self.n_predict)
-        return {"input_ids": input_ids, "labels": labels}
+        documents = column("document_ids", 0)
+        labels = align(input_ids, documents, column("loss_mask", 1), self.n_predict)
+        return {"input_ids": input_ids, "document_ids": documents, "labels": labels}
 
 
 class SpeculatorTrainer(Trainer):
@@ -87,7 +88,7 @@ class SpeculatorTrainer(Trainer):
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         length = labels.shape[-1]
         with self._target_time if model.training else nullcontext():
-            hidden = self.target.hidden(input_ids)
+            hidden = self.target.hidden(input_ids, inputs["document_ids"])
         measure = Measure(labels, hidden, self.target.logits, self.loss_weights, vocab_size=self.target.vocab_size)
         sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], measure)
         objective = sums.pop("objective")

@@ -24,6 +24,24 @@ from speculator.decoding.draft import Draft
 
 ATTENTION = "speculator"
 _writing: ContextVar[RowCache | None] = ContextVar("_writing", default=None)
+_documents: ContextVar[Tensor | None] = ContextVar("_documents", default=None)
+
+
+@contextmanager
+def packed(
+    documents: Tensor | None,  # [B, S] the same number throughout a document, which is one piece; None: one document
+) -> Iterator[Tensor | None]:  # [B, S]
+    """Rows read without a cache are of several documents, and none sees another; gives positions, from 0 in each."""
+    if documents is None:
+        yield None
+        return
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    token = _documents.set(documents)
+    try:
+        yield index - index.where(begins, 0).cummax(1).values
+    finally:
+        _documents.reset(token)
 
 
 class _RowLayer(CacheLayerMixin):
@@ -182,7 +200,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention over the cache that is being written, or causal over the tokens alone.
+    """Scaled dot-product attention over the cache that is being written, or causal over each document of the tokens.
 
     Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
     """
@@ -195,7 +213,10 @@ def attention(
         seen = slot <= own
         if sliding_window is not None:
             seen &= slot > own - sliding_window
-        mask: Tensor | None = seen.repeat(groups, 1)
+        documents = _documents.get()
+        if documents is not None:
+            seen = (seen & (documents[:, :, None] == documents[:, None]))[:, None]
+        mask: Tensor | None = torch.cat([seen] * groups, dim=-2)
     else:
         mask = cache.mask(groups, sliding_window)
     stacked = query.reshape(rows, key.shape[1], groups * width, size)

@@ -30,6 +30,19 @@ def test_hidden_and_logits_apart_are_the_models_own(family):
     torch.testing.assert_close(target.logits(hidden), expected.logits, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_documents_are_read_as_if_alone(family):
+    target = Target(tiny_model(family), tokenizer=None)
+    documents = torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20])
+    packed = target.hidden(TOKENS, documents)
+    for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
+        alone = target.hidden(TOKENS[row : row + 1, start:stop])[0]
+        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
+    together = target.hidden(TOKENS)
+    assert not torch.allclose(packed[0, 12:], together[0, 12:], atol=1e-3)
+    torch.testing.assert_close(packed[1], together[1], atol=1e-5, rtol=1e-5)
+
+
 def test_logit_scaling_is_honoured():
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SMALL, logits_scaling=5.0)).eval()
     with torch.no_grad():
