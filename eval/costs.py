@@ -2,9 +2,9 @@
 
 They are measured on real steps, apart from any timed generation: behind the same text, in the same cache, with the
 same batch, a few plain steps and a few with a draft take turns. (A few, because a step that follows one of another kind
-is slower than one of many alike, as they are in the loop.) A plain step and a verify pass do all that the loop does in
-them: forward pass, law, rule, next token, the copy to the host. A draft includes what the drafter does to learn which
-of its tokens were kept.
+is slower than one of many alike, as they are in the loop.) A plain step and a verify pass hold all that the loop does
+in them: forward pass, law, rule, next token, commit, the copy to the host and its text. A draft includes what the
+drafter does to learn which of its tokens were kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from eval.speed import synchronize
-from speculator.decoding.cache import RowCache
 from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.generate import Verified, verify
-from speculator.decoding.rules import RULES, Rule
+from speculator.decoding.rules import RULES
 from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.decoding.session import Session
 from speculator.drafters import Drafter
@@ -81,14 +80,14 @@ def walk(
 ) -> Iterator[tuple[Draft, Verified]]:
     """Go on from `prompts` by `count` steps, as the loop does; gives each step's draft and result.
 
-    Before every `BLOCK` steps as many plain ones are taken in their place, to no effect but on the clock. The first of
-    either kind warms up. The context's end is no end: positions stop there, time does not care.
+    Before every `BLOCK` steps as many plain ones are taken, and taken back: they leave nothing but their seconds. The
+    first of either kind warms up. The context's end is no end: positions stop there, time does not care.
     """
     rows, depth, nodes = len(prompts), drafter.draft_length, drafter.nodes
     texts = [list(prompt) for prompt in prompts]
     session = Session(target)
     laws = RowSampling([Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(rows)], target.device)
-    hidden, counts = session.prefill(texts, room=count * (depth + 1) + nodes + 2)
+    hidden, counts = session.prefill(texts, room=count * (depth + 1) + BLOCK + nodes + 2)
     cache, rule = session.cache, RULES[drafter.rules[0]]
     drafter.start(texts, hidden, counts)
     logits = target.logits(take_at(hidden, counts - 1))
@@ -96,25 +95,43 @@ def walk(
     pending = logits.argmax(-1) if laws.greedy else draw(laws.law(logits), first)
     _extend(texts, pending[:, None].tolist())
     nothing = Draft.none(pending)
-    sums = [0.0, 0.0, 0.0]
+    plain, sums = 0.0, [0.0, 0.0]
+
+    def step(pending: Tensor, draft: Draft, u: Tensor) -> Verified:
+        result = verify(target, cache, pending, draft, laws, rule, u)
+        cache.commit(result.kept + 1, cache.longest + draft.depth + 1)
+        told = [result.tokens[:, 1:], result.kept[:, None], result.following[:, None]]
+        packed = torch.cat(told, 1).tolist()
+        _extend(texts, [[*path[:accepted], token] for *path, accepted, token in packed])
+        cache.longest = max(map(len, texts)) - 1
+        return result
+
+    def plain_steps() -> float:
+        """Seconds of a block, without its first step."""
+        lengths, longest, newest, seconds = cache.lengths.clone(), cache.longest, pending, 0.0
+        for place in range(BLOCK):
+            u = uniforms(laws.seeds, cache.lengths, 1)
+            took, result = _clock(step, newest, nothing, u)
+            newest, seconds = result.following, seconds + took * (place > 0)
+        cache.lengths.copy_(lengths)
+        cache.longest = longest
+        for text in texts:
+            del text[-BLOCK:]
+        return seconds
+
     for number in range(count):
-        u = uniforms(laws.seeds, cache.lengths, 2 * nodes + 1)
         place = number % BLOCK
         if place == 0:
-            plain = [_clock(_step, target, cache, pending, laws, rule, nothing, u[:, -1:])[0] for _ in range(BLOCK)]
-            sums = [sum(plain[1:]), 0.0, 0.0]
+            plain, sums = plain_steps(), [0.0, 0.0]
+        u = uniforms(laws.seeds, cache.lengths, 2 * nodes + 1)
         drafting, draft = _clock(drafter.propose, pending, laws, u[:, :nodes], texts)
-        verifying, (result, packed) = _clock(_step, target, cache, pending, laws, rule, draft, u[:, nodes:])
-        kept = result.kept + 1
-        cache.commit(kept, cache.longest + draft.depth + 1)
-        learning, _ = _clock(drafter.commit, result.tokens, result.hidden, kept)
+        verifying, result = _clock(step, pending, draft, u[:, nodes:])
+        learning, _ = _clock(drafter.commit, result.tokens, result.hidden, result.kept + 1)
         pending = result.following
-        _extend(texts, [[*path[:accepted], token] for *path, _, accepted, token in packed])
-        cache.longest = max(map(len, texts)) - 1
         if place:
-            sums[1:] = sums[1] + drafting + learning, sums[2] + verifying
+            sums = [sums[0] + drafting + learning, sums[1] + verifying]
         if place == BLOCK - 1:
-            for part, seconds in zip((costs.plain, costs.draft, costs.verify), sums, strict=True):
+            for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
         yield draft, result
 
@@ -125,15 +142,6 @@ def measure(
     """Add the seconds of `blocks` blocks of steps behind `prompts`."""
     for _ in walk(target, drafter, prompts, sampling, blocks * BLOCK, costs):
         pass
-
-
-def _step(
-    target: Target, cache: RowCache, pending: Tensor, laws: RowSampling, rule: Rule, draft: Draft, u: Tensor
-) -> tuple[Verified, list[list[int]]]:
-    """A verify pass and the loop's copy to the host."""
-    result = verify(target, cache, pending, draft, laws, rule, u)
-    told = [result.tokens[:, 1:], result.drafted[:, None], result.kept[:, None], result.following[:, None]]
-    return result, torch.cat(told, 1).tolist()
 
 
 def _clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
