@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def generate_rows(
     prompts: list[list[int]],
     folder: str | Path,
     *,
-    sampling: Sampling = ON_POLICY,
+    sampling: Sampling | Sequence[Sampling] = ON_POLICY,
     max_new_tokens: int = 256,
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
@@ -53,7 +54,7 @@ def generate_rows(
         drafter: who proposes; None decodes plainly.
         prompts: token ids. Batches are of similar lengths, the longest first: what does not fit in memory fails soon.
         folder: where the rows and manifest.json come to lie; several processes share it.
-        sampling: temperature and its kin; its seed is not used.
+        sampling: temperature and its kin; its seed is not used. Of several the rows take each in turn.
         max_new_tokens: the most new tokens a row; a row also ends with EOS, which it keeps, or at the context's end.
         batch_size: rows at a time.
         seed: of the sampling.
@@ -76,18 +77,19 @@ def generate_rows(
         (_is_sharded(target.model), f"{target.name}: generating with a target sharded over processes is not supported"),
     )
     check_prompts(target, [len(prompt) for prompt in prompts])
+    laws = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     record = {
         "target": target.name,
         "dtype": dtype_name(target.dtype),
         "drafter": _identity(drafter) if drafter else None,
-        **record_of(sampling, seed, max_new_tokens, prompts),
+        **record_of(laws, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
     }
 
     def decode(who: Drafter | None, batch: int, count: int = max_new_tokens) -> Generation:
-        own = [replace(sampling, seed=seed + row) for row in batches[batch]]
+        own = [replace(laws[row % len(laws)], seed=seed + row) for row in batches[batch]]
         return generate(target, who, [prompts[row] for row in batches[batch]], own, max_new_tokens=count)
 
     with Batches(Path(folder), record, batches, progress) as work:
@@ -110,12 +112,13 @@ def generate_rows(
         return work.finish(prompts, _summary)
 
 
-def record_of(sampling: Sampling, seed: int, max_new_tokens: int, prompts: list[list[int]]) -> dict[str, Any]:
+def record_of(laws: Sequence[Sampling], seed: int, max_new_tokens: int, prompts: list[list[int]]) -> dict[str, Any]:
     """What continuations depend on, whoever makes them."""
-    law = asdict(sampling)
-    del law["seed"]
+    settings = [asdict(law) for law in laws]
+    for law in settings:
+        del law["seed"]
     return {
-        "sampling": law,
+        "sampling": settings[0] if len(settings) == 1 else settings,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "rows": len(prompts),

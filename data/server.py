@@ -94,7 +94,7 @@ def fetch_rows(
         (max_new_tokens < 1, f"max_new_tokens {max_new_tokens} is not at least 1"),
     )
     ids = [prompt.ids for prompt in prompts]
-    record = {"target": target, "drafter": "server", **record_of(sampling, seed, max_new_tokens, ids)}
+    record = {"target": target, "drafter": "server", **record_of([sampling], seed, max_new_tokens, ids)}
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
     unknown = {"tokens_per_step": None, "tokens_per_second": {"speculative": None, "same_loop": None}}
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:

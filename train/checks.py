@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datasets
 
+from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.target import Target
-from train.config import RunConfig, StageConfig
+from train.config import GenerateConfig, RunConfig, StageConfig
 
 
 def settings(config: RunConfig) -> None:
@@ -73,11 +74,19 @@ def fits_target(config: RunConfig, target: Target) -> None:
     }
     if config.stage2.max_steps:
         generate = config.stage2.generate
+        own_laws(generate)
         name = "stage2.generate.prompt_tokens + stage2.generate.max_new_tokens"
         longest[name] = generate.prompt_tokens + generate.max_new_tokens
     for name, length in longest.items():
         if length > target.context_length:
             raise UserError(f"{name} is {length}, but {target.name} has a context of {target.context_length}")
+
+
+def own_laws(generate: GenerateConfig) -> list[Sampling]:
+    """The laws that the target's own text is drawn from: the prompts take them in turn."""
+    if not generate.temperatures:
+        raise UserError("stage2.generate.temperatures is empty: name one at least")
+    return [Sampling(t, generate.top_k, generate.top_p, generate.min_p) for t in generate.temperatures]
 
 
 def enough_rows(

@@ -129,8 +129,8 @@ class GenerateConfig:
     """Tokens of each prompt cut from text; chat prompts are taken whole."""
     max_new_tokens: int = 192
     """New tokens per prompt."""
-    temperature: float = 1.0
-    """Of the target's law; 0 is greedy."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Of the target's law; 0 is greedy. The prompts take them in turn: name those that the head will draft at."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0

@@ -17,7 +17,7 @@ from data.sources import prompts
 from eval import tracking
 from eval.run import evaluate
 from eval.suites import Suite, from_text
-from speculator import HeadDrafter, Sampling
+from speculator import HeadDrafter
 from speculator.errors import run_command
 from speculator.export import load_any
 from speculator.export.card import write_card
@@ -125,7 +125,7 @@ def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Sui
 
 
 def generate_own_text(config: RunConfig, target: Target, head_folder: Path) -> datasets.Dataset:
-    """What the target says after prompts from the training text, at the configured temperature; the head drafts."""
+    """What the target says after prompts from the training text, at the configured temperatures; the head drafts."""
     settings = config.stage2.generate
     return generate_rows(
         target,
@@ -140,7 +140,7 @@ def generate_own_text(config: RunConfig, target: Target, head_folder: Path) -> d
             max_package_bytes=config.data.max_package_bytes,
         ),
         Path(config.output_dir) / "generated",
-        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p, settings.min_p),
+        sampling=checks.own_laws(settings),
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed,

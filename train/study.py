@@ -32,7 +32,8 @@ from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
 from speculator.heads import Speculator
 from speculator.target import Target
-from train.config import LossConfig, RunConfig, SpeculatorConfig
+from train.checks import own_laws
+from train.config import GenerateConfig, LossConfig, RunConfig, SpeculatorConfig
 from train.initialise import new_head
 from train.trainer import Collator, SpeculatorTrainer
 
@@ -61,7 +62,7 @@ class Arm:
     weight_decay: float = 0.0
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
-    """The last part of the budget goes to the target's own text."""
+    """The last part of the budget goes to the target's own text, half of it greedy, half at temperature 1."""
 
 
 PUBLISHED = Arm("published", HARD, bf16_weights=True, weight_decay=0.1, rates=(1e-3,))
@@ -72,7 +73,7 @@ ARMS = [
     Arm("+ initialised from the target", HARD, "target"),
     Arm("+ KL instead of cross-entropy", KL, "target"),
     Arm("+ LK instead of KL", LK, "target"),
-    Arm("+ KL, a quarter on the target's own text", KL, "target", on_policy=0.25),
+    Arm("KL, a quarter on the target's own text", KL, "target", on_policy=0.25),
 ]
 
 
@@ -159,11 +160,12 @@ class Study:
         self.seen = Remembered(target)
 
     def _own_text(self, count: int) -> Dataset:
-        """`count` rows that the target said, at temperature 1: the same for every arm and seed."""
+        """`count` rows that the target said: the same for every arm and seed."""
         beginnings = [row[:PROMPT_TOKENS] for row in self.text[2 * STEPS : 2 * STEPS + count]["input_ids"]]
         folder = self.folder / f"own_text_{count}"
+        laws = own_laws(GenerateConfig())
         return generate_rows(
-            self.target, None, beginnings, folder, max_new_tokens=LENGTH - PROMPT_TOKENS, batch_size=50
+            self.target, None, beginnings, folder, sampling=laws, max_new_tokens=LENGTH - PROMPT_TOKENS, batch_size=50
         )
 
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:

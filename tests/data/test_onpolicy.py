@@ -43,6 +43,18 @@ def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tm
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
 
 
+def test_rows_take_several_laws_in_turn(target, tmp_path):
+    rows = made(target, tmp_path / "out", sampling=[Sampling(0.0), Sampling(1.0)], seed=5, batch_size=4)
+    for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
+        own = Sampling(index % 2, seed=5 + index)
+        alone = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).tokens[0]
+        assert row["input_ids"] == [*prompt, *alone]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [law["temperature"] for law in manifest["sampling"]] == [0.0, 1.0]
+    with pytest.raises(UserError, match="sampling"):
+        made(target, tmp_path / "out", sampling=Sampling(1.0), seed=5, batch_size=4)
+
+
 def test_a_row_ends_with_eos_and_keeps_it(target, tmp_path):
     target.model.generation_config.eos_token_id = 3
     ends = [row["input_ids"][len(prompt) :] for row, prompt in zip(made(target, tmp_path), PROMPTS, strict=True)]
