@@ -22,10 +22,8 @@ from speculator.errors import refuse
 from speculator.target import Target, dtype_name
 
 BATCH_SIZE = 16
-"""Rows at a time. On a CPU a forward pass costs what its tokens cost one by one, so more rows give more tokens a second
-and a draft adds less to them. Embedded target, one thread, 128 new tokens, tokens per second and speedup with the best
-draft length: 1 row 310, 1.34 (3 tokens); 2 rows 458, 1.35 (3); 4 rows 729, 1.22 (2); 8 rows 1035, 1.12 (2); 16 rows
-1306, 1.01 (1); 32 rows 1722, 1.05 (1). The more rows, the shorter the drafts should be."""
+"""Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them: the more rows, the
+shorter should be the drafts (docs/benchmarks/training.md)."""
 _TIMED_EVERY = 16
 """Every so manieth batch is decoded once more without a draft."""
 ON_POLICY = Sampling(temperature=1.0)

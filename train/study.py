@@ -41,7 +41,7 @@ SOURCES = ["python-sources"]
 LENGTH = 256
 STEPS = 1200
 """Of one row each: 307,200 tokens."""
-RATES = (2e-3, 5e-3, 1e-2)
+RATES = (5e-3, 1e-2, 2e-2)
 SEEDS = (0, 1, 2)
 PROMPTS = {"validation": 32, "held-out": 64}
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
