@@ -76,7 +76,7 @@ def write(
     """Write what was `measured`, and on what, as NAME.md and NAME.json, and print the former."""
     report = {
         "target": target.name,
-        "hardware": hardware(target),
+        "hardware": hardware(target.device),
         "torch": torch.__version__,
         "dtype": dtype_name(target.dtype),
         "prompts": len(prompts),

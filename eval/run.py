@@ -84,7 +84,7 @@ def evaluate(
         "schema": 1,
         "target": target.name,
         "speculator": speculator_name,
-        "hardware": hardware(target),
+        "hardware": hardware(target.device),
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
         "settings": {
             "batch_size": batch_sizes[0] if len(batch_sizes) == 1 else list(batch_sizes),
@@ -146,10 +146,10 @@ def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> No
         )
 
 
-def hardware(target: Target) -> str:
+def hardware(device: torch.device) -> str:
     """The machine in a line: GPU, or CPU and its threads."""
-    if target.device.type == "cuda":
-        return torch.cuda.get_device_name(target.device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     model = ""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         "schema": 1,
         "settings": settings,
         "target": target.name,
-        "hardware": hardware(target),
+        "hardware": hardware(target.device),
         "dtype": dtype_name(target.dtype),
         "batch_size": arguments.batch_size,
         "suite": suite.name,

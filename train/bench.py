@@ -1,10 +1,14 @@
 """What a training step costs: memory of the loss against a naive one, time of a step against the target's forward.
 
     python -m train.bench [--target T] [--output DIR]
+    python -m train.bench --preset llama-3-8b [--output DIR]
 
 Memory is what torch has allocated at the height of a pass, above parameters and their gradients; resident memory would
 miss the pages of a gradient that nothing has touched. Time is a ratio within one process, beside the ratio of
 floating-point operations that were counted in the same code.
+
+With a preset, a step at a published shape with random weights is compared with the time that its counted operations
+take at the rate of a large bfloat16 matrix product, which this machine is asked for first; its memory counts all.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +31,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from speculator.errors import OneLineParser, refuse, run_command
-from speculator.files import write_text
+from eval.run import hardware
+from eval.shapes import PRESETS, matrix_rate, random_target
+from speculator.errors import OneLineParser, refuse, refuse_below, run_command
+from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.target import Target, resolve_device
 from train.config import LossConfig
@@ -90,32 +98,97 @@ def _height(work: Callable[[], None], device: torch.device) -> int:
 
 def step_over_target(target: Target, heads: int, length: int, runs: int) -> list[dict]:
     """A training step over the target's forward, in time and in floating-point operations, for each loss."""
-    torch.manual_seed(0)
-    ids = torch.randint(target.vocab_size, (1, length), device=target.device)
-    ones = torch.ones_like(ids)
-    labels = align(ids, ones, ones, heads)
-    assert (labels != IGNORE).all()
     rows = []
     for name, weights in LOSSES.items():
-        config = MLPSpeculatorConfig(vocab_size=target.vocab_size, emb_dim=target.hidden_size, n_predict=heads)
-        head = MLPSpeculator(config).to(target.device)
-        optimiser = torch.optim.AdamW(head.parameters(), lr=1e-3)
-
-        def forward() -> Tensor:
-            return target.hidden(ids)
-
-        def step(head=head, optimiser=optimiser, weights=weights) -> None:
-            hidden = forward()
-            measure = Measure(labels, hidden, target.logits, weights)
-            head(hidden[:, : labels.shape[-1]].float(), ids[:, 1:-1], measure)["objective"].backward()
-            optimiser.step()
-            optimiser.zero_grad()
-
-        for warm_up in (forward, step):
+        training = Training(target, weights, 1, length, n_predict=heads)
+        for warm_up in (training.forward, training.step):
             warm_up()
         # One after the other, so that both see the same machine; the ratio of each pair.
-        ratios = [_seconds(step) / _seconds(forward) for _ in range(runs)]
-        rows.append({"loss": name, "time": median(ratios), "operations": _operations(step) / _operations(forward)})
+        ratios = [_seconds(training.step) / _seconds(training.forward) for _ in range(runs)]
+        operations = _operations(training.step) / _operations(training.forward)
+        rows.append({"loss": name, "time": median(ratios), "operations": operations})
+    return rows
+
+
+class Training:
+    """A head that is trained on random tokens, step by step, as `SpeculatorTrainer` does it but for clipping.
+
+    Args:
+        target: in bfloat16 it, and the head's products with it, run under autocast; the head's weights are float32.
+        weights: of the losses.
+        rows, length: of a batch.
+        shape: of MLPSpeculatorConfig.
+    """
+
+    def __init__(self, target: Target, weights: LossConfig, rows: int, length: int, **shape: Any):
+        torch.manual_seed(0)
+        self.target, self.weights = target, weights
+        self.ids = torch.randint(target.vocab_size, (rows, length), device=target.device)
+        with target.device:
+            self.head = MLPSpeculator(
+                MLPSpeculatorConfig(vocab_size=target.vocab_size, emb_dim=target.hidden_size, **shape)
+            )
+        ones = torch.ones_like(self.ids)
+        self.labels = align(self.ids, ones, ones, self.head.n_predict)
+        assert (self.labels != IGNORE).all()
+        self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=1e-3, fused=target.device.type == "cuda")
+
+    def forward(self) -> Tensor:
+        return self.target.hidden(self.ids)
+
+    def step(self) -> None:
+        """Forward, backward, update; the gradients are then given back."""
+        length = self.labels.shape[-1]
+        half = self.target.dtype == torch.bfloat16
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=half):
+            hidden = self.forward()
+            measure = Measure(self.labels, hidden, self.target.logits, self.weights)
+            objective = self.head(hidden[:, :length].float(), self.ids[:, 1:-1], measure)["objective"]
+        objective.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+    @property
+    def held(self) -> int:
+        """Bytes of what is there between two steps: both models' weights, and the optimiser's moments."""
+        weights = [*self.target.model.parameters(), *self.head.parameters()]
+        moments = [v for state in self.optimiser.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return sum(tensor.nbytes for tensor in [*weights, *moments])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is trained at a preset's shape: a tied head of so many steps, on so many tokens at once."""
+
+    n_predict: int
+    rows: int
+    length: int
+
+
+BATCHES = {"llama-3-8b": Batch(3, 8, 2048), "llama-2-13b": Batch(3, 8, 2048), "tiny": Batch(3, 2, 64)}
+
+
+def step_over_bound(preset: str, runs: int) -> list[dict]:
+    """A training step at a preset's shape over the least time for its operations, for each loss; and its memory."""
+    target, batch, rate = random_target(preset), BATCHES[preset], matrix_rate()
+    rows = []
+    for name, weights in LOSSES.items():
+        inner = PRESETS[preset].head["inner_dim"]
+        training = Training(target, weights, batch.rows, batch.length, n_predict=batch.n_predict, inner_dim=inner)
+        training.step()  # makes the moments, so that they count as held and not as this step's
+        peak = training.held + _height(training.step, target.device)
+        operations = _operations(training.step)
+        seconds = median(_seconds(training.step) for _ in range(runs))
+        rows.append(
+            {
+                "loss": name,
+                "seconds": seconds,
+                "operations": operations,
+                "operations_per_second": rate,
+                "time_over_bound": seconds / (operations / rate),
+                "bytes": peak,
+            }
+        )
     return rows
 
 
@@ -143,18 +216,50 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--n_predict", type=int, default=4, help="heads")
     parser.add_argument("--length", type=int, default=256, help="tokens of the row that a step is timed on")
     parser.add_argument("--runs", type=int, default=20, help="timed pairs")
-    parser.add_argument("--output", help="folder for training.json")
+    parser.add_argument("--preset", choices=BATCHES, help="measure a step at this shape, against its bound, instead")
+    parser.add_argument("--output", type=Path, help="folder for training.json, or training-PRESET.json")
     flags = parser.parse_args(argv)
-    return run_command(parser.prog, lambda: _run(flags))
+    return run_command(parser.prog, lambda: _run_preset(flags) if flags.preset else _run(flags))
+
+
+def _run_preset(flags: argparse.Namespace) -> None:
+    refuse_below(flags, runs=1)
+    if flags.output:
+        make_folder(flags.output)
+    batch, device = BATCHES[flags.preset], resolve_device()
+    rows = step_over_bound(flags.preset, flags.runs)
+    report = {
+        "preset": flags.preset,
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        **asdict(batch),
+        "runs": flags.runs,
+        "rows": rows,
+    }
+    if flags.output:
+        write_text(flags.output / f"training-{flags.preset}.json", json.dumps(report, indent=1))
+    print(f"# A training step at the shape of {flags.preset}, random weights\n")
+    print(
+        f"{report['hardware']}, torch {torch.__version__}: {batch.rows} x {batch.length:,} tokens, "
+        f"{batch.n_predict} tied heads. A large bfloat16 product runs at "
+        f"{rows[0]['operations_per_second'] / 1e12:,.2f} TFLOP/s.\n"
+    )
+    print("| loss | seconds | TFLOP | time over bound | memory, GB |\n|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row['loss']} | {row['seconds']:.3f} | {row['operations'] / 1e12:,.3f} "
+            f"| {row['time_over_bound']:.2f} | {row['bytes'] / 1e9:.2f} |"
+        )
 
 
 def _run(flags: argparse.Namespace) -> None:
-    sizes = ("tokens", "vocab_size", "hidden_size", "runs")
+    refuse_below(flags, tokens=1, vocab_size=1, hidden_size=1, runs=1)
     refuse(
-        *((getattr(flags, name) < 1, f"--{name} must be at least 1") for name in sizes),
         (flags.n_predict < 2, "--n_predict must be at least 2"),
         (flags.length < flags.n_predict + 2, "--length is too short for that many heads"),
     )
+    if flags.output:
+        make_folder(flags.output)
     steps = step_over_target(Target.load(flags.target), flags.n_predict, flags.length, flags.runs)
     peaks = memory(flags.tokens, flags.vocab_size, flags.hidden_size, flags.n_predict)
     print("| loss | peak memory, MiB |\n|---|---|")
@@ -164,7 +269,7 @@ def _run(flags: argparse.Namespace) -> None:
     for row in steps:
         print(f"| {row['loss']} | {row['time']:.2f} | {row['operations']:.2f} |")
     if flags.output:
-        write_text(Path(flags.output) / "training.json", json.dumps({"memory": peaks, "step": steps}, indent=1))
+        write_text(flags.output / "training.json", json.dumps({"memory": peaks, "step": steps}, indent=1))
 
 
 if __name__ == "__main__":

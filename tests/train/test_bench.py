@@ -1,7 +1,10 @@
+import json
+
 import pytest
 
+from eval.shapes import random_target
 from speculator.target import Target
-from train.bench import memory, step_over_target
+from train.bench import LOSSES, Training, main, memory, step_over_bound, step_over_target
 
 
 def test_a_chunked_loss_needs_a_fraction_of_the_memory():
@@ -20,3 +23,49 @@ def test_a_step_is_counted_in_operations_of_the_targets_forward(target_folder):
     assert by_loss["KL"] == pytest.approx(by_loss["LK"])
     assert by_loss["KL"] > by_loss["cross-entropy"] > 1, "the law costs the target's lm_head"
     assert all(row["time"] > 0 for row in rows)
+
+
+def test_a_step_at_a_shape_is_compared_with_its_operations(tmp_path, capsys):
+    assert main(["--preset", "tiny", "--runs", "1", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "training-tiny.json").read_text())
+    rows = {row["loss"]: row for row in report["rows"]}
+    assert list(rows) == ["cross-entropy", "KL", "LK"]
+    for row in rows.values():
+        assert row["time_over_bound"] == pytest.approx(
+            row["seconds"] * row["operations_per_second"] / row["operations"]
+        )
+    # Of 2 x 64 tokens the target's products: two layers' weights, twice an operation each; attention is beside them.
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
+    assert rows["cross-entropy"]["operations"] > 2 * 128 * 2 * layer
+    # The law of every token is one more product with the output matrix.
+    law = rows["KL"]["operations"] - rows["cross-entropy"]["operations"]
+    assert law == pytest.approx(2 * 128 * 64 * 512, rel=0.1)
+    assert "| KL |" in capsys.readouterr().out
+
+
+def test_the_memory_of_a_step_has_weights_and_moments_in_it():
+    """The target's weights in bfloat16, the head's and two moments in float32, and at the height its gradient."""
+    target = random_target("tiny")
+    training = Training(target, LOSSES["KL"], 2, 64, n_predict=3, inner_dim=32)
+    training.step()
+    head = sum(parameter.numel() for parameter in training.head.parameters())
+    assert training.held == pytest.approx(2 * target.model.num_parameters() + 12 * head, rel=0.01)
+    rows = step_over_bound("tiny", runs=1)
+    assert all(row["bytes"] > training.held + 4 * head for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--runs", "0"], "--runs must be at least 1"),
+        (["--preset", "tiny", "--runs", "0"], "--runs must be at least 1"),
+        (["--preset", "tiny", "--output", "a_file"], "can't make the folder a_file"),
+    ],
+)
+def test_wrong_input_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
+    assert main(flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

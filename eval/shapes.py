@@ -1,0 +1,147 @@
+"""Models of published shapes with random weights, and what bounds them on this machine: bandwidth and matrix rate.
+
+What a step costs depends on shapes; how much of a draft is kept depends on weights, so that is never measured here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from eval.speed import synchronize
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
+from speculator.target import Target, resolve_device
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A target's shape and its head's.
+
+    Attributes:
+        target: of LlamaConfig.
+        head: of MLPSpeculatorConfig, as published.
+        tokens_per_step, source: an acceptance that others measured, for projections.
+    """
+
+    target: dict[str, Any]
+    head: dict[str, Any]
+    tokens_per_step: float
+    source: str
+
+
+PRESETS = {
+    "llama-3-8b": Preset(
+        target={
+            "vocab_size": 128_256,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+        },
+        head={"inner_dim": 3072, "n_predict": 4, "tie_weights": False, "scale_input": False},
+        tokens_per_step=2.43,
+        source="arXiv 2602.23881: an MLP head that drafts 6 tokens for Llama 3.1 8B, KL loss, temperature 0",
+    ),
+    "llama-2-13b": Preset(
+        target={
+            "vocab_size": 32_000,
+            "hidden_size": 5120,
+            "intermediate_size": 13_824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "max_position_embeddings": 4096,
+        },
+        head={"inner_dim": 4096, "n_predict": 3, "tie_weights": False, "scale_input": False},
+        tokens_per_step=3.03,
+        source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
+    ),
+    "tiny": Preset(
+        target={
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+        },
+        head={"inner_dim": 32, "n_predict": 3, "tie_weights": False, "scale_input": False},
+        tokens_per_step=2.0,
+        source="no one: a shape for tests",
+    ),
+}
+
+
+def random_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
+    """A target of a preset's shape, made on the device and in its dtype: there is never a second copy."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**PRESETS[name].target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config.name_or_path = f"{name}, random weights"
+    with resolve_device():
+        return Target(AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer=None)  # type: ignore[arg-type]
+
+
+def random_head(target: Target, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Speculator:
+    """A head for a target, made likewise."""
+    config = MLPSpeculatorConfig(vocab_size=target.vocab_size, emb_dim=target.hidden_size, **shape)
+    with target.device:
+        return MLPSpeculator._from_config(config, dtype=dtype)
+
+
+def step_bytes(target: Target, rows: int, live: int) -> int:
+    """The least that a forward pass reads: every weight once, and the keys and values of `live` positions a row.
+
+    Of an embedding table of its own only a few rows are read; one that is the output matrix too is read whole.
+    """
+    model, config = target.model, target.config
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert isinstance(embedding, nn.Parameter)
+    if embedding is not output:
+        weights -= embedding.nbytes
+    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * embedding.element_size()
+    return weights + rows * live * position
+
+
+def draft_bytes(head: MLPSpeculator, length: int) -> float:
+    """The least that a drafted token reads, in the mean over a chain of `length`."""
+    steps = [head.proj[min(i, len(head.proj) - 1)].weight.nbytes + head.output(i).weight.nbytes for i in range(length)]
+    return sum(steps) / length
+
+
+def bandwidth() -> float:
+    """Bytes per second of a large copy on the device; what is read and what is written both count."""
+    device = resolve_device()
+    source = torch.ones(2**32 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: copy.copy_(source))
+
+
+def matrix_rate(dtype: torch.dtype = torch.bfloat16) -> float:
+    """Floating-point operations per second of a large matrix product of random numbers on the device."""
+    device = resolve_device()
+    side = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / median_seconds(lambda: a @ b)
+
+
+def median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
+    """The median time of what is run again and again, after a warm-up."""
+    times = []
+    for _ in range(repeats + 2):
+        synchronize()
+        started = time.perf_counter()
+        work()
+        synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])

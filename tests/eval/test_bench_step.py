@@ -1,0 +1,101 @@
+"""Steps at a shape: what must be read is counted right, what is measured is set against it."""
+
+import json
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+
+from eval import shapes
+from eval.bench_step import main, projected
+from eval.shapes import PRESETS, draft_bytes, random_head, random_target, step_bytes
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+
+def test_the_bound_counts_every_weight_that_is_read_and_the_live_cache():
+    """tiny: D 64, V 512, inner 128, 2 layers, 2 of 4 heads of 16 with keys of their own; two bytes a number."""
+    target = random_target("tiny")
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
+    assert step_bytes(target, rows=3, live=0) == 2 * (2 * layer + 64 + 512 * 64), "the embedding is not read"
+    cache = target.cache(3, 10)
+    target.extend(cache, torch.zeros(3, 10, dtype=torch.long))
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert step_bytes(target, rows=3, live=10) - step_bytes(target, rows=3, live=0) == held
+
+
+def test_a_draft_reads_its_projection_and_its_output_matrix():
+    head = random_head(random_target("tiny"), PRESETS["tiny"].head)
+    first, later = 2 * (64 * 32 + 32 * 512), 2 * (32 * 32 + 32 * 512)
+    assert draft_bytes(head, 1) == first
+    assert draft_bytes(head, 3) == pytest.approx((first + 2 * later) / 3)
+
+
+def test_models_are_made_once_in_their_dtype():
+    """A float32 model that is cast would have had four bytes a weight, and six at the height."""
+    with profile(profile_memory=True) as profiler:
+        target = random_target("tiny")
+        head = random_head(target, PRESETS["tiny"].head)
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    largest = max(event.nbytes() for event in events)
+    weights = [*target.model.parameters(), *head.parameters()]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    assert largest == max(weight.nbytes for weight in weights), "no matrix was ever wider than it is"
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-13b"])
+def test_presets_are_the_published_shapes(name, monkeypatch):
+    """8.03 and 13.02 billion weights; IBM's heads have 3.19 and 0.84 billion."""
+    monkeypatch.setattr(shapes, "resolve_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(shapes, "Target", lambda model, tokenizer: model)
+    model = random_target(name)
+    expected = {"llama-3-8b": 8.03e9, "llama-2-13b": 13.02e9}[name]
+    assert model.num_parameters() == pytest.approx(expected, rel=1e-3)
+    config = MLPSpeculatorConfig(vocab_size=model.vocab_size, emb_dim=model.config.hidden_size, **PRESETS[name].head)
+    with torch.device("meta"):
+        head = MLPSpeculator(config)
+    assert head.num_parameters() == pytest.approx({"llama-3-8b": 3.19e9, "llama-2-13b": 0.84e9}[name], rel=5e-3)
+
+
+def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
+    file = tmp_path / "step.json"
+    command = ["--preset", "tiny", "--context", "16", "--blocks", "1", "--batch_size", "1", "--batch_size", "2"]
+    assert main([*command, "--output", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [(row["batch_size"], row["draft_length"]) for row in report["rows"]] == [
+        (rows, length) for rows in (1, 2) for length in (1, 2, 3)
+    ]
+    for row in report["rows"]:
+        assert row["verify_seconds"] == pytest.approx(row["verify_over_decode"] * row["decode_seconds"])
+        assert 0 < row["draft_over_decode_by_bytes"] < 1
+        assert row["decode_over_bound"] > 1, "nothing reads faster than the machine copies"
+    last = report["rows"][-1]
+    assert report["projection"]["speedup"]["2"] == projected(last, 2.0)
+    out = capsys.readouterr().out
+    assert "A projection, not a measurement" in out
+    assert f"| 2 | 3 | {1e3 * last['decode_seconds']:.2f} | {last['decode_over_bound']:.2f} |" in out
+
+
+def test_a_projection_by_hand():
+    """Three tokens a step, drafts of 4 at 0.05, a verify pass of 1.1: 3 / (4 x 0.05 + 1.1)."""
+    row = {"draft_length": 4, "draft_over_decode": 0.05, "verify_over_decode": 1.1}
+    assert projected(row, 3.0) == pytest.approx(3 / 1.3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch_size", "0"], "--batch_size must be at least 1"),
+        (["--context", "1024"], "--context 1024: tiny has room for 1024"),
+        (["--context", "0"], "--context must be at least 1"),
+        (["--blocks", "0"], "--blocks must be at least 1"),
+        (["--tokens_per_step", "4.5"], "--tokens_per_step 4.5 is not in 1..4: the head drafts 3"),
+        (["--tokens_per_step", "nan"], "--tokens_per_step nan is not in 1..4"),
+        (["--output", "nowhere/step.json"], "--output nowhere/step.json: no folder nowhere"),
+    ],
+)
+def test_wrong_input_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--preset", "tiny", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
