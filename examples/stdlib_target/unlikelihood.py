@@ -14,9 +14,11 @@ import os
 from pathlib import Path
 
 import torch
-from make import Log, collate, corpus_rows
+from make import corpus_rows
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from train.language_model import LanguageModelTrainer, Log, arguments, save
 
 _NGRAM, _PROMPT, _NEW = 4, 64, 128
 _READ = 8  # of a batch's rows, those that ordinary training reads whole
@@ -34,7 +36,7 @@ def repeated(text: list[int], ngram: int = _NGRAM) -> list[bool]:
     return flags
 
 
-class UnlikelihoodTrainer(Trainer):
+class UnlikelihoodTrainer(LanguageModelTrainer):
     """Loss: -log(1 - p) over repeated tokens of the model's own greedy text, plus cross-entropy on real text."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -70,33 +72,25 @@ def main() -> None:
     parser.add_argument("--max_package_bytes", type=int, default=12_000_000)
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
-    on_gpu = torch.cuda.is_available()
     model = LlamaForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    rows = corpus_rows(tokenizer, "train", args.max_package_bytes)
     UnlikelihoodTrainer(
         model=model,
-        args=TrainingArguments(
+        args=arguments(
             output_dir="runs/stdlib_target/unlikelihood",
             max_steps=args.steps,
             per_device_train_batch_size=16,
             learning_rate=3e-4,
             lr_scheduler_type="linear",
             warmup_steps=10,
-            adam_beta2=0.95,
-            bf16=on_gpu,
-            use_cpu=not on_gpu,
+            weight_decay=0.0,
             logging_steps=10,
             save_strategy="no",
-            seed=0,
-            report_to="none",
         ),
-        train_dataset=rows,
-        data_collator=collate,
+        train_dataset=corpus_rows(tokenizer, "train", args.max_package_bytes),
         callbacks=[Log(args.folder / "training_log.jsonl")],
     ).train()
-    model.config.use_cache = True  # the Trainer turned it off
-    model.to(torch.bfloat16).save_pretrained(args.folder)
+    save(model, args.folder)
 
 
 if __name__ == "__main__":
