@@ -46,7 +46,7 @@ class Decoder:
 
 def decoders(
     target: Target,
-    head: Speculator,
+    head: Speculator | None,
     draft_lengths: Sequence[int],
     model: Target | None,
     baselines: Collection[str],
@@ -55,6 +55,7 @@ def decoders(
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
     Args:
+        head: left out where there is none.
         draft_lengths: of the head's chains; the first is the one that is called "head".
         model: a draft model.
         baselines: of `OPTIONAL`.
@@ -62,7 +63,8 @@ def decoders(
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
-    for number, each in enumerate(draft_lengths):
+    for number, each in enumerate(draft_lengths if head else []):
+        assert head is not None
         drafters[f"head {each}" if number else "head"] = HeadDrafter(head, each)
     drafters["ngram"] = NgramDrafter(length)
     if model is not None:

@@ -1,14 +1,14 @@
-"""How good the embedded target is: its held-out loss, and how much of its greedy text repeats itself.
+"""How good the embedded target is, or another: its held-out loss, and how much of its greedy text repeats itself.
 
-    python examples/stdlib_target/measure.py
+    python examples/stdlib_target/measure.py [--target FOLDER] [--output FILE]
 
 An under-trained model loops, and loops flatter every drafter, so both figures stand beside its weights.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from data.packing import pack  # noqa: E402
 from data.sources import PYTHON_SOURCES, documents, token_documents  # noqa: E402
 from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
+from train.run import use_all_cores  # noqa: E402
 
 ROWS, LENGTH = 400, 256
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 64, 128, 8
@@ -31,7 +32,7 @@ def held_out_loss(target: Target) -> dict[str, float]:
     rows = list(pack(token_documents([PYTHON_SOURCES], "held-out", target.tokenizer), LENGTH, ROWS * LENGTH))
     total = 0.0
     for start in range(0, len(rows), 8):
-        ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]])
+        ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]], device=target.device)
         logits = target.logits(target.hidden(ids))[:, :-1].float()
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
     count = len(rows) * (LENGTH - 1)
@@ -55,8 +56,13 @@ def repeated_share(texts: list[list[int]]) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(os.cpu_count() or 1)
-    target = Target.load(str(Path(__file__).parent))
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, default=here, help="folder of the model")
+    parser.add_argument("--output", type=Path, help="default: quality.json beside the model")
+    args = parser.parse_args()
+    use_all_cores()
+    target = Target.load(str(args.target))
     prompts = from_text([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, PROMPTS, split="held-out").prompts
     greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).tokens
     originals = []
@@ -70,7 +76,7 @@ def main() -> None:
         f"greedy_{NGRAM}_grams_repeated": repeated_share(greedy),
         f"real_text_{NGRAM}_grams_repeated": repeated_share(originals[:PROMPTS]),
     }
-    (Path(__file__).parent / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (args.output or args.target / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures, indent=1))
 
 

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB
-from transformers import LlamaConfig, LlamaForCausalLM
+from conftest import VOCAB, tiny_model
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-from eval import bench_drafters, bench_peers
+from eval import bench_drafters, bench_peers, decoders
+from eval.speed import time_transformers
+from speculator import Target
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
@@ -53,8 +55,35 @@ def test_peers_say_the_same_text(target_folder, tmp_path):
     command = ["--target", str(target_folder), "--draft_model", str(tmp_path / "small"), "--output", str(tmp_path)]
     assert bench_peers.main([*command, "--max_prompts", "3", "--max_new_tokens", "16", "--prompt_tokens", "8"]) == 0
     rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
-    assert [row["ours"] for row in rows] == ["plain", "n-gram", "draft model"]
+    assert [(row["ours"], row["theirs"]) for row in rows] == [
+        ("plain", "hf_generate"),
+        ("n-gram", "hf_prompt_lookup"),
+        ("draft model", "hf_assisted"),
+    ]
     assert all(row["identical"] == row["of"] == 3 for row in rows)
+
+
+def test_a_compiled_peer_runs_or_is_named(target, monkeypatch):
+    """transformers' static cache without its compiler; and a compiler that is not there."""
+    model = Target(tiny_model(), tokenizer=None)
+    monkeypatch.setattr(decoders, "_assistant", lambda model, length: {"assistant_model": tiny_model()})
+    monkeypatch.setattr(decoders, "_compile_config", lambda: CompileConfig(mode="default"))
+    rows, skipped = bench_peers.measure(target, model, [[1, 2, 3], [4, 5, 6]], 3, 8, compiled=True)
+    compiled = rows[1]
+    assert (compiled["ours"], compiled["theirs"], skipped) == ("plain", "hf_compiled", {})
+    assert compiled["identical"] == compiled["of"] == 2
+    assert compiled["tokens_per_second"]["ours"] == rows[0]["tokens_per_second"]["ours"]
+    assert compiled["tokens_per_second"]["theirs"] != rows[0]["tokens_per_second"]["theirs"]
+
+    def without_compiler(*args, **kwargs):
+        if "compile_config" in kwargs:
+            raise RuntimeError("no compiler here")
+        time_transformers(*args, **kwargs)
+
+    monkeypatch.setattr(decoders, "time_transformers", without_compiler)
+    rows, skipped = bench_peers.measure(target, model, [[1, 2, 3]], 3, 8, compiled=True)
+    assert [row["theirs"] for row in rows] == ["hf_generate", "hf_prompt_lookup", "hf_assisted"]
+    assert skipped == {"transformers generate, static cache, compiled": "RuntimeError: no compiler here"}
 
 
 BOTH = [
