@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test check
+.PHONY: quickstart reference test check
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
+
+# What docs/reference says. On a machine without a network: python3 -m train.reference
+reference: .venv/installed
+	$(BIN)/python -m train.reference
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2

@@ -1,6 +1,6 @@
 """`python -m eval.bench_step`: what a plain step, a draft and a verify pass cost at a published shape, random weights.
 
-    python -m eval.bench_step --preset llama-3-8b [--batch_size 1]... [--context 512] [--output step.json]
+    python -m eval.bench_step --preset llama-3-8b [--batch_size 1]... [--context 512] [--output DIR]
 
 A plain step and a verify pass are compared with the time in which this machine can read their bytes once: all weights
 and the live keys and values, over a bandwidth that is measured first with a large copy. c and v are measured as every
@@ -24,7 +24,7 @@ from eval.run import hardware
 from eval.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
-from speculator.files import check_file, write_text
+from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator
 from speculator.target import dtype_name
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens before the first step; default: 512")
     parser.add_argument("--blocks", type=int, default=16, help=f"of {BLOCK} steps of each kind; default: 16")
     parser.add_argument("--tokens_per_step", type=float, help="project with this acceptance instead of a published one")
-    parser.add_argument("--output", type=Path, help="write the figures as .json too")
+    parser.add_argument("--output", type=Path, help="folder for step-PRESET.json and .md")
     arguments = parser.parse_args(argv)
     return run_command("bench_step", lambda: run(arguments))
 
@@ -114,7 +114,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"--tokens_per_step {given} is not in 1..{1 + deepest}: the head drafts {deepest}",
         ),
     )
-    check_file("--output", arguments.output)
+    if arguments.output:
+        make_folder(arguments.output)
     logging.set_verbosity_error()
     rate = bandwidth()
     target = random_target(arguments.preset)
@@ -147,7 +148,9 @@ def run(arguments: argparse.Namespace) -> None:
         },
     }
     if arguments.output:
-        write_text(arguments.output, json.dumps(report, indent=1))
+        name = f"step-{arguments.preset}"
+        write_text(arguments.output / f"{name}.md", markdown(report))
+        write_text(arguments.output / f"{name}.json", json.dumps(report, indent=1))
     print(markdown(report))
 
 

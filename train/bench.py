@@ -161,7 +161,7 @@ class Batch:
     """What is trained at a preset's shape: a tied head of so many steps, on so many tokens at once."""
 
     n_predict: int
-    rows: int
+    rows_at_once: int
     length: int
 
 
@@ -174,7 +174,9 @@ def step_over_bound(preset: str, runs: int) -> list[dict]:
     rows = []
     for name, weights in LOSSES.items():
         inner = PRESETS[preset].head["inner_dim"]
-        training = Training(target, weights, batch.rows, batch.length, n_predict=batch.n_predict, inner_dim=inner)
+        training = Training(
+            target, weights, batch.rows_at_once, batch.length, n_predict=batch.n_predict, inner_dim=inner
+        )
         training.step()  # makes the moments, so that they count as held and not as this step's
         peak = training.held + _height(training.step, target.device)
         operations = _operations(training.step)
@@ -217,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=256, help="tokens of the row that a step is timed on")
     parser.add_argument("--runs", type=int, default=20, help="timed pairs")
     parser.add_argument("--preset", choices=BATCHES, help="measure a step at this shape, against its bound, instead")
-    parser.add_argument("--output", type=Path, help="folder for training.json, or training-PRESET.json")
+    parser.add_argument("--output", type=Path, help="folder for training.json, or training-PRESET.json and .md")
     flags = parser.parse_args(argv)
     return run_command(parser.prog, lambda: _run_preset(flags) if flags.preset else _run(flags))
 
@@ -237,19 +239,30 @@ def _run_preset(flags: argparse.Namespace) -> None:
         "rows": rows,
     }
     if flags.output:
-        write_text(flags.output / f"training-{flags.preset}.json", json.dumps(report, indent=1))
-    print(f"# A training step at the shape of {flags.preset}, random weights\n")
-    print(
-        f"{report['hardware']}, torch {torch.__version__}: {batch.rows} x {batch.length:,} tokens, "
-        f"{batch.n_predict} tied heads. A large bfloat16 product runs at "
-        f"{rows[0]['operations_per_second'] / 1e12:,.2f} TFLOP/s.\n"
-    )
-    print("| loss | seconds | TFLOP | time over bound | memory, GB |\n|---|---|---|---|---|")
+        name = f"training-{flags.preset}"
+        write_text(flags.output / f"{name}.md", _markdown(report))
+        write_text(flags.output / f"{name}.json", json.dumps(report, indent=1))
+    print(_markdown(report))
+
+
+def _markdown(report: dict) -> str:
+    rows = report["rows"]
+    lines = [
+        f"# A training step at the shape of {report['preset']}, random weights",
+        "",
+        f"{report['hardware']}, torch {report['torch']}: {report['rows_at_once']} x {report['length']:,} tokens, "
+        f"{report['n_predict']} tied heads. A large bfloat16 product runs at "
+        f"{rows[0]['operations_per_second'] / 1e12:,.2f} TFLOP/s.",
+        "",
+        "| loss | seconds | TFLOP | time over bound | memory, GB |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
-        print(
+        lines.append(
             f"| {row['loss']} | {row['seconds']:.3f} | {row['operations'] / 1e12:,.3f} "
             f"| {row['time_over_bound']:.2f} | {row['bytes'] / 1e9:.2f} |"
         )
+    return "\n".join([*lines, ""])
 
 
 def _run(flags: argparse.Namespace) -> None:

@@ -52,7 +52,7 @@ def claim(folder: Path, config: RunConfig, processes: int) -> None:
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "processes": processes,
         "python": sys.version.split()[0],
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "argv": sys.argv,
     }
     write_text(record, yaml.safe_dump(facts, sort_keys=False))
@@ -68,7 +68,8 @@ def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
     return None if before == now else f"{path} ({before}, not {now})"
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
+    """What this checkout is at; None where git can't say."""
     try:
         done = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True

@@ -4,7 +4,7 @@
 
 trains on the Python sources of this machine, or on local text given with --source, for so many minutes: a tokenizer
 first (or the one of --tokenizer), then the model, in float32 under bfloat16 autocast on a GPU. Only the train split is
-read. Leaves the model in bfloat16, its tokenizer and training_log.jsonl; all of it or nothing.
+read. Leaves the model in bfloat16, its tokenizer, training_log.jsonl and training.json; all of it or nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from data.prepare import token_rows
 from data.rendering import load_tokenizer
 from data.sources import PYTHON_SOURCES, documents
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
-from speculator.files import make_folder
+from speculator.files import make_folder, write_text
 from train.run import use_all_cores
 
 EOS = "<|endoftext|>"
@@ -209,14 +209,23 @@ def run(flags: argparse.Namespace) -> None:
         refuse((len(rows) < flags.batch_size, f"{len(rows)} rows are less than one batch of {flags.batch_size}"))
         model = new_llama(tokenizer, **{name: getattr(flags, name) for name in _SHAPE})
         print(f"{model.num_parameters():,} weights, {flags.minutes:g} minutes", flush=True)
-        _train(model, rows, validation, flags, scratch)
+        steps = _train(model, rows, validation, flags, scratch)
         save(model, scratch)
+        facts = {
+            "sources": sources,
+            "corpus_tokens": len(rows) * flags.seq_length,
+            "tokens_seen": steps * flags.batch_size * flags.seq_length,
+            "steps": steps,
+            "weights": model.num_parameters(),
+            **{name: getattr(flags, name) for name in ("minutes", "batch_size", "seq_length", "learning_rate")},
+        }
+        write_text(scratch / "training.json", json.dumps(facts, indent=1))
     scratch.rename(flags.output)
 
 
 def _train(
     model: LlamaForCausalLM, rows: Dataset, validation: Dataset, flags: argparse.Namespace, folder: Path
-) -> None:
+) -> int:  # steps
     on_gpu = torch.cuda.is_available()
     trainer = LanguageModelTrainer(
         model=model,
@@ -238,6 +247,7 @@ def _train(
     )
     trainer.train()
     trainer.evaluate()
+    return trainer.state.global_step
 
 
 if __name__ == "__main__":

@@ -23,23 +23,27 @@ from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
 from train.run import use_all_cores  # noqa: E402
 
-ROWS, LENGTH = 400, 256
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 64, 128, 8
+LENGTH = 256
+PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 128, 8
 
 
-def held_out_loss(target: Target) -> dict[str, float]:
+def held_out_loss(target: Target, count: int) -> dict[str, float]:
     """Mean loss per token over packed held-out rows, in nats, and the same in bits per byte of text."""
-    rows = list(pack(token_documents([PYTHON_SOURCES], "held-out", target.tokenizer), LENGTH, ROWS * LENGTH))
+    rows = list(pack(token_documents([PYTHON_SOURCES], "held-out", target.tokenizer), LENGTH, count * LENGTH))
     total = 0.0
     for start in range(0, len(rows), 8):
         ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]], device=target.device)
         logits = target.logits(target.hidden(ids))[:, :-1].float()
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
-    count = len(rows) * (LENGTH - 1)
+    tokens = len(rows) * (LENGTH - 1)
     text_bytes = sum(
         len(target.tokenizer.decode(row["input_ids"][1:], skip_special_tokens=True).encode()) for row in rows
     )
-    return {"tokens": count, "nats_per_token": total / count, "bits_per_byte": total / text_bytes / 0.6931471805599453}
+    return {
+        "tokens": tokens,
+        "nats_per_token": total / tokens,
+        "bits_per_byte": total / text_bytes / 0.6931471805599453,
+    }
 
 
 def repeated_share(texts: list[list[int]]) -> float:
@@ -60,21 +64,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, default=here, help="folder of the model")
     parser.add_argument("--output", type=Path, help="default: quality.json beside the model")
+    parser.add_argument("--rows", type=int, default=400, help=f"of {LENGTH} tokens, for the loss; default: 400")
+    parser.add_argument("--prompts", type=int, default=64, help="continued greedily; default: 64")
     args = parser.parse_args()
     use_all_cores()
     target = Target.load(str(args.target))
-    prompts = from_text([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, PROMPTS, split="held-out").prompts
+    prompts = from_text([PYTHON_SOURCES], target.tokenizer, PROMPT_TOKENS, args.prompts, split="held-out").prompts
     greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).tokens
     originals = []
     for row in documents([PYTHON_SOURCES], "held-out"):
         ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= NEW_TOKENS:
             originals.append(ids[:NEW_TOKENS])
+        if len(originals) == args.prompts:
+            break
     figures = {
         "parameters": target.model.num_parameters(),
-        "held_out": held_out_loss(target),
+        "held_out": held_out_loss(target, args.rows),
         f"greedy_{NGRAM}_grams_repeated": repeated_share(greedy),
-        f"real_text_{NGRAM}_grams_repeated": repeated_share(originals[:PROMPTS]),
+        f"real_text_{NGRAM}_grams_repeated": repeated_share(originals),
     }
     (args.output or args.target / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures, indent=1))

@@ -57,10 +57,9 @@ def test_presets_are_the_published_shapes(name, monkeypatch):
 
 
 def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
-    file = tmp_path / "step.json"
     command = ["--preset", "tiny", "--context", "16", "--blocks", "1", "--batch_size", "1", "--batch_size", "2"]
-    assert main([*command, "--output", str(file)]) == 0
-    report = json.loads(file.read_text())
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "step-tiny.json").read_text())
     assert [(row["batch_size"], row["draft_length"]) for row in report["rows"]] == [
         (rows, length) for rows in (1, 2) for length in (1, 2, 3)
     ]
@@ -71,6 +70,7 @@ def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
     last = report["rows"][-1]
     assert report["projection"]["speedup"]["2"] == projected(last, 2.0)
     out = capsys.readouterr().out
+    assert (tmp_path / "step-tiny.md").read_text().strip() == out.strip()
     assert "A projection, not a measurement" in out
     assert f"| 2 | 3 | {1e3 * last['decode_seconds']:.2f} | {last['decode_over_bound']:.2f} |" in out
 
@@ -90,11 +90,12 @@ def test_a_projection_by_hand():
         (["--blocks", "0"], "--blocks must be at least 1"),
         (["--tokens_per_step", "4.5"], "--tokens_per_step 4.5 is not in 1..4: the head drafts 3"),
         (["--tokens_per_step", "nan"], "--tokens_per_step nan is not in 1..4"),
-        (["--output", "nowhere/step.json"], "--output nowhere/step.json: no folder nowhere"),
+        (["--output", "a_file"], "can't make the folder a_file"),
     ],
 )
 def test_wrong_input_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
     assert main(["--preset", "tiny", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -1,0 +1,168 @@
+"""The reference run, rehearsed whole on tiny sizes; and what only the real one has, checked without running it."""
+
+import json
+import runpy
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+
+from eval import tuning
+from eval.__main__ import build_parser
+from train import config, language_model, reference
+from train.language_model import Deadline, new_llama
+from train.reference import FULL, main, phases
+
+TABLE = phases(reference.Path("runs/x"), FULL, 8, ["python-sources", "my texts"])
+COMMANDS = {phase.name: phase.command for phase in TABLE}
+
+
+def in_process(command: list[str]) -> int:
+    """As `reference.call`, without a new interpreter, whose imports take most of a rehearsal."""
+    before, path = sys.argv, list(sys.path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if command[0] == "-m":
+                sys.argv = command[1:]
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = command
+                runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    finally:
+        sys.argv, sys.path[:] = before, path
+    return 0
+
+
+def test_the_rehearsal_makes_every_report_and_a_second_call_makes_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(reference, "call", in_process)
+    folder = tmp_path / "rehearsal"
+    command = ["--rehearse", "--output", str(folder)]
+    assert main(command) == 0, capfd.readouterr().err[-2000:]
+    published = folder / "published"
+    reports = [json.loads((published / f"batch{size}" / "report.json").read_text()) for size in (1, 2)]
+    for size, report in zip((1, 2), reports, strict=True):
+        assert {row["batch_size"] for row in report["suites"]} == {size}
+        assert {(row["drafter"], row["temperature"]) for row in report["suites"]} == {
+            (drafter, t) for drafter in ("none", "head", "ngram") for t in (0.0, 1.0)
+        }
+        assert report["target"] == str(folder / "target")
+        assert json.loads((published / f"tuned-batch{size}.json").read_text())["batch_size"] == size
+    made = json.loads((published / "target" / "training.json").read_text())
+    assert made["tokens_seen"] == made["steps"] * 4 * 64 > 0
+    log = (published / "target" / "training_log.jsonl").read_text()
+    assert "eval_loss" in log
+    assert json.loads((published / "quality.json").read_text())["held_out"]["nats_per_token"] > 0
+    for name in ("peers.md", "peers.json", "step-tiny.md", "training-tiny.json", "batch1/speed.png"):
+        assert (published / name).stat().st_size > 0
+    record = json.loads((published / "run.json").read_text())
+    capfd.readouterr()
+    assert main([*command, "--list"]) == 0
+    listed = capfd.readouterr().out.splitlines()
+    assert listed == [f"{name}: done" for name in record]
+    assert len(list((tmp_path / "cache").glob("*.lock"))) == 2, "the rows were prepared once for all"
+
+    monkeypatch.setattr(reference, "call", lambda command: pytest.fail(f"done again: {command}"))
+    assert main(command) == 0
+    assert capfd.readouterr().out.count(": done, ") == len(record) == len(listed)
+
+
+def test_the_real_run_asks_every_command_for_what_it_has():
+    for name in ("tokenizer", "target", "draft_model"):
+        flags = language_model.build_parser().parse_args(COMMANDS[name][2:])
+        assert flags.source == ["python-sources", "my texts"]
+    for size in (1, 8, 32):
+        flags = build_parser().parse_args(COMMANDS[f"batch{size}"][2:])
+        assert flags.batch_size == [size]
+        assert flags.temperature is None, "both"
+        assert flags.max_prompts >= 4 * size, "an interval needs several batches"
+        assert tuning.build_parser().parse_args(COMMANDS[f"tuned-batch{size}"][3:]).batch_size == size
+    made = config.parse(COMMANDS["speculator"][1:])
+    assert made.data.sources == ["python-sources", "my texts"]
+    assert made.speculator.n_predict == 5
+    text = language_model.build_parser().parse_args(COMMANDS["tokenizer"][2:])
+    assert (made.data.seq_length, made.data.max_package_bytes) == (text.seq_length, text.max_package_bytes)
+
+
+def test_the_real_target_has_100_to_300_million_weights():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(16_384 - len(tokenizer))])
+    flags = language_model.build_parser().parse_args(COMMANDS["target"][2:])
+    with torch.device("meta"):
+        model = new_llama(tokenizer, **{name: getattr(flags, name) for name in language_model._SHAPE})
+    assert model.num_parameters() == pytest.approx(164e6, rel=0.01)
+
+
+def test_a_phase_that_fails_ends_the_run_in_a_line(tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(reference, "call", lambda command: ran.append(command) or 3)
+    assert main(["--rehearse", "--output", str(tmp_path), "quality", "batch1"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"reference: phase quality ended with exit code 3 and without {tmp_path / 'quality.json'}\n"
+    assert len(ran) == 1
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["tokenizers"], "no phase 'tokenizers': there are tokenizer, target, "),
+        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--minutes", "nan"], "--minutes must be above 0"),
+        (["--source", "nowhere"], "--source nowhere: not here"),
+        (["--output", "a_file"], "can't make the folder a_file"),
+    ],
+)
+def test_wrong_input_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
+    monkeypatch.setattr(reference, "call", lambda command: pytest.fail("ran"))
+    assert main(["--rehearse", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--learning_rate", "nan"], "--learning_rate must be above 0"),
+        (["--seq_length", "2000"], "--seq_length 2000 is above --context 1024"),
+        (["--hidden_size", "100"], "--hidden_size must be a multiple of twice the 12 attention heads"),
+        (["--num_key_value_heads", "5"], "--num_attention_heads 12 is not a multiple of --num_key_value_heads 5"),
+        (["--vocab_size", "100"], "--vocab_size must be at least 512"),
+        (["--output", "."], "--output . is there already"),
+        (["--source", "nowhere.txt"], "no such source: nowhere.txt"),
+        (["--tokenizer", "./nowhere"], "can't load the tokenizer of './nowhere'"),
+        (["--source", "short.txt"], "short.txt"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_refused_in_a_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("x = 1\n")
+    assert language_model.main(["--output", "model", "--source", "short.txt", *flags]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Generating train split" not in line]
+    assert len(list(filter(None, lines))) == 1
+    assert lines[-1].startswith("python -m train.language_model: ")
+    assert message in lines[-1]
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_deadline_lets_the_rate_rise_stay_and_fall(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(language_model.time, "perf_counter", lambda: clock[0])
+    deadline = Deadline(60.0)
+    assert deadline.rate(0) == 0.01, "before the training begins"
+    deadline.on_train_begin()
+    rates = []
+    for seconds in (0, 15, 30, 45, 59, 61):
+        clock[0] = 100.0 + seconds
+        rates.append(round(deadline.rate(5000), 3))
+    assert rates == [1.0, 1.0, 1.0, 0.5, 0.033, 0.0]
+    assert deadline.left <= 0
