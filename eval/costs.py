@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from eval.speed import synchronize
-from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.generate import Verified, verify
+from speculator.decoding.draft import Draft
+from speculator.decoding.generate import first_token
 from speculator.decoding.rules import RULES
-from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
+from speculator.decoding.sampling import RowSampling, Sampling
 from speculator.decoding.session import Session
+from speculator.decoding.step import Step, Verified
 from speculator.drafters import Drafter
 from speculator.target import Target
 
@@ -83,51 +83,30 @@ def walk(
     Before every `BLOCK` steps as many plain ones are taken, and taken back: they leave nothing but their seconds. The
     first of either kind warms up. The context's end is no end: positions stop there, time does not care.
     """
-    rows, depth, nodes = len(prompts), drafter.draft_length, drafter.nodes
-    texts = [list(prompt) for prompt in prompts]
-    session = Session(target)
-    laws = RowSampling([Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(rows)], target.device)
-    hidden, counts = session.prefill(texts, room=count * (depth + 1) + BLOCK + nodes + 2)
-    cache, rule = session.cache, RULES[drafter.rules[0]]
-    drafter.start(texts, hidden, counts)
-    logits = target.logits(take_at(hidden, counts - 1))
-    first = uniforms(laws.seeds, torch.zeros_like(counts), 1)[:, 0]
-    pending = logits.argmax(-1) if laws.greedy else draw(laws.law(logits), first)
-    _extend(texts, pending[:, None].tolist())
-    nothing = Draft.none(pending)
-    plain, sums = 0.0, [0.0, 0.0]
-
-    def step(pending: Tensor, draft: Draft, u: Tensor) -> Verified:
-        result = verify(target, cache, pending, draft, laws, rule, u)
-        cache.commit(result.kept + 1, cache.longest + draft.depth + 1)
-        told = [result.tokens[:, 1:], result.kept[:, None], result.following[:, None]]
-        packed = torch.cat(told, 1).tolist()
-        _extend(texts, [[*path[:accepted], token] for *path, accepted, token in packed])
-        cache.longest = max(map(len, texts)) - 1
-        return result
-
-    def plain_steps() -> float:
-        """Seconds of a block, without its first step."""
-        lengths, longest, newest, seconds = cache.lengths.clone(), cache.longest, pending, 0.0
-        for place in range(BLOCK):
-            u = uniforms(laws.seeds, cache.lengths, 1)
-            took, result = _clock(step, newest, nothing, u)
-            newest, seconds = result.following, seconds + took * (place > 0)
-        cache.lengths.copy_(lengths)
-        cache.longest = longest
-        for text in texts:
-            del text[-BLOCK:]
-        return seconds
-
+    depth, texts = drafter.draft_length, [list(prompt) for prompt in prompts]
+    session, rule = Session(target), RULES[drafter.rules[0]]
+    seeds = range(sampling.seed, sampling.seed + len(prompts))
+    laws = RowSampling([Sampling(sampling.temperature, seed=seed) for seed in seeds], target.device)
+    room = count * (depth + 1) + drafter.nodes + 2
+    hidden, counts = session.prefill(texts, room)
+    drafter.start(texts, hidden, counts, room)
+    step, alone = Step(target, session, drafter, rule, laws), Step(target, session, None, rule, laws)
+    step.pending.copy_(first_token(target, hidden, counts, laws))
+    alone.pending = step.pending
+    _extend(texts, step.pending[:, None].tolist())
+    propose, verify, commit = step.part(step.propose), step.part(step.verify), step.part(step.commit)
+    plainly = alone.part(lambda: alone.verify(*alone.propose(texts)))
+    sums = [0.0, 0.0, 0.0]
     for number in range(count):
         place = number % BLOCK
         if place == 0:
-            plain, sums = plain_steps(), [0.0, 0.0]
-        u = uniforms(laws.seeds, cache.lengths, 2 * nodes + 1)
-        drafting, draft = _clock(drafter.propose, pending, laws, u[:, :nodes], texts)
-        verifying, result = _clock(step, pending, draft, u[:, nodes:])
-        learning, _ = _clock(drafter.commit, result.tokens, result.hidden, result.kept + 1)
-        pending = result.following
+            plain = [_clock(_told, plainly)[0] for _ in range(BLOCK)]
+            sums = [sum(plain[1:]), 0.0, 0.0]
+        drafting, (draft, u) = _clock(propose, texts)
+        verifying, (result, packed) = _clock(_told, verify, draft, u)
+        learning, _ = _clock(commit, result)
+        _extend(texts, [[*path[:accepted], token] for *path, _, accepted, token in packed])
+        session.cache.reach(max(map(len, texts)) - 1)
         if place:
             sums = [sums[0] + drafting + learning, sums[1] + verifying]
         if place == BLOCK - 1:
@@ -142,6 +121,12 @@ def measure(
     """Add the seconds of `blocks` blocks of steps behind `prompts`."""
     for _ in walk(target, drafter, prompts, sampling, blocks * BLOCK, costs):
         pass
+
+
+def _told(work: Callable[..., Verified], *given: Any) -> tuple[Verified, list[list[int]]]:
+    """A verify pass and the loop's copy to the host."""
+    result = work(*given)
+    return result, result.told.tolist()
 
 
 def _clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:

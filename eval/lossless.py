@@ -62,7 +62,7 @@ class Check:
 class Recorder:
     """A drafter that notes the logits behind each new token of a single row; None within decodes plainly."""
 
-    name = "recorder"
+    name, capturable, buffers = "recorder", False, ()
 
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
@@ -70,10 +70,10 @@ class Recorder:
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
 
-    def start(self, texts, hidden, counts):
+    def start(self, texts, hidden, counts, room):
         self.parts = [self.target.logits(hidden)[0, counts[0] - 1 :]]
         if self.drafter:
-            self.drafter.start(texts, hidden, counts)
+            self.drafter.start(texts, hidden, counts, room)
 
     def propose(self, pending, sampling, u, texts):
         return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)

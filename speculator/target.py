@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from speculator.decoding.cache import ATTENTION, RowCache, packed
 from speculator.decoding.draft import Draft
+from speculator.decoding.graphs import Asked
 from speculator.errors import UserError
 
 _PROBE_LENGTH = 16
@@ -56,6 +57,10 @@ class Target:
 
     The model is changed: frozen, in eval mode, and attending through `speculator.decoding.cache.attention`, which
     knows no padding; batches go through this class.
+
+    Attributes:
+        capturable: whether its forward pass asks the device nothing, seen in a probe at load. If so, it may be captured
+            as a CUDA graph (mixtures of experts that route through the host, for one, may not).
 
     Raises:
         UserError: the model's layers are not attention, or its logits through this class are not its own.
@@ -125,13 +130,16 @@ class Target:
             self.model.set_attn_implementation(ATTENTION)
             cache = self.cache(2, _PROBE_LENGTH)
             hidden = self.extend(cache, texts[:, :first])
-            cache.commit(lengths, first)
+            cache.commit(lengths)
             prefill = self.logits(hidden).float()
             output = self.model.get_output_embeddings()
             if output is not None and torch.equal(output(hidden), self.logits(hidden)):
                 self._output = output
+            cache.reach(first)
             following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
-            verify = self.logits(self.extend(cache, following)).float()
+            with Asked() as asked:
+                verify = self.logits(self.extend(cache, following)).float()
+            self.capturable = not asked.names
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
         expected = torch.stack([row[n : n + width] for row, n in zip(own, (first, second), strict=True)])

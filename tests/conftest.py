@@ -118,11 +118,12 @@ class Oracle:
     """Drafts what it was told the text will be: every token right, or every token wrong."""
 
     name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
+    capturable, buffers = False, ()
 
     def __init__(self, continuations: list[list[int]], wrong: bool = False):
         self.continuations, self.wrong = continuations, wrong
 
-    def start(self, texts, hidden, counts):
+    def start(self, texts, hidden, counts, room):
         self.prompts = [len(text) for text in texts]
 
     def propose(self, pending, sampling, u, texts):

@@ -23,6 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from speculator.decoding.draft import Draft
 
 ATTENTION = "speculator"
+BUCKETS = {"cuda": 256}
+"""By kind of device: `RowCache.bucket`. Elsewhere 1, since dead slots cost time where nothing is captured."""
 _writing: ContextVar[RowCache | None] = ContextVar("_writing", default=None)
 _documents: ContextVar[Tensor | None] = ContextVar("_documents", default=None)
 
@@ -68,7 +70,7 @@ class _RowLayer(CacheLayerMixin):
         assert self.values is not None
         cache, extent = self.cache, self.cache.extent
         keys, values = self.keys[:, :, :extent], self.values[:, :, :extent]
-        if cache.lengths.shape[0] == 1:  # a lone row ends where the host knows: a plain copy
+        if cache.exact and cache.lengths.shape[0] == 1:  # a lone row ends where the host knows: a plain copy
             keys[:, :, -cache.width :] = key_states
             values[:, :, -cache.width :] = value_states
         else:  # into the whole buffer: a finished row may be longer than those that go on
@@ -102,15 +104,41 @@ class RowCache(Cache):
         rows: B.
         capacity: slots per row: the longest row at its end, plus one verify pass.
         device: where the lengths live; the buffers follow the model's own keys and values.
+
+    Attributes:
+        lengths: [B] of the rows, updated in place.
+        longest: at least the most of `lengths` over the rows in use, known to the host without asking the device. It
+            decides how many slots are read.
+        bucket: `reach` rounds `longest` up to a multiple of it. So shapes change once in so many tokens.
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device):
-        self.capacity = capacity
+        self.bucket = BUCKETS.get(device.type, 1)
+        self.capacity = self._room(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.longest = 0  # max of `lengths` over the rows in use, known to the host without asking the device
+        self.longest = 0
         self.extent = self.width = 0
         self.rows = torch.arange(rows, device=device)[:, None]
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
+
+    @property
+    def exact(self) -> bool:
+        """With a single row `longest` is its length; no slot that is read is dead."""
+        return self.bucket == 1
+
+    @property
+    def buffers(self) -> list[Tensor | None]:
+        """What lasts from one write to the next: updated in place until the cache grows."""
+        layers = [layer for layer in self.layers if isinstance(layer, _RowLayer)]
+        return [self.lengths, *(buffer for layer in layers for buffer in (layer.keys, layer.values))]
+
+    def reach(self, length: int) -> None:
+        """Let the host know how long the rows in use are at most; with a single row this must be exact."""
+        self.longest = _up(length, self.bucket)
+
+    def _room(self, capacity: int) -> int:
+        """Slots for rows of `capacity`, however `longest` and `extent` are rounded."""
+        return _up(capacity + self.bucket - 1, self.bucket)
 
     @contextmanager
     def writing(self, width: int, tree: Draft | None = None, base: int = 0) -> Iterator[Tensor]:
@@ -124,7 +152,9 @@ class RowCache(Cache):
         """
         if self.longest + base + width > self.capacity:
             raise ValueError(f"{self.longest} + {base + width} tokens do not fit a cache of {self.capacity}")
-        self.width, self.extent, self.tree = width, self.longest + base + width, tree
+        # Fused attention wants masks of aligned width.
+        self.extent = self.longest + _up(base + width, min(self.bucket, 16))
+        self.width, self.tree = width, tree
         self.block = self.lengths[:, None] + torch.arange(base + width, device=self.lengths.device)
         self.slots = self.positions = self.block[:, base:]
         if tree is not None:
@@ -136,13 +166,9 @@ class RowCache(Cache):
         finally:
             _writing.reset(token)
 
-    def commit(self, counts: Tensor, longest: int) -> None:  # [B]
-        """Keep the first `counts` tokens of the last write in each row; `longest` is at least the new maximum.
-
-        The host sets `longest` right once it knows the counts; with a single row it must be exact by the next write.
-        """
+    def commit(self, counts: Tensor) -> None:  # [B]
+        """Keep the first `counts` tokens of the last write in each row. The host owes `reach` before the next write."""
         self.lengths += counts
-        self.longest = longest
 
     def gather(self, path: Tensor) -> None:  # [B, n]
         """Put what the last write left at `path` to its front, in that order: the tokens of a tree that are kept."""
@@ -155,8 +181,8 @@ class RowCache(Cache):
 
     def grow(self, capacity: int) -> None:
         """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare."""
-        if capacity > self.capacity:
-            self.capacity = max(capacity, self.capacity + self.capacity // 2)
+        if self._room(capacity) > self.capacity:
+            self.capacity = self._room(max(capacity, self.capacity + self.capacity // 2))
             for layer in self.layers:
                 assert isinstance(layer, _RowLayer)
                 layer.grow(self.capacity)
@@ -166,7 +192,7 @@ class RowCache(Cache):
 
         None where every token sees every slot. `groups` query heads share a key head and are laid end to end.
         """
-        if self.rows.shape[0] == 1 and self.width == 1 and (window is None or self.extent <= window):
+        if self.exact and self.rows.shape[0] == 1 and self.width == 1 and (window is None or self.extent <= window):
             return None
         if (groups, window) not in self._masks:
             slot = torch.arange(self.extent, device=self.lengths.device)
@@ -185,6 +211,10 @@ class RowCache(Cache):
                 seen &= position > self.positions[:, :, None] - window
             self._masks[groups, window] = seen.repeat(1, groups, 1)[:, None]
         return self._masks[groups, window]
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def attention(

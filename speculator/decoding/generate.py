@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from speculator.decoding import rules
-from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import Draft, take_at
+from speculator.decoding.draft import take_at
 from speculator.decoding.rules import RULES, Rule
 from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.decoding.session import Session
+from speculator.decoding.step import prepare
 from speculator.drafters.base import Drafter
 from speculator.errors import UserError
 from speculator.target import Target
@@ -158,41 +157,27 @@ def generate(
     stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
     rows = _Rows([list(prompt) for prompt in prompts], limits, eos, stop)
     laws = RowSampling(settings, target.device)
-    nodes = drafter.nodes if drafter else 0
-    slots = 2 * nodes + 1
-    unused = torch.zeros(len(prompts), slots, device=target.device)
     session = session or Session(target)
 
     started = time.perf_counter()
     # A finished row may end past its limit by a draft, and goes on writing there.
-    hidden, counts = session.prefill(rows.texts, room=max(limits) + 2 * (nodes + 1))
-    cache = session.cache
+    room = max(limits) + 2 * ((drafter.nodes if drafter else 0) + 1)
+    hidden, counts = session.prefill(rows.texts, room)
     if drafter:
-        drafter.start(rows.texts, hidden, counts)
-    pending = _first(target, hidden, counts, laws)
-    for row, first in enumerate(pending.tolist()):
+        drafter.start(rows.texts, hidden, counts, room)
+    step = prepare(target, session, drafter, accept, laws)
+    step.pending.copy_(first_token(target, hidden, counts, laws))
+    for row, first in enumerate(step.pending.tolist()):
         taken = rows.take(row, [first])
         if on_step:
             on_step(row, taken, 0)
     decoding = time.perf_counter()
-    done = -1
+    done = 0
     while not all(rows.finished):
         if sum(rows.finished) != done:
             done = sum(rows.finished)
-            alive = torch.tensor([not finished for finished in rows.finished], device=target.device)
-        # Slots 0..n-1 draw the draft, n..2n-1 test it, 2n draws the token after it.
-        u = unused if laws.greedy else uniforms(laws.seeds, cache.lengths, slots)
-        draft = drafter.propose(pending, laws, u[:, :nodes], rows.texts) if drafter else Draft.none(pending)
-        step = verify(target, cache, pending, draft, laws, accept, u[:, nodes:])
-        counts = (step.kept + 1) * alive
-        cache.commit(counts, cache.longest + draft.depth + 1)
-        if drafter:
-            drafter.commit(step.tokens, step.hidden, counts)
-        pending = step.following
-        # The step's one copy to the host: the path, how much was drafted and kept, and the token after it.
-        packed = torch.cat(
-            [step.tokens[:, 1:], step.drafted[:, None], step.kept[:, None], pending[:, None]], 1
-        ).tolist()
+            step.alive.copy_(torch.tensor([not finished for finished in rows.finished]))
+        packed = step(rows.texts).tolist()  # the step's one copy to the host
         for row, (*path, drafted, accepted, token) in enumerate(packed):
             if not rows.finished[row]:
                 taken = rows.take(row, [*path[:accepted], token])
@@ -200,8 +185,8 @@ def generate(
                 if on_step:
                     on_step(row, taken, min(accepted, len(taken)))
         # All but the newest token of a row are in the cache.
-        cache.longest = max(
-            (len(t) - 1 for t, end in zip(rows.texts, rows.finished, strict=True) if not end), default=0
+        session.cache.reach(
+            max((len(t) - 1 for t, end in zip(rows.texts, rows.finished, strict=True) if not end), default=0)
         )
     ended = time.perf_counter()
     session.texts = [text[:-1] for text in rows.texts]
@@ -242,48 +227,9 @@ def check_prompts(target: Target, lengths: list[int]) -> None:
         raise UserError(f"prompt {number} of {longest} tokens leaves no room in the context of {limit}")
 
 
-def _first(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]
+def first_token(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]
     """Each row's first new token, from the prompt's last hidden state."""
     logits = target.logits(take_at(hidden, counts - 1))
     if sampling.greedy:
         return logits.argmax(-1)
     return draw(sampling.law(logits), uniforms(sampling.seeds, torch.zeros_like(counts), 1)[:, 0])
-
-
-@dataclass
-class Verified:
-    """A verify pass: what went through the target on the path that was kept, and what the accept rule made of it."""
-
-    tokens: Tensor  # [B, depth + 1] the pending token and the path
-    hidden: Tensor  # [B, depth + 1, D]
-    drafted: Tensor  # [B] the depth of the draft
-    kept: Tensor  # [B] draft tokens accepted
-    following: Tensor  # [B] the token after them
-
-
-def verify(
-    target: Target,
-    cache: RowCache,
-    pending: Tensor,  # [B] the newest token of each row
-    draft: Draft,
-    sampling: RowSampling,
-    accept: Rule,
-    u: Tensor,  # [B, ...] the first columns test the draft, the last draws the token after it
-) -> Verified:
-    """One forward pass over the pending token and its draft. The kept path lies first in the cache, uncommitted."""
-    tokens = torch.cat([pending[:, None], draft.tokens], dim=1)
-    hidden = target.extend(cache, tokens, None if draft.parents is None else draft)
-    logits = target.logits(hidden)
-    if sampling.greedy:
-        last, following = rules.greedy(logits.argmax(-1), draft)
-    else:
-        last, law = accept(sampling.law(logits), draft, u[:, : draft.tokens.shape[1]])
-        following = draw(law, u[:, -1])
-    if draft.parents is None:
-        return Verified(tokens, hidden, draft.lengths, last, following)
-    path = draft.path(last)
-    cache.gather(path)
-    drafted = (draft.depths[:, 1:] * draft.drafted).amax(-1)
-    kept = draft.depths.gather(1, last[:, None])[:, 0]
-    hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
-    return Verified(tokens.gather(1, path), hidden, drafted, kept, following)

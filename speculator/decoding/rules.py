@@ -42,7 +42,9 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
 
 def _draft_laws(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
     """q at every position: one-hot for a deterministic draft, 0 where nothing was drafted."""
-    q = torch.nn.functional.one_hot(draft.tokens, p.shape[-1]) if draft.probs is None else draft.probs
+    q = draft.probs
+    if q is None:
+        q = p.new_zeros(*draft.tokens.shape, p.shape[-1]).scatter_(-1, draft.tokens[:, :, None], 1)
     return torch.nn.functional.pad(q.to(p.dtype) * draft.drafted[:, :, None], (0, 0, 0, 1))
 
 

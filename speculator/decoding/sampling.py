@@ -66,6 +66,9 @@ class RowSampling:
         """Every row is at temperature 0: no law is needed, the likeliest token decides."""
         self._cold = any(row.greedy for row in rows)
         self._most = max(row.top_k for row in rows)
+        self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
+        self.kind = (self.greedy, self._cold, self._most, self._top_p, self._min_p)
+        """What the host decides by: settings of one kind differ in their tensors alone."""
 
         def column(values: Iterable[float]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None, None]
@@ -76,6 +79,12 @@ class RowSampling:
         self.top_p = column(row.top_p for row in rows)
         self.min_p = column(row.min_p for row in rows)
         self.cold = column(row.greedy for row in rows).bool()
+
+    def copy_(self, other: RowSampling) -> None:
+        """Take over settings of the same kind, in place."""
+        self.rows = other.rows
+        for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "cold"):
+            getattr(self, name).copy_(getattr(other, name))
 
     def law(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
         """The law that each row's tokens are drawn from: temperature, then top-k, top-p and min-p, as transformers."""
@@ -89,16 +98,16 @@ class RowSampling:
             rank = self.top_k.clamp(max=ordered.shape[-1]) - 1
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
             logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
-        if any(row.top_p < 1 for row in self.rows):
+        if self._top_p:
             ordered, index = logits.softmax(-1).sort(descending=True)
             outside = ((ordered.cumsum(-1) - ordered) >= self.top_p) & (self.top_p < 1)
             logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, index, outside), -torch.inf)
         law = logits.softmax(-1)
-        if any(row.min_p > 0 for row in self.rows):
+        if self._min_p:
             law = law.masked_fill(law < self.min_p * law.amax(-1, keepdim=True), 0)
             law = law / law.sum(-1, keepdim=True)
         if self._cold:
-            best = torch.nn.functional.one_hot(given.argmax(-1), size).to(law.dtype)
+            best = torch.zeros_like(law).scatter_(-1, given.argmax(-1, keepdim=True), 1)
             law = torch.where(self.cold, best, law)
         return law
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import take_at
 from speculator.target import Target
+
+if TYPE_CHECKING:
+    from speculator.decoding.step import Step
 
 
 class Session:
@@ -22,6 +25,7 @@ class Session:
 
     Attributes:
         processed: tokens that went through prefills so far.
+        steps: captured steps over this cache, see `speculator.decoding.step.prepare`.
     """
 
     cache: RowCache
@@ -30,6 +34,11 @@ class Session:
         self.target = target
         self.texts: list[list[int]] = []
         self.processed = 0
+        self.steps: dict[Hashable, Step] = {}
+
+    def forget(self) -> None:
+        """Begin the next texts anew, in the cache and with the captured steps that are there."""
+        self.texts = [[] for _ in self.texts]
 
     def prefill(self, texts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Tensor]:  # [B, S, D], [B]
         """Process what is new in each text; gives its hidden states and how many of them, from the left, there are.
@@ -50,34 +59,17 @@ class Session:
             self.cache.grow(capacity)
         else:
             self.cache = self.target.cache(len(texts), capacity)
+            self.steps.clear()
         counts = torch.tensor([len(row) for row in new], device=device)
-        self.cache.lengths = torch.tensor(known, device=device)
-        self.cache.longest = max(known)
+        self.cache.lengths.copy_(torch.tensor(known))
+        self.cache.reach(max(known))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], dtype=torch.long, device=device)
         hidden = self.target.extend(self.cache, tokens) if width else tokens.new_empty(len(texts), 0, 0)
-        self.cache.commit(counts, max(map(len, texts)))
+        self.cache.commit(counts)
+        self.cache.reach(max(map(len, texts)))
         self.texts = [list(text) for text in texts]
         self.processed += sum(map(len, new))
         return hidden, counts
-
-    def catch_up(self, texts: Sequence[Sequence[int]], again: int) -> Tensor:  # [B, D]
-        """Process the last token of each text, and the `again` tokens before it once more, whatever is in their slots.
-
-        Gives the last token's hidden state. The last token stays uncommitted: a draft's verify position 0.
-        """
-        device = self.target.device
-        ends = [len(text) - 1 for text in texts]
-        starts = [max(0, end - again) for end in ends]
-        self.cache.grow(max(max(ends), max(starts) + again) + 1)
-        window = [list(text[start : start + again + 1]) for text, start in zip(texts, starts, strict=True)]
-        tokens = torch.tensor([row + [0] * (again + 1 - len(row)) for row in window], device=device)
-        self.cache.lengths = torch.tensor(starts, device=device)
-        self.cache.longest = max(starts)
-        hidden = self.target.extend(self.cache, tokens)
-        self.cache.lengths = torch.tensor(ends, device=device)
-        self.cache.longest = max(ends)
-        self.texts = [list(text[:-1]) for text in texts]
-        return take_at(hidden, self.cache.lengths - torch.tensor(starts, device=device))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

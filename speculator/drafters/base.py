@@ -29,11 +29,21 @@ class Drafter(Protocol):
     rules: tuple[str, ...]
     """The accept rules that fit its drafts; the first is the default."""
 
+    capturable: bool
+    """Whether drafting needs nothing of the host: neither the texts nor an answer from the device. `propose` and
+    `commit` may then be replayed from a CUDA graph without being called."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor | None]:
+        """If `capturable`: the tensors that last from one step to the next, updated in place."""
+        ...
+
     def start(
         self,
         texts: Texts,  # the prompts
         hidden: Tensor,  # [B, S, D] the target's hidden states at the prompts' ends
         counts: Tensor,  # [B] how many of them, from the left, are the row's own
+        room: int,  # the most tokens that a text grows by, drafts included
     ) -> None:
         """Begin a generation."""
         ...

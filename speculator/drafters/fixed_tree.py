@@ -26,6 +26,8 @@ class FixedTree:
         UserError: no node, or one whose parent or elder sibling is missing.
     """
 
+    capturable = True
+
     def __init__(self, paths: Iterable[Sequence[int]]):
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         known = {(), *nodes}
@@ -39,26 +41,34 @@ class FixedTree:
         self.depth, self.nodes = len(nodes[-1]), len(nodes)
         self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
         self._width = 1 + max(path[-1] for path in nodes)
-        self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
-        # Of each level: its nodes' parents among the expanded tokens before it, their ranks, and who is expanded.
-        self._levels: list[tuple[list[int], list[int], list[int]]] = []
+        # The nodes' parents, then of each level: its nodes' parents among the expanded tokens before it, their ranks,
+        # who is expanded, and the parents of these.
+        self._indices = [[nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]]
+        self._most: list[int] = []
+        self._placed: dict[torch.device, list[Tensor]] = {}
         expanded: list[tuple[int, ...]] = [()]
         for depth in range(1, self.depth + 1):
             level = [path for path in nodes if len(path) == depth]
             parents = [expanded.index(path[:-1]) for path in level]
             has_children = [i for i, path in enumerate(level) if (*path, 0) in known]
-            self._levels.append((parents, [path[-1] for path in level], has_children))
+            ranks = [path[-1] for path in level]
+            self._indices += [parents, ranks, has_children, [parents[i] for i in has_children]]
+            self._most.append(1 + max(ranks))
             expanded = [level[i] for i in has_children]
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         rows, device = len(pending), pending.device
+        if device not in self._placed:
+            self._placed[device] = [torch.tensor(index, dtype=torch.long, device=device) for index in self._indices]
+        all_parents, *levels = self._placed[device]
         logits = source.first(pending, texts)  # [B, f, V] of the expanded tokens
         fed = Draft.none(pending)  # the expanded tokens: a tree of their own
         all_tokens: list[Tensor] = []
         all_laws: list[Tensor] = []
         drafted = 0
-        for depth, (parents, ranks, has_children) in enumerate(self._levels, start=1):
-            width, most = logits.shape[1], 1 + max(ranks)
+        for depth, most in enumerate(self._most, start=1):
+            parents, ranks, has_children, place = levels[4 * depth - 4 : 4 * depth]
+            width = logits.shape[1]
             if sampling.greedy:
                 offered = logits.topk(most).indices  # [B, f, most]
             else:
@@ -70,17 +80,16 @@ class FixedTree:
             tokens = offered[:, parents, ranks]
             all_tokens.append(tokens)
             drafted += len(ranks)
-            if not has_children:
+            if depth == self.depth:
                 break
-            newest = tokens[:, has_children]
-            place = torch.tensor([parents[i] for i in has_children], device=device).expand(rows, -1)
+            newest, place = tokens[:, has_children], place.expand(rows, -1)
             fed = grown(fed, newest, place, width)
             logits = source.next(depth, newest, place, fed)
         return Draft(
             torch.cat(all_tokens, 1),
             torch.full_like(pending, self.nodes),
             torch.cat(all_laws, 1) if all_laws else None,
-            torch.tensor(self._parents, device=device).expand(rows, -1),
+            all_parents.expand(rows, -1),
             depth=self.depth,
             width=self._width,
         )

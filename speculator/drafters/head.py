@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from speculator.decoding.draft import Draft, take_at
+from speculator.decoding.draft import Draft, put, take_at
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import Texts
 from speculator.drafters.shapes import Chain, Shape
@@ -30,24 +30,32 @@ class HeadDrafter:
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
         self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
+        self.capturable = shape.capturable
         if self.draft_length > head.n_predict:
             raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
         # Children beyond them are all impossible alike, and a tree tells a parent from its child by their chances.
         branches = getattr(shape, "branches", (1,))
         if max(branches) > head.config.output_size:
             raise UserError(f"branches {branches}: the head drafts from {head.config.output_size} tokens only")
+        self._hidden: Tensor | None = None
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
-        self._hidden = take_at(hidden, counts - 1)
+    @property
+    def buffers(self) -> list[Tensor | None]:
+        return [self._hidden]
+
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, room: int) -> None:
+        self._hidden = put(take_at(hidden, counts - 1), self._hidden)
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         # A row that keeps nothing is finished: any state will do.
-        self._hidden = take_at(hidden, counts.clamp_min(1) - 1)
+        assert self._hidden is not None
+        self._hidden.copy_(take_at(hidden, counts.clamp_min(1) - 1))
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
+        assert self._hidden is not None
         state = self.head.start(self._hidden.to(self.head.dtype))[:, None]
         self._states, logits = self.head.step(0, state, pending[:, None])
         return logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculator.decoding.draft import Draft
+from speculator.decoding.draft import Draft, put, take_at
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.session import Session
 from speculator.drafters.base import Texts
@@ -33,36 +33,62 @@ class ModelDrafter:
         self.model = model
         self.shape = shape = Chain(shape) if isinstance(shape, int) else shape
         self.draft_length, self.nodes, self.rules = shape.depth, shape.nodes, shape.rules
+        self.capturable = shape.capturable and model.capturable
+        # A chain leaves in the cache all that it drafted but its last token; a tree's kept path may lie elsewhere. So
+        # many tokens behind the pending one are processed again.
+        self._again = 1 if isinstance(shape, Chain) else shape.depth
+        self._recent: Tensor | None = None  # [B, again] the tokens before the pending one
+        self._fed = 0  # the most tokens that one draft put behind the text
         self._vocab_size = target.vocab_size
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
         self._session = Session(model)
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
+    @property
+    def buffers(self) -> list[Tensor | None]:
+        return [self._recent, *self._session.cache.buffers]
+
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, room: int) -> None:
         # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
-        self._session.prefill([text[:-1] for text in self._known(texts)])
-        self._lengths, self._processed = [len(text) for text in texts], 0
+        self._session.prefill([text[:-1] for text in self._known(texts)], 1 + room + self._fed)
+        self._end = max(map(len, texts)) + room
+        self._session.cache.lengths.copy_(torch.tensor([len(text) for text in texts]))
+        recent = [[0] * (self._again - len(text)) + list(text[-self._again :]) for text in texts]
+        self._recent = put(torch.tensor(recent, device=counts.device), self._recent)
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        """Nothing to learn: the next draft reads the text again from where the last one began."""
+        assert self._recent is not None
+        place = counts[:, None] + torch.arange(self._again, device=counts.device)
+        self._recent.copy_(torch.cat([self._recent, tokens], 1).gather(1, place))
+        self._session.cache.commit(counts)
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
-        # A chain leaves what it processed in the cache, one token less than it drafted; a tree's may lie elsewhere.
-        grown = max(len(text) - old for text, old in zip(texts, self._lengths, strict=True))
-        again = max(0, grown - self._processed) if isinstance(self.shape, Chain) else self.draft_length
-        self._lengths, self._processed = [len(text) for text in texts], 1
-        return self._logits(self._session.catch_up(self._known(texts), again)[:, None])
+        assert self._recent is not None
+        cache, again, end = self._session.cache, self._again, max(map(len, texts)) - 1
+        back = cache.lengths.clamp(max=again)  # a text may be shorter
+        place = (torch.arange(again + 1, device=pending.device) + again - back[:, None]).clamp(max=again)
+        tokens = torch.cat([self._recent, pending[:, None]], 1).gather(1, place)
+        cache.reach(end)
+        cache.longest = max(0, cache.longest - again)
+        cache.lengths -= back
+        hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
+        cache.lengths += back
+        cache.reach(end)
+        # The pending token stays uncommitted: the draft's verify position 0.
+        self._session.texts = [list(text[:-1]) for text in self._known(texts)]
+        return self._logits(take_at(hidden, back)[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
         base = 1 + draft.tokens.shape[1] - tokens.shape[1]
         tree = None if draft.parents is None else draft
         cache = self._session.cache
-        cache.grow(cache.longest + base + tokens.shape[1])
-        self._processed += 1
+        # Once for the whole generation, and for all later ones in `start`: what is captured must not move.
+        self._fed = max(self._fed, base + tokens.shape[1])
+        cache.grow(self._end + base + tokens.shape[1])
         tokens = tokens.clamp(max=self.model.vocab_size - 1)
         return self._logits(self.model.extend(cache, tokens, tree, base))
 

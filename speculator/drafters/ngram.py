@@ -43,6 +43,8 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    capturable = False
+    buffers: Sequence[Tensor] = ()
     rules: tuple[str, ...] = ("walk", "token", "block", "typical-lossy")
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
@@ -51,7 +53,7 @@ class NgramDrafter:
         self.draft_length = self.nodes = draft_length
         self.max_ngram = max_ngram
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor) -> None:
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, room: int) -> None:
         self._indices = [_Index(self.max_ngram) for _ in texts]
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:

@@ -24,6 +24,8 @@ class Shape(Protocol):
     depth: int
     nodes: int
     rules: tuple[str, ...]
+    capturable: bool
+    """See `Drafter.capturable`."""
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         """See `Drafter.propose`."""
@@ -45,6 +47,7 @@ class Chain:
             raise UserError(f"draft length {length} is not at least 1")
         self.depth = self.nodes = length
         self.sampled, self.min_confidence = sampled, min_confidence
+        self.capturable = not min_confidence
         self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
@@ -84,6 +87,8 @@ class Candidates:
 
     At temperature 0 the children are the likeliest tokens.
     """
+
+    capturable = True
 
     def __init__(self, branches: Sequence[int], replacement: bool = False):
         self.branches = _checked(branches)
@@ -152,6 +157,8 @@ class Tree:
         beam: the most tokens of a level that are expanded.
     """
 
+    capturable = True
+
     def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
         self.branches, self.beam = _checked(branches), beam
         self.depth = len(self.branches)
@@ -182,6 +189,8 @@ class Paths:
         branches: the likeliest tokens that each head offers.
         paths: candidates that go through the target.
     """
+
+    capturable = True
 
     def __init__(self, branches: Sequence[int], paths: int):
         self.branches, self.paths = _checked(branches), paths

@@ -1,0 +1,87 @@
+"""CUDA graphs: work on a device that is captured once and replayed, so that one launch stands for thousands.
+
+A replay runs the captured kernels on the addresses that they had at capture, and no Python. So what is captured must
+ask the device nothing, take every number that changes from tensors that stay in place, and have shapes that the key of
+the capture decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Result = TypeVar("Result")
+DEVICES = ("cuda",)
+"""Kinds of devices whose work can be captured."""
+
+
+class Captured(Generic[Result]):
+    """A function whose work is captured once per key.
+
+    A key's first call runs as it is, which warms up and counts as any other; the second is captured and replayed, and
+    all later ones are replayed. The result is what the capture returned: its tensors are overwritten by every replay.
+
+    Args:
+        work: the function; what it is called with at later replays of a key is ignored.
+        pool: the memory that it shares with other captures, which must not run at the same time.
+    """
+
+    def __init__(self, work: Callable[..., Result], pool: Any):
+        self.work, self.pool = work, pool
+        self._graphs: dict[Hashable, tuple[Any, Result] | None] = {}
+
+    def __call__(self, key: Hashable, *given: Any) -> Result:
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return warm_up(self.work, *given)
+        captured = self._graphs[key]
+        if captured is None:
+            captured = self._graphs[key] = capture(self.work, self.pool, *given)
+        graph, result = captured
+        graph.replay()
+        return result
+
+
+def warm_up(work: Callable[..., Result], *given: Any) -> Result:
+    """Run on a side stream, as torch asks for before a capture: libraries set themselves up at their first call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        result = work(*given)
+    torch.cuda.current_stream().wait_stream(side)
+    return result
+
+
+def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, Result]:
+    """A graph of what the function launches, which does not run yet, and the result that a replay fills."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may go on using the device: a data loader's, a process group's.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = work(*given)
+    return graph, result
+
+
+class Asked(TorchDispatchMode):
+    """Notes the operations that bring a number from the device to the host or back: no graph can hold one."""
+
+    _ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "lift_fresh", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[-1].split(".")[0]
+        chosen = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()
+        result = func(*args, **(kwargs or {}))
+        if (
+            name.startswith(self._ASKING)
+            or any(isinstance(part, Tensor) and part.dtype == torch.bool for part in chosen)
+            or (name == "_to_copy" and result.device != args[0].device)
+        ):
+            self.names.append(name)
+        return result

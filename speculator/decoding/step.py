@@ -1,0 +1,150 @@
+"""One step of the decoding loop, as far as the device goes: draft, verify, keep, and what the host is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator.decoding import graphs, rules
+from speculator.decoding.draft import Draft
+from speculator.decoding.graphs import Captured
+from speculator.decoding.rules import Rule
+from speculator.decoding.sampling import RowSampling, draw, uniforms
+from speculator.decoding.session import Session
+from speculator.drafters.base import Drafter, Texts
+from speculator.target import Target
+
+_KEPT = 32  # steps of a session
+
+
+@dataclass
+class Verified:
+    """A verify pass: what went through the target on the path that was kept, and what the accept rule made of it."""
+
+    tokens: Tensor  # [B, depth + 1] the pending token and the path
+    hidden: Tensor  # [B, depth + 1, D]
+    drafted: Tensor  # [B] the depth of the draft
+    kept: Tensor  # [B] draft tokens accepted
+    following: Tensor  # [B] the token after them
+
+    @property
+    def told(self) -> Tensor:  # [B, depth + 3] the path, how much was drafted and kept, and the token after it
+        columns = (self.drafted, self.kept, self.following)
+        return torch.cat([self.tokens[:, 1:], *(column[:, None] for column in columns)], 1)
+
+
+class Step:
+    """Call it, and every row goes on by one step.
+
+    Whatever lasts from one step to the next is a tensor that is updated in place: `pending`, `alive`, the cache, the
+    drafter's own. No part asks the device. So on a CUDA device the step is captured, once for each `cache.longest`
+    (`speculator.decoding.graphs`), unless the target's code or the drafter needs the host.
+
+    Attributes:
+        pending: [B] the newest token of each row: sampled, not yet processed by the target.
+        alive: [B] bool: the rows that are not finished.
+        captured: whether steps are captured.
+    """
+
+    def __init__(self, target: Target, session: Session, drafter: Drafter | None, accept: Rule, laws: RowSampling):
+        self.target, self.cache, self.drafter, self.accept, self.laws = target, session.cache, drafter, accept, laws
+        self.pending = torch.zeros_like(self.cache.lengths)
+        self.alive = torch.ones_like(self.pending, dtype=torch.bool)
+        self.captured = capturable(target, drafter)
+        self.buffers = self._buffers()
+        self._pool = torch.cuda.graph_pool_handle() if self.captured and target.device.type == "cuda" else None
+        self._run = self.part(self._advance)
+
+    def __call__(self, texts: Texts) -> Tensor:  # [B, depth + 3], see `Verified.told`
+        return self._run(texts)
+
+    def part(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """One of the step's methods as the step runs it: captured where steps are."""
+        if not self.captured:
+            return work
+        run = Captured(work, self._pool)
+        return lambda *given: run(self.cache.longest, *given)
+
+    def _advance(self, texts: Texts) -> Tensor:
+        verified = self.verify(*self.propose(texts))
+        self.commit(verified)
+        return verified.told
+
+    def propose(self, texts: Texts) -> tuple[Draft, Tensor]:
+        """The draft, and the uniforms [B, n + 1] for `verify`: one tests each of its tokens, the last draws the next.
+
+        Slots 0..n-1 of a step draw the draft, n..2n-1 test it, 2n draws the token after it.
+        """
+        nodes, laws = self.drafter.nodes if self.drafter else 0, self.laws
+        slots = 2 * nodes + 1
+        if laws.greedy:
+            u = laws.temperature.new_zeros(len(self.pending), slots)  # nobody draws
+        else:
+            u = uniforms(laws.seeds, self.cache.lengths, slots)
+        draft = Draft.none(self.pending)
+        if self.drafter:
+            draft = self.drafter.propose(self.pending, laws, u[:, :nodes], texts)
+        return draft, u[:, nodes:]
+
+    def verify(self, draft: Draft, u: Tensor) -> Verified:
+        """One forward pass over the pending token and its draft. The kept path lies first in the cache, uncommitted."""
+        tokens = torch.cat([self.pending[:, None], draft.tokens], dim=1)
+        hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
+        logits = self.target.logits(hidden)
+        if self.laws.greedy:
+            last, following = rules.greedy(logits.argmax(-1), draft)
+        else:
+            last, law = self.accept(self.laws.law(logits), draft, u[:, : draft.tokens.shape[1]])
+            following = draw(law, u[:, -1])
+        if draft.parents is None:
+            return Verified(tokens, hidden, draft.lengths, last, following)
+        path = draft.path(last)
+        self.cache.gather(path)
+        drafted = (draft.depths[:, 1:] * draft.drafted).amax(-1)
+        kept = draft.depths.gather(1, last[:, None])[:, 0]
+        hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        return Verified(tokens.gather(1, path), hidden, drafted, kept, following)
+
+    def commit(self, verified: Verified) -> None:
+        """Keep what was accepted, in the rows that are alive."""
+        counts = (verified.kept + 1) * self.alive
+        self.cache.commit(counts)
+        if self.drafter:
+            self.drafter.commit(verified.tokens, verified.hidden, counts)
+        self.pending.copy_(verified.following)
+
+    def _buffers(self) -> list[Tensor | None]:
+        return [*self.cache.buffers, *(self.drafter.buffers if self.drafter else ())]
+
+    def fits(self) -> bool:
+        """Whether all that was captured still is where it was."""
+        now = self._buffers()
+        return len(now) == len(self.buffers) and all(a is b for a, b in zip(now, self.buffers, strict=True))
+
+
+def capturable(target: Target, drafter: Drafter | None) -> bool:
+    """Whether steps run as graphs: on a device that can, where neither the target's code nor the drafter needs the
+    host."""
+    return target.device.type in graphs.DEVICES and target.capturable and (drafter is None or drafter.capturable)
+
+
+def prepare(target: Target, session: Session, drafter: Drafter | None, accept: Rule, laws: RowSampling) -> Step:
+    """The step of a generation whose prefill is done and whose drafter has started.
+
+    A session keeps the steps that are captured, for generations with the same drafter, rule and kind of sampling.
+    """
+    if not capturable(target, drafter):
+        return Step(target, session, drafter, accept, laws)
+    key = (id(drafter), accept, laws.kind)  # a step that is kept keeps its drafter, so no other has that id
+    step = session.steps.get(key)
+    if step is None or not step.fits():
+        step = session.steps[key] = Step(target, session, drafter, accept, laws)
+        if len(session.steps) > _KEPT:
+            session.steps.pop(next(iter(session.steps)))
+    step.laws.copy_(laws)
+    step.alive.fill_(True)
+    return step
