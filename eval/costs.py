@@ -23,7 +23,7 @@ from speculator.decoding.generate import first_token
 from speculator.decoding.rules import RULES
 from speculator.decoding.sampling import RowSampling, Sampling
 from speculator.decoding.session import Session
-from speculator.decoding.step import Step, Verified
+from speculator.decoding.step import DeviceStep, Verified
 from speculator.drafters import Drafter
 from speculator.target import Target
 
@@ -89,8 +89,8 @@ def walk(
     laws = RowSampling([Sampling(sampling.temperature, seed=seed) for seed in seeds], target.device)
     room = count * (depth + 1) + drafter.nodes + 2
     hidden, counts = session.prefill(texts, room)
-    drafter.start(texts, hidden, counts, room)
-    step, alone = Step(target, session, drafter, rule, laws), Step(target, session, None, rule, laws)
+    drafter.start(texts, hidden, counts, session.cache)
+    step, alone = DeviceStep(target, session, drafter, rule, laws), DeviceStep(target, session, None, rule, laws)
     step.pending.copy_(first_token(target, hidden, counts, laws))
     alone.pending = step.pending
     _extend(texts, step.pending[:, None].tolist())

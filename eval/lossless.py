@@ -70,10 +70,10 @@ class Recorder:
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
 
-    def start(self, texts, hidden, counts, room):
+    def start(self, texts, hidden, counts, cache):
         self.parts = [self.target.logits(hidden)[0, counts[0] - 1 :]]
         if self.drafter:
-            self.drafter.start(texts, hidden, counts, room)
+            self.drafter.start(texts, hidden, counts, cache)
 
     def propose(self, pending, sampling, u, texts):
         return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)

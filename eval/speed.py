@@ -17,6 +17,8 @@ from eval.bootstrap import paired_bootstrap
 from speculator.decoding.cache import ATTENTION
 from speculator.decoding.generate import Step, generate
 from speculator.decoding.sampling import Sampling
+from speculator.decoding.session import Session
+from speculator.decoding.step import capturable
 from speculator.drafters import Drafter
 from speculator.target import Target
 
@@ -107,11 +109,21 @@ def time_ours(
     out: Timed,
     rule: str | None = None,
     stop_at: Sequence[int] = (),
+    session: Session | None = None,
 ) -> None:
-    """Decode one batch of prompts with the built-in loop; tokens `stop_at` end a text."""
+    """Decode one batch of prompts with the built-in loop; tokens `stop_at` end a text.
+
+    Steps that are captured stay in the `session`, for the next batch as large; nothing else of a batch does.
+    """
+    if not capturable(target, drafter):
+        session = None
+    if session is not None:
+        session.forget()
     memory.restart(target.device)
     synchronize()
-    generation = generate(target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=stop_at)
+    generation = generate(
+        target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=stop_at, session=session
+    )
     out.batches.append(
         Decoded(
             generation.tokens,

@@ -26,6 +26,7 @@ from eval.run import check_flags, check_lengths, hardware
 from eval.suites import Suite, load_suite
 from eval.tree_shape import best_tree, expected_tokens
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
+from speculator.decoding.session import Session
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuned import TUNED, described
 from speculator.errors import OneLineParser, UserError
@@ -108,7 +109,8 @@ def tune(
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
     shapes = [*(Chain(length) for length in range(1, min(head.n_predict, _LONGEST_CHAIN) + 1)), *trees]
     drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
-    decoders = [decoder_of(target, "none", None), *(decoder_of(target, key, each) for key, each in drafters.items())]
+    session = Session(target)
+    decoders = [decoder_of(target, key, each, session) for key, each in ({"none": None} | drafters).items()]
     measured = measure_suite(target, decoders, suite, sampling, max_new_tokens, batch_size)
     found = []
     for decoder in decoders[1:]:

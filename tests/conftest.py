@@ -123,7 +123,7 @@ class Oracle:
     def __init__(self, continuations: list[list[int]], wrong: bool = False):
         self.continuations, self.wrong = continuations, wrong
 
-    def start(self, texts, hidden, counts, room):
+    def start(self, texts, hidden, counts, cache):
         self.prompts = [len(text) for text in texts]
 
     def propose(self, pending, sampling, u, texts):

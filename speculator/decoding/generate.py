@@ -164,7 +164,7 @@ def generate(
     room = max(limits) + 2 * ((drafter.nodes if drafter else 0) + 1)
     hidden, counts = session.prefill(rows.texts, room)
     if drafter:
-        drafter.start(rows.texts, hidden, counts, room)
+        drafter.start(rows.texts, hidden, counts, session.cache)
     step = prepare(target, session, drafter, accept, laws)
     step.pending.copy_(first_token(target, hidden, counts, laws))
     for row, first in enumerate(step.pending.tolist()):

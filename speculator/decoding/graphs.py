@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
@@ -66,7 +65,7 @@ def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, R
 
 
 class Asked(TorchDispatchMode):
-    """Notes the operations that bring a number from the device to the host or back: no graph can hold one."""
+    """Notes the operations that move a number between the device and the host: no graph can hold one."""
 
     _ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "lift_fresh", "unique")
 
@@ -75,13 +74,17 @@ class Asked(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:  # in inference mode an operation that is made of others comes whole
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+            self.note(func, args, kwargs, result)
+        return result
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.name().split("::")[-1].split(".")[0]
         chosen = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()
-        result = func(*args, **(kwargs or {}))
-        if (
-            name.startswith(self._ASKING)
-            or any(isinstance(part, Tensor) and part.dtype == torch.bool for part in chosen)
-            or (name == "_to_copy" and result.device != args[0].device)
-        ):
+        moved = name == "_to_copy" and result.device != args[0].device
+        if name.startswith(self._ASKING) or moved or any(getattr(part, "dtype", None) == torch.bool for part in chosen):
             self.names.append(name)
-        return result

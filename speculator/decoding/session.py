@@ -13,7 +13,7 @@ from speculator.decoding.cache import RowCache
 from speculator.target import Target
 
 if TYPE_CHECKING:
-    from speculator.decoding.step import Step
+    from speculator.decoding.step import DeviceStep
 
 
 class Session:
@@ -34,7 +34,7 @@ class Session:
         self.target = target
         self.texts: list[list[int]] = []
         self.processed = 0
-        self.steps: dict[Hashable, Step] = {}
+        self.steps: dict[Hashable, DeviceStep] = {}
 
     def forget(self) -> None:
         """Begin the next texts anew, in the cache and with the captured steps that are there."""

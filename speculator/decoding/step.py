@@ -31,13 +31,13 @@ class Verified:
     kept: Tensor  # [B] draft tokens accepted
     following: Tensor  # [B] the token after them
 
-    @property
-    def told(self) -> Tensor:  # [B, depth + 3] the path, how much was drafted and kept, and the token after it
+    def __post_init__(self):
         columns = (self.drafted, self.kept, self.following)
-        return torch.cat([self.tokens[:, 1:], *(column[:, None] for column in columns)], 1)
+        # What the host is told: the path, how much was drafted and kept, and the token after it.
+        self.told = torch.cat([self.tokens[:, 1:], *(column[:, None] for column in columns)], 1)  # [B, depth + 3]
 
 
-class Step:
+class DeviceStep:
     """Call it, and every row goes on by one step.
 
     Whatever lasts from one step to the next is a tensor that is updated in place: `pending`, `alive`, the cache, the
@@ -59,7 +59,7 @@ class Step:
         self._pool = torch.cuda.graph_pool_handle() if self.captured and target.device.type == "cuda" else None
         self._run = self.part(self._advance)
 
-    def __call__(self, texts: Texts) -> Tensor:  # [B, depth + 3], see `Verified.told`
+    def __call__(self, texts: Texts) -> Tensor:  # [B, depth + 3], see `Verified`
         return self._run(texts)
 
     def part(self, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,17 +132,17 @@ def capturable(target: Target, drafter: Drafter | None) -> bool:
     return target.device.type in graphs.DEVICES and target.capturable and (drafter is None or drafter.capturable)
 
 
-def prepare(target: Target, session: Session, drafter: Drafter | None, accept: Rule, laws: RowSampling) -> Step:
+def prepare(target: Target, session: Session, drafter: Drafter | None, accept: Rule, laws: RowSampling) -> DeviceStep:
     """The step of a generation whose prefill is done and whose drafter has started.
 
     A session keeps the steps that are captured, for generations with the same drafter, rule and kind of sampling.
     """
     if not capturable(target, drafter):
-        return Step(target, session, drafter, accept, laws)
+        return DeviceStep(target, session, drafter, accept, laws)
     key = (id(drafter), accept, laws.kind)  # a step that is kept keeps its drafter, so no other has that id
     step = session.steps.get(key)
     if step is None or not step.fits():
-        step = session.steps[key] = Step(target, session, drafter, accept, laws)
+        step = session.steps[key] = DeviceStep(target, session, drafter, accept, laws)
         if len(session.steps) > _KEPT:
             session.steps.pop(next(iter(session.steps)))
     step.laws.copy_(laws)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from speculator.decoding.cache import RowCache
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 
@@ -43,7 +44,7 @@ class Drafter(Protocol):
         texts: Texts,  # the prompts
         hidden: Tensor,  # [B, S, D] the target's hidden states at the prompts' ends
         counts: Tensor,  # [B] how many of them, from the left, are the row's own
-        room: int,  # the most tokens that a text grows by, drafts included
+        cache: RowCache,  # the target's: its `capacity` and `longest` do for a drafter's own cache
     ) -> None:
         """Begin a generation."""
         ...

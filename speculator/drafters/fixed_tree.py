@@ -39,6 +39,7 @@ class FixedTree:
             raise UserError("tree: no nodes")
         self.paths = tuple(nodes)
         self.depth, self.nodes = len(nodes[-1]), len(nodes)
+        self.offered = self.nodes
         self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
         self._width = 1 + max(path[-1] for path in nodes)
         # The nodes' parents, then of each level: its nodes' parents among the expanded tokens before it, their ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from speculator.decoding.cache import RowCache
 from speculator.decoding.draft import Draft, put, take_at
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import Texts
@@ -43,7 +44,7 @@ class HeadDrafter:
     def buffers(self) -> list[Tensor | None]:
         return [self._hidden]
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, room: int) -> None:
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, cache: RowCache) -> None:
         self._hidden = put(take_at(hidden, counts - 1), self._hidden)
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from speculator.decoding.cache import RowCache
 from speculator.decoding.draft import Draft, put, take_at
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.session import Session
@@ -38,7 +39,6 @@ class ModelDrafter:
         # many tokens behind the pending one are processed again.
         self._again = 1 if isinstance(shape, Chain) else shape.depth
         self._recent: Tensor | None = None  # [B, again] the tokens before the pending one
-        self._fed = 0  # the most tokens that one draft put behind the text
         self._vocab_size = target.vocab_size
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
@@ -49,10 +49,10 @@ class ModelDrafter:
     def buffers(self) -> list[Tensor | None]:
         return [self._recent, *self._session.cache.buffers]
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, room: int) -> None:
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, cache: RowCache) -> None:
         # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
-        self._session.prefill([text[:-1] for text in self._known(texts)], 1 + room + self._fed)
-        self._end = max(map(len, texts)) + room
+        self._targets, room = cache, cache.capacity - max(map(len, texts)) + self.shape.offered + 2
+        self._session.prefill([text[:-1] for text in self._known(texts)], room)
         self._session.cache.lengths.copy_(torch.tensor([len(text) for text in texts]))
         recent = [[0] * (self._again - len(text)) + list(text[-self._again :]) for text in texts]
         self._recent = put(torch.tensor(recent, device=counts.device), self._recent)
@@ -68,16 +68,15 @@ class ModelDrafter:
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
         assert self._recent is not None
-        cache, again, end = self._session.cache, self._again, max(map(len, texts)) - 1
+        cache, again, end = self._session.cache, self._again, self._targets.longest
         back = cache.lengths.clamp(max=again)  # a text may be shorter
         place = (torch.arange(again + 1, device=pending.device) + again - back[:, None]).clamp(max=again)
         tokens = torch.cat([self._recent, pending[:, None]], 1).gather(1, place)
-        cache.reach(end)
-        cache.longest = max(0, cache.longest - again)
+        cache.longest = max(0, end - again)
         cache.lengths -= back
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.lengths += back
-        cache.reach(end)
+        cache.longest = end
         # The pending token stays uncommitted: the draft's verify position 0.
         self._session.texts = [list(text[:-1]) for text in self._known(texts)]
         return self._logits(take_at(hidden, back)[:, None])
@@ -85,12 +84,8 @@ class ModelDrafter:
     def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
         base = 1 + draft.tokens.shape[1] - tokens.shape[1]
         tree = None if draft.parents is None else draft
-        cache = self._session.cache
-        # Once for the whole generation, and for all later ones in `start`: what is captured must not move.
-        self._fed = max(self._fed, base + tokens.shape[1])
-        cache.grow(self._end + base + tokens.shape[1])
         tokens = tokens.clamp(max=self.model.vocab_size - 1)
-        return self._logits(self.model.extend(cache, tokens, tree, base))
+        return self._logits(self.model.extend(self._session.cache, tokens, tree, base))
 
     def _known(self, texts: Texts) -> Texts:
         """The texts with ids that a smaller vocabulary has not (padding of the target's) replaced by its last."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from speculator.decoding.cache import RowCache
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import Texts
@@ -53,7 +54,7 @@ class NgramDrafter:
         self.draft_length = self.nodes = draft_length
         self.max_ngram = max_ngram
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, room: int) -> None:
+    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, cache: RowCache) -> None:
         self._indices = [_Index(self.max_ngram) for _ in texts]
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:

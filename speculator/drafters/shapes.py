@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Protocol
 
 import torch
@@ -23,6 +24,8 @@ class Shape(Protocol):
 
     depth: int
     nodes: int
+    offered: int
+    """The most tokens that are put together before `nodes` of them are chosen: what a draft model reads at most."""
     rules: tuple[str, ...]
     capturable: bool
     """See `Drafter.capturable`."""
@@ -45,7 +48,7 @@ class Chain:
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
         if length < 1:
             raise UserError(f"draft length {length} is not at least 1")
-        self.depth = self.nodes = length
+        self.depth = self.nodes = self.offered = length
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
         self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *LOSSY)
@@ -93,7 +96,8 @@ class Candidates:
     def __init__(self, branches: Sequence[int], replacement: bool = False):
         self.branches = _checked(branches)
         self.replacement = replacement
-        self.depth, self.nodes = len(self.branches), sum(accumulate(self.branches, lambda a, b: a * b))
+        self.depth = len(self.branches)
+        self.nodes = self.offered = sum(accumulate(self.branches, mul))
         self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
@@ -164,17 +168,11 @@ class Tree:
         self.depth = len(self.branches)
         self.nodes = nodes
         self.rules: tuple[str, ...] = ("walk", *LOSSY)
-        if not self.depth <= nodes <= self._offered:
-            raise UserError(
-                f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self._offered}"
-            )
-
-    @property
-    def _offered(self) -> int:
-        total, width = 0, 1
+        self.offered, width = 0, 1
         for children in self.branches:
-            total, width = total + width * children, min(self.beam, width * children)
-        return total
+            self.offered, width = self.offered + width * children, min(beam, width * children)
+        if not self.depth <= nodes <= self.offered:
+            raise UserError(f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self.offered}")
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         tokens, parents, scores = _expand(source, pending, self.branches, self.beam, texts)
@@ -195,6 +193,7 @@ class Paths:
     def __init__(self, branches: Sequence[int], paths: int):
         self.branches, self.paths = _checked(branches), paths
         self.depth, self.nodes = len(self.branches), paths * len(self.branches)
+        self.offered = sum(accumulate(self.branches, mul))
         self.rules: tuple[str, ...] = ("walk", *LOSSY)
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")

@@ -1,0 +1,324 @@
+"""Steps as graphs. Without a GPU a double stands in: it records what a step launches, and runs that record again.
+
+As a CUDA graph does, a replay of the double runs no Python of the step, knows no number but those in tensors, and puts
+every result where it lay at the recording.
+"""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from conftest import CONFIGS, Oracle, tiny_head, tiny_model
+from torch.utils import _pytree
+from transformers import AutoModelForCausalLM
+
+from speculator import (
+    Candidates,
+    Chain,
+    FixedTree,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Paths,
+    Sampling,
+    Session,
+    Target,
+    Tree,
+    generate,
+)
+from speculator.decoding import cache as cache_module
+from speculator.decoding import graphs
+from speculator.decoding.generate import first_token
+from speculator.decoding.rules import RULES
+from speculator.decoding.sampling import RowSampling
+from speculator.decoding.step import prepare
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
+SAMPLINGS = {
+    "greedy": [Sampling()] * 4,
+    "sampled": [
+        Sampling(0.8, top_k=6, seed=1),
+        Sampling(),
+        Sampling(1.2, top_p=0.8, seed=2),
+        Sampling(1.0, min_p=0.05, seed=3),
+    ],
+}
+SHAPES = {
+    "chain": Chain(3),
+    "greedy-chain": Chain(3, sampled=False),
+    "tree": Tree((4, 3, 2), nodes=8),
+    "paths": Paths((4, 3, 2), paths=4),
+    "candidates": Candidates((3, 2, 1)),
+    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
+}
+NAMES = ["none", *(f"{kind}-{name}" for kind in ("head", "model") for name in SHAPES), "lstm-chain", "pruned-tree"]
+
+
+def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
+    """Sliding and full layers."""
+    return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
+
+
+def make_drafter(name: str, target: Target):
+    source, _, shape = name.partition("-")
+    if source == "none":
+        return None
+    if source == "model":
+        return ModelDrafter(Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape])
+    heads = {
+        "head": tiny_head,
+        "lstm": lambda: tiny_head(architecture="lstm"),
+        "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
+    }
+    return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
+
+
+class Record(graphs.Asked):
+    """What a function launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[tuple] = []
+
+    def note(self, func, args, kwargs, result):
+        super().note(func, args, kwargs, result)
+        self.operations.append((func, args, kwargs, result))
+
+    @property
+    def shapes(self) -> list[tuple]:
+        """Every operation with the shapes and numbers that it was given."""
+        return [
+            (func, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in _pytree.tree_leaves((a, k))])
+            for func, a, k, _ in self.operations
+        ]
+
+    def run_again(self) -> None:
+        for func, args, kwargs, result in self.operations:
+            pairs = zip(_pytree.tree_leaves(result), _pytree.tree_leaves(func(*args, **kwargs)), strict=True)
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+
+
+class Double:
+    """A graph: what was recorded, once more. The recording ran, so the first replay has nothing left to do."""
+
+    made = 0
+
+    def __init__(self, work, given):
+        with Record() as self.record:
+            self.result = work(*given)
+        assert not self.record.names, "a captured step asks the device"
+        self.replays = 0
+        type(self).made += 1
+
+    def replay(self):
+        if self.replays:
+            self.record.run_again()
+        self.replays += 1
+
+
+class Comparison(Double):
+    """Runs the function itself again, and holds it against the record."""
+
+    def __init__(self, work, given):
+        super().__init__(work, given)
+        self.work, self.given = work, given
+
+    def replay(self):
+        if self.replays:
+            with Record() as again:
+                result = self.work(*self.given)
+            assert again.shapes == self.record.shapes, "the steps differ"
+            self.result.copy_(result)
+        self.replays += 1
+
+
+def capturing(monkeypatch, double: type[Double]) -> None:
+    """Capture on the CPU, with a bucket that a short text outgrows."""
+
+    def capture(work, pool, *given):
+        graph = double(work, given)
+        return graph, graph.result
+
+    double.made = 0
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)
+
+
+def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) -> list[list[int]]:
+    settings = SAMPLINGS[sampling][:rows]
+    return generate(target, drafter, PROMPTS[:rows], settings, max_new_tokens=24, eos_token_ids=eos).tokens
+
+
+def early_end(rows: list[list[int]]) -> tuple[int, ...]:
+    """A token that ends some of the rows, and not all."""
+    least = min(rows, key=lambda row: len(set(row)))
+    others = Counter(token for row in rows for token in row if token not in least)
+    return (others.most_common()[-1][0],) if others else ()
+
+
+# ---- without a GPU
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replayed_step_gives_the_tokens_of_the_loop(name, sampling, monkeypatch):
+    """Buckets alone, then buckets and replays; alone and in a batch whose rows end at different times."""
+    target = make_target()
+    for rows in (1, 4):
+        eos = early_end(texts(target, make_drafter(name, target), sampling, rows))
+        expected = texts(target, make_drafter(name, target), sampling, rows, eos)
+        assert len({len(row) for row in expected}) > 1 or rows == 1
+        with monkeypatch.context() as patch:
+            patch.setitem(cache_module.BUCKETS, "cpu", 16)
+            assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
+            capturing(patch, Double)
+            assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
+            assert Double.made >= 2
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_of_one_bucket_launch_the_same(name, sampling, monkeypatch):
+    """Operations, shapes and every number that the host gives: what differs could not be replayed."""
+    capturing(monkeypatch, Comparison)
+    target = make_target()
+    texts(target, make_drafter(name, target), sampling, rows=3)
+    assert Comparison.made >= 2
+
+
+def test_the_double_has_teeth(target, monkeypatch):
+    """A number of the host, taken anew each step, stays what it was at capture; an answer of the device is refused."""
+    capturing(monkeypatch, Comparison)
+
+    class Counting(HeadDrafter):
+        steps = 0
+
+        def propose(self, pending, sampling, u, texts):
+            self.steps += 1
+            return super().propose((pending + self.steps) % 32, sampling, u, texts)
+
+    class Asking(HeadDrafter):
+        def propose(self, pending, sampling, u, texts):
+            return super().propose(pending * int(pending[0] >= 0), sampling, u, texts)
+
+    for kind, message in ((Counting, "the steps differ"), (Asking, "asks the device")):
+        with pytest.raises(AssertionError, match=message):
+            generate(target, kind(tiny_head()), [[1, 2]], max_new_tokens=20)
+
+
+def test_a_session_keeps_what_was_captured(monkeypatch):
+    """Another text, other seeds and temperatures of one kind: the same graphs. More room: new ones, not stale ones."""
+    target = make_target()
+    turns = [
+        (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
+        ([[4, 4], [8, 9, 10, 11]], [Sampling(0.7, seed=1), Sampling(1.5, seed=2)], 12),
+        ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
+        (PROMPTS[:3], [Sampling(1.0, seed=3)] * 3, 12),
+        (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
+    ]
+    for name in ("head-chain", "model-tree"):
+        alone = [
+            generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
+            for prompts, settings, count in turns
+        ]
+        with monkeypatch.context() as patch:
+            capturing(patch, Double)
+            session, drafter = Session(target), make_drafter(name, target)
+            made = []
+            for (prompts, settings, count), expected in zip(turns, alone, strict=True):
+                session.forget()
+                got = generate(target, drafter, prompts, settings, max_new_tokens=count, session=session).tokens
+                assert got == expected
+                made.append(Double.made)
+        if name == "head-chain":
+            assert made[1] == made[0]
+        assert made[2] > made[1]
+        assert made[4] > made[3] > made[2]
+
+
+def test_who_needs_the_host_is_called(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    plain = generate(target, None, PROMPTS[:2], max_new_tokens=12, eos_token_ids=()).tokens
+    assert Double.made
+    Double.made = 0
+    hosts = (NgramDrafter(), Oracle(plain), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
+    for drafter in hosts:
+        assert generate(target, drafter, PROMPTS[:2], max_new_tokens=12, eos_token_ids=()).tokens == plain
+    target.capturable = False
+    assert generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=12).tokens == plain
+    assert Double.made == 0
+
+
+def test_a_model_that_asks_the_device_is_known_at_load():
+    assert make_target().capturable
+    experts = tiny_model("mixtral")
+    experts.set_experts_implementation("eager")
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for model in (experts, AutoModelForCausalLM.from_config(config)):
+        assert not Target(model, tokenizer=None).capturable
+
+
+def test_what_asks_is_noted():
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = torch.arange(4)
+            with graphs.Asked() as asked:
+                x.sum().item()
+                x[x > 1]
+                x + torch.tensor([1, 2, 3, 4])
+                x[x.flip(0)] = torch.where(x > 2, x, 0).cumsum(0)
+            assert Counter(asked.names) == {"_local_scalar_dense": 1, "index": 1, "lift_fresh": 1}
+
+
+# ---- with one
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> Target:
+    monkeypatch.setitem(cache_module.BUCKETS, "cuda", 16)
+    return make_target("cuda", torch.float32)
+
+
+@pytest.mark.parametrize("name", ["none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("rows", [1, 4])
+class TestOnTheGpu:
+    pytestmark = gpu
+
+    def test_replayed_and_called_steps_give_the_same_tokens(self, on_gpu, name, sampling, rows):
+        """Lengths grow through several captures, rows end at different times."""
+        eos = early_end(texts(on_gpu, make_drafter(name, on_gpu), sampling, rows))
+        replayed = texts(on_gpu, make_drafter(name, on_gpu), sampling, rows, eos)
+        on_gpu.capturable = False
+        assert replayed == texts(on_gpu, make_drafter(name, on_gpu), sampling, rows, eos)
+
+    @torch.inference_mode()
+    def test_a_replay_does_not_wait_for_the_device(self, on_gpu, name, sampling, rows):
+        cache_module.BUCKETS["cuda"] = 64  # all steps of one key; `on_gpu` puts it back
+        prompts, drafter, session = PROMPTS[:rows], make_drafter(name, on_gpu), Session(on_gpu)
+        laws = RowSampling(SAMPLINGS[sampling][:rows], on_gpu.device)
+        hidden, counts = session.prefill(prompts, room=64)
+        if drafter:
+            drafter.start(prompts, hidden, counts, session.cache)
+        rule = RULES[drafter.rules[0] if drafter else "token"]
+        step = prepare(on_gpu, session, drafter, rule, laws)
+        step.pending.copy_(first_token(on_gpu, hidden, counts, laws))
+        grown = [[*prompt, 0] for prompt in prompts]
+        for _ in range(2):  # warm-up, capture
+            step(grown)
+        before = session.cache.lengths.clone()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            told = step(grown)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        kept = told[:, -2]
+        assert torch.equal(session.cache.lengths, before + kept + 1)
