@@ -22,8 +22,6 @@ from eval.speed import speedup
 from eval.suites import Suite
 from speculator import Sampling, Target
 from speculator.decoding.generate import tokens_per_step
-from speculator.decoding.session import Session
-from speculator.decoding.step import capturable
 from speculator.errors import refuse_below, run_command
 
 _PAIRS = (
@@ -35,33 +33,16 @@ _PAIRS = (
 _OURS = {"none": "plain", "ngram": "n-gram", "model": "draft model"}
 
 
-def measure(target: Target, model: Target, assistant, prompts: list[list[int]], length: int, count: int) -> list[dict]:
-    """Tokens per second of each decoder, ratios of ours to theirs with intervals, and how many texts are identical."""
-    ours = {"plain": None, "n-gram": NgramDrafter(length), "draft model": ModelDrafter(model, target, length)}
-    # A fixed draft length on their side too: no confidence threshold, no schedule.
-    fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
-    assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)
-    theirs: dict[str, dict] = {
-        "hf plain": {},
-        "hf prompt lookup": {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": 3},
-        "hf assistant": {"assistant_model": assistant, **fixed},
-    }
-    timed = {name: Timed() for pair in _PAIRS for name in pair}
-    session = Session(target)
+def measure(
+    target: Target, model: Target, prompts: list[list[int]], length: int, count: int, compiled: bool
+) -> tuple[list[dict], dict[str, str]]:
+    """Tokens per second of each pair, ratios of ours to theirs with intervals, and how many texts are identical.
 
-    def once(name: str, prompt: list[int], new: int, out: Timed) -> None:
-        if name in ours:
-            time_ours(target, ours[name], [prompt], Sampling(), new, out, session=session)
-        else:
-            time_transformers(target, [prompt], Sampling(), new, out, **theirs[name])
-
-    for name in timed:
-        once(name, prompts[0], count if name in ours and capturable(target, ours[name]) else 8, Timed())
-    order = list(timed)
-    for prompt in tqdm(prompts, unit="prompt"):
-        order = order[1:] + order[:1]
-        for name in order:
-            once(name, prompt, count, timed[name])
+    Gives also what did not run, and why.
+    """
+    baselines = [name for name in OPTIONAL if compiled or name != "hf_compiled"]
+    table, _ = decoders(target, None, [length], model, baselines, batch_size=1)
+    measured = measure_suite(target, table, Suite("prompts", prompts), Sampling(), count)
     rows = []
     for mine, name in _PAIRS:
         if name not in measured.timed:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from eval.speed import synchronize
 from speculator.decoding.draft import Draft
@@ -87,28 +88,42 @@ def walk(
     session, rule = Session(target), RULES[drafter.rules[0]]
     seeds = range(sampling.seed, sampling.seed + len(prompts))
     laws = RowSampling([Sampling(sampling.temperature, seed=seed) for seed in seeds], target.device)
-    room = count * (depth + 1) + drafter.nodes + 2
-    hidden, counts = session.prefill(texts, room)
-    drafter.start(texts, hidden, counts, session.cache)
-    step, alone = DeviceStep(target, session, drafter, rule, laws), DeviceStep(target, session, None, rule, laws)
+    hidden, counts = session.prefill(texts, room=count * (depth + 1) + BLOCK + drafter.nodes + 2)
+    cache = session.cache
+    drafter.start(texts, hidden, counts, cache)
+    alone, step = DeviceStep(target, session, None, rule, laws), DeviceStep(target, session, drafter, rule, laws)
+    propose, verify, learn = step.part(step.propose), step.part(step.verify), step.part(step.learn)
     step.pending.copy_(first_token(target, hidden, counts, laws))
-    alone.pending = step.pending
-    _extend(texts, step.pending[:, None].tolist())
-    propose, verify, commit = step.part(step.propose), step.part(step.verify), step.part(step.commit)
-    plainly = alone.part(lambda: alone.verify(*alone.propose(texts)))
-    sums = [0.0, 0.0, 0.0]
+    for text, token in zip(texts, step.pending.tolist(), strict=True):
+        text.append(token)
+
+    def tell(told: Tensor) -> None:
+        for text, (*path, _, accepted, token) in zip(texts, told.tolist(), strict=True):
+            text += [*path[:accepted], token]
+        cache.reach(max(map(len, texts)) - 1)
+
+    def plain_steps() -> float:
+        """Seconds of a block, without its first step."""
+        lengths, longest = cache.lengths.clone(), cache.longest
+        alone.pending.copy_(step.pending)
+        seconds = [_clock(lambda: tell(alone(texts)))[0] for _ in range(BLOCK)]
+        cache.lengths.copy_(lengths)
+        cache.longest = longest
+        for text in texts:
+            del text[-BLOCK:]
+        return sum(seconds[1:])
+
+    plain, sums = 0.0, [0.0, 0.0]
     for number in range(count):
         place = number % BLOCK
         if place == 0:
-            plain = [_clock(_told, plainly)[0] for _ in range(BLOCK)]
-            sums = [sum(plain[1:]), 0.0, 0.0]
+            plain, sums = plain_steps(), [0.0, 0.0]
         drafting, (draft, u) = _clock(propose, texts)
-        verifying, (result, packed) = _clock(_told, verify, draft, u)
-        learning, _ = _clock(commit, result)
-        _extend(texts, [[*path[:accepted], token] for *path, _, accepted, token in packed])
-        session.cache.reach(max(map(len, texts)) - 1)
+        verifying, result = _clock(verify, draft, u)
+        learning, _ = _clock(learn, result)
+        telling, _ = _clock(tell, result.told)
         if place:
-            sums = [sums[0] + drafting + learning, sums[1] + verifying]
+            sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
         if place == BLOCK - 1:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
@@ -123,20 +138,9 @@ def measure(
         pass
 
 
-def _told(work: Callable[..., Verified], *given: Any) -> tuple[Verified, list[list[int]]]:
-    """A verify pass and the loop's copy to the host."""
-    result = work(*given)
-    return result, result.told.tolist()
-
-
 def _clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
     synchronize()
     started = time.perf_counter()
     result = work(*given)
     synchronize()
     return time.perf_counter() - started, result
-
-
-def _extend(texts: list[list[int]], new: list[list[int]]) -> None:
-    for text, tokens in zip(texts, new, strict=True):
-        text.extend(tokens)

@@ -18,6 +18,10 @@ DEVICES = ("cuda",)
 """Kinds of devices whose work can be captured."""
 
 
+class CaptureError(RuntimeError):
+    """The work can't be captured; nothing of it was done."""
+
+
 class Captured(Generic[Result]):
     """A function whose work is captured once per key.
 
@@ -27,6 +31,9 @@ class Captured(Generic[Result]):
     Args:
         work: the function; what it is called with at later replays of a key is ignored.
         pool: the memory that it shares with other captures, which must not run at the same time.
+
+    Raises:
+        CaptureError: the device refused the capture.
     """
 
     def __init__(self, work: Callable[..., Result], pool: Any):
@@ -39,7 +46,10 @@ class Captured(Generic[Result]):
             return warm_up(self.work, *given)
         captured = self._graphs[key]
         if captured is None:
-            captured = self._graphs[key] = capture(self.work, self.pool, *given)
+            try:
+                captured = self._graphs[key] = capture(self.work, self.pool, *given)
+            except RuntimeError as error:
+                raise CaptureError(str(error)) from error
         graph, result = captured
         graph.replay()
         return result

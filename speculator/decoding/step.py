@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from speculator.decoding import graphs, rules
 from speculator.decoding.draft import Draft
-from speculator.decoding.graphs import Captured
+from speculator.decoding.graphs import Captured, CaptureError
 from speculator.decoding.rules import Rule
 from speculator.decoding.sampling import RowSampling, draw, uniforms
 from speculator.decoding.session import Session
@@ -64,14 +65,22 @@ class DeviceStep:
 
     def part(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """One of the step's methods as the step runs it: captured where steps are."""
-        if not self.captured:
-            return work
         run = Captured(work, self._pool)
-        return lambda *given: run(self.cache.longest, *given)
+
+        def call(*given: Any) -> Any:
+            if self.captured:
+                try:
+                    return run(self.cache.longest, *given)
+                except CaptureError as error:
+                    self.captured = self.target.capturable = False
+                    warnings.warn(f"steps are not captured as CUDA graphs, so they are slower: {error}", stacklevel=2)
+            return work(*given)
+
+        return call
 
     def _advance(self, texts: Texts) -> Tensor:
         verified = self.verify(*self.propose(texts))
-        self.commit(verified)
+        self.learn(verified)
         return verified.told
 
     def propose(self, texts: Texts) -> tuple[Draft, Tensor]:
@@ -91,7 +100,22 @@ class DeviceStep:
         return draft, u[:, nodes:]
 
     def verify(self, draft: Draft, u: Tensor) -> Verified:
-        """One forward pass over the pending token and its draft. The kept path lies first in the cache, uncommitted."""
+        """One forward pass over the pending token and its draft; what is accepted stays, in the rows that are alive."""
+        verified = self._judged(draft, u)
+        self.cache.commit(self._counts(verified))
+        self.pending.copy_(verified.following)
+        return verified
+
+    def learn(self, verified: Verified) -> None:
+        """Tell the drafter."""
+        if self.drafter:
+            self.drafter.commit(verified.tokens, verified.hidden, self._counts(verified))
+
+    def _counts(self, verified: Verified) -> Tensor:  # [B] tokens that each row goes on by
+        return (verified.kept + 1) * self.alive
+
+    def _judged(self, draft: Draft, u: Tensor) -> Verified:
+        """The kept path lies first in the cache, uncommitted."""
         tokens = torch.cat([self.pending[:, None], draft.tokens], dim=1)
         hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
         logits = self.target.logits(hidden)
@@ -108,14 +132,6 @@ class DeviceStep:
         kept = draft.depths.gather(1, last[:, None])[:, 0]
         hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return Verified(tokens.gather(1, path), hidden, drafted, kept, following)
-
-    def commit(self, verified: Verified) -> None:
-        """Keep what was accepted, in the rows that are alive."""
-        counts = (verified.kept + 1) * self.alive
-        self.cache.commit(counts)
-        if self.drafter:
-            self.drafter.commit(verified.tokens, verified.hidden, counts)
-        self.pending.copy_(verified.following)
 
     def _buffers(self) -> list[Tensor | None]:
         return [*self.cache.buffers, *(self.drafter.buffers if self.drafter else ())]

@@ -69,8 +69,8 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
 def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
     honest = decoders.time_ours
 
-    def corrupted(target, drafter, prompts, sampling, count, out, stop_at):
-        honest(target, drafter, prompts, sampling, count, out, stop_at=stop_at)
+    def corrupted(target, drafter, prompts, sampling, count, out, **kwargs):
+        honest(target, drafter, prompts, sampling, count, out, **kwargs)
         if isinstance(drafter, HeadDrafter) and prompts == [SUITE.prompts[1]]:
             out.tokens[-1][-1] = (out.tokens[-1][-1] + 1) % VOCAB
 

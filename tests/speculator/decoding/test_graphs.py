@@ -157,7 +157,7 @@ def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) 
 def early_end(rows: list[list[int]]) -> tuple[int, ...]:
     """A token that ends some of the rows, and not all."""
     least = min(rows, key=lambda row: len(set(row)))
-    others = Counter(token for row in rows for token in row if token not in least)
+    others = Counter(token for row in rows for token in row[:-1] if token not in least)
     return (others.most_common()[-1][0],) if others else ()
 
 
@@ -252,6 +252,20 @@ def test_who_needs_the_host_is_called(target, monkeypatch):
     target.capturable = False
     assert generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=12).tokens == plain
     assert Double.made == 0
+
+
+def test_steps_go_on_where_a_capture_is_refused(target, monkeypatch):
+    prompts, drafter = PROMPTS[:2], HeadDrafter(tiny_head())
+    expected = generate(target, drafter, prompts, max_new_tokens=20).tokens
+    capturing(monkeypatch, Double)
+
+    def refused(work, pool, *given):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture", refused)
+    with pytest.warns(UserWarning, match="not permitted"):
+        assert generate(target, drafter, prompts, max_new_tokens=20).tokens == expected
+    assert not target.capturable
 
 
 def test_a_model_that_asks_the_device_is_known_at_load():
