@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from data.batches import Batches
 from speculator.decoding.generate import Generation, check_prompts, generate
 from speculator.decoding.sampling import Sampling
+from speculator.decoding.session import Session
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.errors import refuse
 from speculator.target import Target, dtype_name
@@ -86,9 +87,14 @@ def generate_rows(
         "batch_size": batch_size,
     }
 
+    sessions: dict[int, Session] = {}
+
     def decode(who: Drafter | None, batch: int, count: int = max_new_tokens) -> Generation:
         own = [replace(laws[row % len(laws)], seed=seed + row) for row in batches[batch]]
-        return generate(target, who, [prompts[row] for row in batches[batch]], own, max_new_tokens=count)
+        texts = [prompts[row] for row in batches[batch]]
+        session = sessions.setdefault(len(texts), Session(target))
+        session.forget()
+        return generate(target, who, texts, own, max_new_tokens=count, session=session)
 
     with Batches(Path(folder), record, batches, progress) as work:
         for batch in work.todo():

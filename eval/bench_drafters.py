@@ -33,7 +33,6 @@ from speculator import (
 )
 from speculator.decoding.generate import tokens_per_step
 from speculator.decoding.session import Session
-from speculator.decoding.step import capturable
 from speculator.errors import UserError, refuse_below, run_command
 from speculator.heads import Speculator
 
@@ -78,22 +77,20 @@ def measure(
     """A row for each decoder: tokens per step and decode-only speedup over plain decoding, with intervals."""
     timed = [Timed() for _ in table]
     steps: list[list[float]] = [[] for _ in table]
-    session = Session(target)
+    sessions: dict[int, Session] = {}
 
     def once(decoder: Decoder, batch: list[list[int]], sampling: Sampling, new: int, out: Timed) -> None:
-        time_ours(target, decoder.drafter, batch, sampling, new, out, decoder.rule, session=session)
+        time_ours(target, decoder.drafter, batch, sampling, new, out, decoder.rule, sessions=sessions)
 
     for decoder in table:
-        warm_up = count if capturable(target, decoder.drafter) else 8
-        once(decoder, prompts[:batch_size], Sampling(temperature), warm_up, Timed())
+        once(decoder, prompts[:batch_size], Sampling(temperature), 8, Timed())
     order = list(range(len(table)))
     for start in tqdm(range(0, len(prompts), batch_size), desc=f"temperature {temperature:g}", unit="batch"):
         order = order[1:] + order[:1]
         for i in order:
             before = len(timed[i].steps)
             sampling = Sampling(temperature, seed=start)
-            batch = prompts[start : start + batch_size]
-            once(table[i], batch, sampling, count, timed[i])
+            once(table[i], prompts[start : start + batch_size], sampling, count, timed[i])
             steps[i].append(tokens_per_step(timed[i].steps[before:]))
     chain = next(i for i, decoder in enumerate(table) if decoder.name == "head chain")
     rows = []

@@ -21,10 +21,11 @@ from torch import Tensor
 from eval.speed import synchronize
 from speculator.decoding.draft import Draft
 from speculator.decoding.generate import first_token
+from speculator.decoding.graphs import Captured
 from speculator.decoding.rules import RULES
 from speculator.decoding.sampling import RowSampling, Sampling
 from speculator.decoding.session import Session
-from speculator.decoding.step import DeviceStep, Verified
+from speculator.decoding.step import DeviceStep, Verified, capturable
 from speculator.drafters import Drafter
 from speculator.target import Target
 
@@ -82,7 +83,8 @@ def walk(
     """Go on from `prompts` by `count` steps, as the loop does; gives each step's draft and result.
 
     Before every `BLOCK` steps as many plain ones are taken, and taken back: they leave nothing but their seconds. The
-    first of either kind warms up. The context's end is no end: positions stop there, time does not care.
+    first of either kind warms up; a block in which steps were captured does not count. The context's end is no end:
+    positions stop there, time does not care.
     """
     depth, texts = drafter.draft_length, [list(prompt) for prompt in prompts]
     session, rule = Session(target), RULES[drafter.rules[0]]
@@ -91,8 +93,10 @@ def walk(
     hidden, counts = session.prefill(texts, room=count * (depth + 1) + BLOCK + drafter.nodes + 2)
     cache = session.cache
     drafter.start(texts, hidden, counts, cache)
-    alone, step = DeviceStep(target, session, None, rule, laws), DeviceStep(target, session, drafter, rule, laws)
-    propose, verify, learn = step.part(step.propose), step.part(step.verify), step.part(step.learn)
+    alone, step = (
+        DeviceStep(target, session, who, rule, laws, captured=capturable(target, who)) for who in (None, drafter)
+    )
+    propose, verify, learn = map(step.part, (DeviceStep.propose, DeviceStep.verify, DeviceStep.learn))
     step.pending.copy_(first_token(target, hidden, counts, laws))
     for text, token in zip(texts, step.pending.tolist(), strict=True):
         text.append(token)
@@ -113,10 +117,11 @@ def walk(
             del text[-BLOCK:]
         return sum(seconds[1:])
 
-    plain, sums = 0.0, [0.0, 0.0]
+    plain, sums, prepared = 0.0, [0.0, 0.0], 0
     for number in range(count):
         place = number % BLOCK
         if place == 0:
+            prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
         drafting, (draft, u) = _clock(propose, texts)
         verifying, result = _clock(verify, draft, u)
@@ -124,7 +129,7 @@ def walk(
         telling, _ = _clock(tell, result.told)
         if place:
             sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
-        if place == BLOCK - 1:
+        if place == BLOCK - 1 and Captured.prepared == prepared:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
         yield draft, result
@@ -133,8 +138,9 @@ def walk(
 def measure(
     target: Target, drafter: Drafter, prompts: list[list[int]], sampling: Sampling, blocks: int, costs: Costs
 ) -> None:
-    """Add the seconds of `blocks` blocks of steps behind `prompts`."""
-    for _ in walk(target, drafter, prompts, sampling, blocks * BLOCK, costs):
+    """Add the seconds of about `blocks` blocks of steps behind `prompts`."""
+    captures = 2 if capturable(target, drafter) else 0  # when they begin, and when they outgrow a bucket
+    for _ in walk(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs):
         pass
 
 

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from eval.speed import Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
-from speculator.decoding.step import capturable
 from speculator.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter
 from speculator.heads import Speculator
 from speculator.target import Target
@@ -38,14 +37,12 @@ class Decoder:
         run: (prompts, sampling, new tokens, where to note it, tokens that end a text).
         drafter: who drafts in the built-in loop.
         ours: it is the built-in loop.
-        compiles: it prepares itself for shapes as they come, so a whole run has to go before one that is timed.
     """
 
     key: str
     run: Callable[[list[list[int]], Sampling, int, Timed, Sequence[int]], None]
     drafter: Drafter | None = None
     ours: bool = True
-    compiles: bool = False
 
 
 def decoders(
@@ -73,8 +70,8 @@ def decoders(
     drafters["ngram"] = NgramDrafter(length)
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
-    session = Session(target)
-    table = [decoder_of(target, key, drafter, session) for key, drafter in drafters.items()]
+    sessions: dict[int, Session] = {}
+    table = [decoder_of(target, key, drafter, sessions) for key, drafter in drafters.items()]
 
     settings: dict[str, dict] = {
         "hf_generate": {},
@@ -96,20 +93,20 @@ def decoders(
     return table, skipped
 
 
-def decoder_of(target: Target, key: str, drafter: Drafter | None, session: Session) -> Decoder:
-    """The built-in loop with a drafter, or without."""
+def decoder_of(target: Target, key: str, drafter: Drafter | None, sessions: dict[int, Session]) -> Decoder:
+    """The built-in loop with a drafter, or without; `sessions`: see `time_ours`, the same for all that are compared."""
 
     def run(prompts, sampling, count, out, stop_at) -> None:
-        time_ours(target, drafter, prompts, sampling, count, out, stop_at=stop_at, session=session)
+        time_ours(target, drafter, prompts, sampling, count, out, stop_at=stop_at, sessions=sessions)
 
-    return Decoder(key, run, drafter, compiles=capturable(target, drafter))
+    return Decoder(key, run, drafter)
 
 
 def _theirs(target: Target, key: str, how: dict) -> Decoder:
     def run(prompts, sampling, count, out, stop_at) -> None:
         time_transformers(target, prompts, sampling, count, out, stop_at, **how)
 
-    return Decoder(key, run, ours=False, compiles="compile_config" in how)
+    return Decoder(key, run, ours=False)
 
 
 def _compile_config() -> CompileConfig:

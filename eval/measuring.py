@@ -140,7 +140,7 @@ def _warmed_up(
     ready = []
     longest = max(batches, key=lambda batch: max(len(suite.prompts[i]) for i in batch))
     for decoder in table:
-        compiled = decoder.compiles
+        compiled = decoder.key == "hf_compiled"
         prompts = [suite.prompts[i] for i in (longest if compiled else batches[0])]
         try:
             for _ in range(2 if compiled else 1):

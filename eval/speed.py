@@ -16,11 +16,14 @@ from eval import memory
 from eval.bootstrap import paired_bootstrap
 from speculator.decoding.cache import ATTENTION
 from speculator.decoding.generate import Step, generate
+from speculator.decoding.graphs import Captured
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
 from speculator.decoding.step import capturable
 from speculator.drafters import Drafter
 from speculator.target import Target
+
+_TRIES = 4
 
 
 @dataclass
@@ -109,21 +112,27 @@ def time_ours(
     out: Timed,
     rule: str | None = None,
     stop_at: Sequence[int] = (),
-    session: Session | None = None,
+    sessions: dict[int, Session] | None = None,
 ) -> None:
     """Decode one batch of prompts with the built-in loop; tokens `stop_at` end a text.
 
-    Steps that are captured stay in the `session`, for the next batch as large; nothing else of a batch does.
+    Steps that are captured as graphs stay in `sessions`, by number of rows, for the next batch. A run in which one had
+    to be captured does not count and is done again.
     """
-    if not capturable(target, drafter):
-        session = None
-    if session is not None:
-        session.forget()
-    memory.restart(target.device)
-    synchronize()
-    generation = generate(
-        target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=stop_at, session=session
-    )
+    session = None
+    if sessions is not None and capturable(target, drafter):
+        session = sessions.setdefault(len(prompts), Session(target))
+    for _ in range(_TRIES):
+        if session:
+            session.forget()
+        prepared = Captured.prepared
+        memory.restart(target.device)
+        synchronize()
+        generation = generate(
+            target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=stop_at, session=session
+        )
+        if session is None or Captured.prepared == prepared:
+            break
     out.batches.append(
         Decoded(
             generation.tokens,

@@ -109,8 +109,8 @@ def tune(
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
     shapes = [*(Chain(length) for length in range(1, min(head.n_predict, _LONGEST_CHAIN) + 1)), *trees]
     drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
-    session = Session(target)
-    decoders = [decoder_of(target, key, each, session) for key, each in ({"none": None} | drafters).items()]
+    sessions: dict[int, Session] = {}
+    decoders = [decoder_of(target, key, each, sessions) for key, each in ({"none": None} | drafters).items()]
     measured = measure_suite(target, decoders, suite, sampling, max_new_tokens, batch_size)
     found = []
     for decoder in decoders[1:]:

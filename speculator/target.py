@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from speculator.decoding.cache import ATTENTION, RowCache, packed
 from speculator.decoding.draft import Draft
-from speculator.decoding.graphs import Asked
+from speculator.decoding.graphs import asks_device
 from speculator.errors import UserError
 
 _PROBE_LENGTH = 16
@@ -137,9 +137,9 @@ class Target:
                 self._output = output
             cache.reach(first)
             following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
-            with Asked() as asked:
-                verify = self.logits(self.extend(cache, following)).float()
-            self.capturable = not asked.names
+            verify = self.logits(self.extend(cache, following)).float()
+            asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
+            self.capturable = not asks and len({weight.device for weight in self.model.parameters()}) == 1
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
         expected = torch.stack([row[n : n + width] for row, n in zip(own, (first, second), strict=True)])

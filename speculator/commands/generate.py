@@ -140,12 +140,16 @@ def _continue_rows(
     ids = [encode(target.tokenizer, row, arguments.chat) for row in rows]
     check_prompts(target, list(map(len, ids)))  # all of them before the first is answered
     written: list[dict] = []
+    session = Session(target)
     for start in range(0, len(rows), arguments.batch_size):
         batch = rows[start : start + arguments.batch_size]
         leads = ["" if arguments.chat else prompt_of(row) or "" for row in batch]
         streams = arguments.batch_size == 1 and not arguments.output
         stream = TextStream(target.tokenizer, leads[0], arguments.show_drafts) if streams else None
-        generation = continue_(ids[start : start + len(batch)], _sampling(arguments, start), on_step=stream)
+        session.forget()
+        generation = continue_(
+            ids[start : start + len(batch)], _sampling(arguments, start), on_step=stream, session=session
+        )
         tally.add(generation)
         if stream:
             stream.finish()

@@ -11,6 +11,7 @@ keyword arguments given to a model do not reach its attention in every family (G
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,7 +55,13 @@ class _RowLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache):
         super().__init__()
-        self.cache = cache
+        self._cache = weakref.ref(cache)  # a cycle would keep the buffers until the garbage collector comes
+
+    @property
+    def cache(self) -> RowCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows, capacity = self.cache.lengths.shape[0], self.cache.capacity
@@ -179,20 +186,27 @@ class RowCache(Cache):
                 assert buffer is not None
                 buffer[self.rows, :, self.block[:, : path.shape[1]]] = buffer[self.rows, :, source]
 
-    def grow(self, capacity: int) -> None:
-        """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare."""
-        if self._room(capacity) > self.capacity:
-            self.capacity = self._room(max(capacity, self.capacity + self.capacity // 2))
-            for layer in self.layers:
-                assert isinstance(layer, _RowLayer)
-                layer.grow(self.capacity)
+    def grow(self, capacity: int) -> bool:
+        """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare.
+
+        Returns whether there were fewer: the buffers are others then.
+        """
+        if self._room(capacity) <= self.capacity:
+            return False
+        capacity = self._room(max(capacity, self.capacity + self.capacity // 2))
+        for layer in self.layers:
+            assert isinstance(layer, _RowLayer)
+            layer.grow(capacity)
+        self.capacity = capacity
+        return True
 
     def mask(self, groups: int, window: int | None) -> Tensor | None:  # [B, 1, groups * width, extent] bool
         """Who sees what in the write under way: a token sees the slots of what comes before it, and its own.
 
         None where every token sees every slot. `groups` query heads share a key head and are laid end to end.
         """
-        if self.exact and self.rows.shape[0] == 1 and self.width == 1 and (window is None or self.extent <= window):
+        lone = self.exact and self.rows.shape[0] == 1 and self.width == 1 and self.tree is None
+        if lone and (window is None or self.extent <= window):
             return None
         if (groups, window) not in self._masks:
             slot = torch.arange(self.extent, device=self.lengths.device)
@@ -209,6 +223,7 @@ class RowCache(Cache):
                 position = slot.repeat(self.rows.shape[0], 1).scatter(1, block, depths)[:, None]
             if window is not None:
                 seen &= position > self.positions[:, :, None] - window
+                seen |= ~seen.any(-1, keepdim=True)  # what a kernel gives a token that sees nothing may be no number
             self._masks[groups, window] = seen.repeat(1, groups, 1)[:, None]
         return self._masks[groups, window]
 

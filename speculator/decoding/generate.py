@@ -16,7 +16,7 @@ from speculator.decoding.draft import take_at
 from speculator.decoding.rules import RULES, Rule
 from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.decoding.session import Session
-from speculator.decoding.step import prepare
+from speculator.decoding.step import DeviceStep, prepare
 from speculator.drafters.base import Drafter
 from speculator.errors import UserError
 from speculator.target import Target
@@ -141,7 +141,7 @@ def generate(
         max_new_tokens: the most new tokens per row; a row also ends at the target's context length.
         stop_strings: a row ends with the token that completes one of them.
         eos_token_ids: tokens that end a row, by default the target's own; none for measurements of equal length.
-        session: keeps the cache for the next call, see `Session`.
+        session: keeps the cache for the next call, see `Session`, and on a CUDA device captures steps as graphs.
         on_step: called with (row, new tokens, how many of them were drafted) as they come, the prefill's first.
 
     Raises:
@@ -157,7 +157,7 @@ def generate(
     stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
     rows = _Rows([list(prompt) for prompt in prompts], limits, eos, stop)
     laws = RowSampling(settings, target.device)
-    session = session or Session(target)
+    once, session = session is None, session or Session(target)
 
     started = time.perf_counter()
     # A finished row may end past its limit by a draft, and goes on writing there.
@@ -165,7 +165,8 @@ def generate(
     hidden, counts = session.prefill(rows.texts, room)
     if drafter:
         drafter.start(rows.texts, hidden, counts, session.cache)
-    step = prepare(target, session, drafter, accept, laws)
+    # A single call is over before captures pay.
+    step = (DeviceStep if once else prepare)(target, session, drafter, accept, laws)
     step.pending.copy_(first_token(target, hidden, counts, laws))
     for row, first in enumerate(step.pending.tolist()):
         taken = rows.take(row, [first])

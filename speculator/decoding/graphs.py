@@ -8,6 +8,8 @@ the capture decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,9 +34,14 @@ class Captured(Generic[Result]):
         work: the function; what it is called with at later replays of a key is ignored.
         pool: the memory that it shares with other captures, which must not run at the same time.
 
+    Attributes:
+        prepared: calls so far, of all functions, that warmed up or captured: their time is not a step's.
+
     Raises:
         CaptureError: the device refused the capture.
     """
+
+    prepared = 0
 
     def __init__(self, work: Callable[..., Result], pool: Any):
         self.work, self.pool = work, pool
@@ -42,14 +49,17 @@ class Captured(Generic[Result]):
 
     def __call__(self, key: Hashable, *given: Any) -> Result:
         if key not in self._graphs:
+            Captured.prepared += 1
+            result = warm_up(self.work, *given)
             self._graphs[key] = None
-            return warm_up(self.work, *given)
+            return result
         captured = self._graphs[key]
         if captured is None:
+            Captured.prepared += 1
             try:
                 captured = self._graphs[key] = capture(self.work, self.pool, *given)
             except RuntimeError as error:
-                raise CaptureError(str(error)) from error
+                raise CaptureError(str(error.__context__ or error)) from error
         graph, result = captured
         graph.replay()
         return result
@@ -57,7 +67,7 @@ class Captured(Generic[Result]):
 
 def warm_up(work: Callable[..., Result], *given: Any) -> Result:
     """Run on a side stream, as torch asks for before a capture: libraries set themselves up at their first call."""
-    side = torch.cuda.Stream()
+    side = _stream("warm-up", torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         result = work(*given)
@@ -67,11 +77,48 @@ def warm_up(work: Callable[..., Result], *given: Any) -> Result:
 
 def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, Result]:
     """A graph of what the function launches, which does not run yet, and the result that a replay fills."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may go on using the device: a data loader's, a process group's.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    graph, stream = torch.cuda.CUDAGraph(), _stream("capture", torch.cuda.current_device())
+    # A capture that fails may leave its stream the current one. Other threads may go on using the device: a data
+    # loader's, a process group's.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
         result = work(*given)
     return graph, result
+
+
+@cache
+def _stream(use: str, device: int) -> torch.cuda.Stream:
+    """One for each use and device: libraries keep workspaces for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Streams, captures and replays are those of this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def new_pool(device: torch.device) -> Any:
+    """Memory for captures that never run at the same time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def asks_device(work: Callable[[], Any], device: torch.device) -> bool:
+    """Whether the host waits for an answer of the device in this work, seen by running it."""
+    with Asked() as asked:
+        work()
+    if asked.names or device.type != "cuda":
+        return bool(asked.names)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")  # also sees what kernels do among themselves
+    try:
+        work()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 class Asked(TorchDispatchMode):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from speculator.decoding import graphs
 from speculator.decoding.cache import RowCache
 from speculator.target import Target
 
@@ -26,6 +27,7 @@ class Session:
     Attributes:
         processed: tokens that went through prefills so far.
         steps: captured steps over this cache, see `speculator.decoding.step.prepare`.
+        pool: their memory.
     """
 
     cache: RowCache
@@ -35,6 +37,7 @@ class Session:
         self.texts: list[list[int]] = []
         self.processed = 0
         self.steps: dict[Hashable, DeviceStep] = {}
+        self.pool = graphs.new_pool(target.device)
 
     def forget(self) -> None:
         """Begin the next texts anew, in the cache and with the captured steps that are there."""
@@ -56,11 +59,13 @@ class Session:
         width = max(map(len, new))
         capacity = max(max(map(len, texts)) + room, max(known) + width)
         if len(self.texts) == len(texts):
-            self.cache.grow(capacity)
+            if self.cache.grow(capacity):
+                self.steps.clear()
         else:
             self.cache = self.target.cache(len(texts), capacity)
             self.steps.clear()
         counts = torch.tensor([len(row) for row in new], device=device)
+        self.texts = [list(text[:n]) for text, n in zip(texts, known, strict=True)]  # if what follows is interrupted
         self.cache.lengths.copy_(torch.tensor(known))
         self.cache.reach(max(known))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], dtype=torch.long, device=device)

@@ -51,32 +51,41 @@ class DeviceStep:
         captured: whether steps are captured.
     """
 
-    def __init__(self, target: Target, session: Session, drafter: Drafter | None, accept: Rule, laws: RowSampling):
+    def __init__(
+        self,
+        target: Target,
+        session: Session,
+        drafter: Drafter | None,
+        accept: Rule,
+        laws: RowSampling,
+        captured: bool = False,
+    ):
         self.target, self.cache, self.drafter, self.accept, self.laws = target, session.cache, drafter, accept, laws
         self.pending = torch.zeros_like(self.cache.lengths)
         self.alive = torch.ones_like(self.pending, dtype=torch.bool)
-        self.captured = capturable(target, drafter)
+        self.captured = captured
         self.buffers = self._buffers()
-        self._pool = torch.cuda.graph_pool_handle() if self.captured and target.device.type == "cuda" else None
-        self._run = self.part(self._advance)
+        self._pool = session.pool
+        self._all = Captured(DeviceStep._advance, self._pool)
 
     def __call__(self, texts: Texts) -> Tensor:  # [B, depth + 3], see `Verified`
-        return self._run(texts)
+        return self._run(self._all, texts)
 
-    def part(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """One of the step's methods as the step runs it: captured where steps are."""
-        run = Captured(work, self._pool)
+    def part(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """One of this class's methods as the step runs it: captured where steps are."""
+        work = Captured(method, self._pool)
+        return lambda *given: self._run(work, *given)
 
-        def call(*given: Any) -> Any:
-            if self.captured:
-                try:
-                    return run(self.cache.longest, *given)
-                except CaptureError as error:
-                    self.captured = self.target.capturable = False
-                    warnings.warn(f"steps are not captured as CUDA graphs, so they are slower: {error}", stacklevel=2)
-            return work(*given)
-
-        return call
+    def _run(self, work: Captured, *given: Any) -> Any:
+        # What is captured must not hold the step: in a cycle the cache would wait for the garbage collector.
+        if self.captured:
+            try:
+                with graphs.on(self.cache.lengths.device):
+                    return work(self.cache.longest, self, *given)
+            except CaptureError as error:
+                self.captured = (self.drafter or self.target).capturable = False
+                warnings.warn(f"steps are not captured as CUDA graphs, so they are slower: {error}", stacklevel=2)
+        return work.work(self, *given)
 
     def _advance(self, texts: Texts) -> Tensor:
         verified = self.verify(*self.propose(texts))
@@ -158,7 +167,7 @@ def prepare(target: Target, session: Session, drafter: Drafter | None, accept: R
     key = (id(drafter), accept, laws.kind)  # a step that is kept keeps its drafter, so no other has that id
     step = session.steps.get(key)
     if step is None or not step.fits():
-        step = session.steps[key] = DeviceStep(target, session, drafter, accept, laws)
+        step = session.steps[key] = DeviceStep(target, session, drafter, accept, laws, captured=True)
         if len(session.steps) > _KEPT:
             session.steps.pop(next(iter(session.steps)))
     step.laws.copy_(laws)

@@ -72,7 +72,7 @@ class ModelDrafter:
         back = cache.lengths.clamp(max=again)  # a text may be shorter
         place = (torch.arange(again + 1, device=pending.device) + again - back[:, None]).clamp(max=again)
         tokens = torch.cat([self._recent, pending[:, None]], 1).gather(1, place)
-        cache.longest = max(0, end - again)
+        cache.longest = max(0, end - again) if cache.exact else end
         cache.lengths -= back
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.lengths += back

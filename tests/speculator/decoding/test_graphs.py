@@ -5,6 +5,9 @@ every result where it lay at the recording.
 """
 
 import copy
+import gc
+import time
+import weakref
 from collections import Counter
 
 import pytest
@@ -13,6 +16,8 @@ from conftest import CONFIGS, Oracle, tiny_head, tiny_model
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM
 
+from eval.costs import Costs, measure
+from eval.speed import Timed, time_ours
 from speculator import (
     Candidates,
     Chain,
@@ -151,7 +156,10 @@ def capturing(monkeypatch, double: type[Double]) -> None:
 
 def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) -> list[list[int]]:
     settings = SAMPLINGS[sampling][:rows]
-    return generate(target, drafter, PROMPTS[:rows], settings, max_new_tokens=24, eos_token_ids=eos).tokens
+    session = Session(target)
+    return generate(
+        target, drafter, PROMPTS[:rows], settings, max_new_tokens=24, eos_token_ids=eos, session=session
+    ).tokens
 
 
 def early_end(rows: list[list[int]]) -> tuple[int, ...]:
@@ -208,7 +216,7 @@ def test_the_double_has_teeth(target, monkeypatch):
 
     for kind, message in ((Counting, "the steps differ"), (Asking, "asks the device")):
         with pytest.raises(AssertionError, match=message):
-            generate(target, kind(tiny_head()), [[1, 2]], max_new_tokens=20)
+            generate(target, kind(tiny_head()), [[1, 2]], max_new_tokens=20, session=Session(target))
 
 
 def test_a_session_keeps_what_was_captured(monkeypatch):
@@ -243,20 +251,31 @@ def test_a_session_keeps_what_was_captured(monkeypatch):
 
 def test_who_needs_the_host_is_called(target, monkeypatch):
     capturing(monkeypatch, Double)
-    plain = generate(target, None, PROMPTS[:2], max_new_tokens=12, eos_token_ids=()).tokens
+
+    def tokens(drafter):
+        return generate(target, drafter, PROMPTS[:2], max_new_tokens=12, session=Session(target)).tokens
+
+    plain = tokens(None)
     assert Double.made
     Double.made = 0
     hosts = (NgramDrafter(), Oracle(plain), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
     for drafter in hosts:
-        assert generate(target, drafter, PROMPTS[:2], max_new_tokens=12, eos_token_ids=()).tokens == plain
+        assert tokens(drafter) == plain
     target.capturable = False
-    assert generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=12).tokens == plain
+    assert tokens(HeadDrafter(tiny_head())) == plain
     assert Double.made == 0
 
 
-def test_steps_go_on_where_a_capture_is_refused(target, monkeypatch):
-    prompts, drafter = PROMPTS[:2], HeadDrafter(tiny_head())
-    expected = generate(target, drafter, prompts, max_new_tokens=20).tokens
+def test_a_single_call_is_not_captured(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=20)
+    assert Double.made == 0
+
+
+@pytest.mark.parametrize("drafter", [None, HeadDrafter(tiny_head())], ids=["plain", "head"])
+def test_steps_go_on_where_a_capture_is_refused(target, monkeypatch, drafter):
+    """What refuses is not tried again; with a drafter that is the drafter: plain decoding finds out for itself."""
+    expected = texts(target, drafter, "greedy", 2)
     capturing(monkeypatch, Double)
 
     def refused(work, pool, *given):
@@ -264,8 +283,71 @@ def test_steps_go_on_where_a_capture_is_refused(target, monkeypatch):
 
     monkeypatch.setattr(graphs, "capture", refused)
     with pytest.warns(UserWarning, match="not permitted"):
-        assert generate(target, drafter, prompts, max_new_tokens=20).tokens == expected
-    assert not target.capturable
+        assert texts(target, drafter, "greedy", 2) == expected
+    assert not (drafter or target).capturable
+    assert target.capturable == (drafter is not None)
+
+
+def test_a_session_takes_its_cache_along(target, monkeypatch):
+    """At once: a cache in a reference cycle would wait for the garbage collector."""
+    monkeypatch.setattr(graphs, "DEVICES", ())
+    for captured in (False, True):
+        if captured:
+            capturing(monkeypatch, Double)
+        gc.collect()
+        gc.disable()
+        try:
+            session = Session(target)
+            generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=20, session=session)
+            cache = weakref.ref(session.cache)
+            del session
+            assert cache() is None
+        finally:
+            gc.enable()
+
+
+def test_more_room_frees_what_was_captured(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    session = Session(target)
+    for setting in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=4)):
+        generate(target, None, PROMPTS[:2], setting, max_new_tokens=12, session=session)
+    assert len(session.steps) == 3
+    generate(target, None, PROMPTS[:2], max_new_tokens=60, session=session)
+    assert len(session.steps) == 1
+
+
+def test_c_and_v_leave_captures_out(target, monkeypatch):
+    """Captures that take long change neither; blocks are left."""
+    capturing(monkeypatch, Double)
+    quick = graphs.capture
+
+    def slow(work, pool, *given):
+        time.sleep(0.2)
+        return quick(work, pool, *given)
+
+    monkeypatch.setattr(graphs, "capture", slow)
+    costs = Costs()
+    measure(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 2, costs)
+    assert len(costs.plain) >= 2
+    assert max(costs.plain + costs.draft + costs.verify) < 0.2
+
+
+def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    sessions: dict[int, Session] = {}
+    for prompts in (PROMPTS[:1], PROMPTS[2:3], PROMPTS[:2], PROMPTS[:1]):
+        timed, seen = Timed(), []
+
+        def replay(graph, seen=seen, original=Double.replay):
+            seen.append(graph.replays)
+            original(graph)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Double, "replay", replay)
+            time_ours(target, HeadDrafter(tiny_head()), prompts, Sampling(), 20, timed, sessions=sessions)
+        (decoded,) = timed.batches
+        assert decoded.tokens == generate(target, None, prompts, max_new_tokens=20).tokens
+        assert 0 not in seen[-len(decoded.steps[0]) :], "the run that counts replays what was there"
 
 
 def test_a_model_that_asks_the_device_is_known_at_load():

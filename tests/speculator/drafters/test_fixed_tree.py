@@ -87,3 +87,13 @@ def test_siblings_are_drawn_without_replacement(target):
 
     generate(target, Noting(tiny_head(), shape), PROMPTS, Sampling(1.0), max_new_tokens=30)
     assert all(len(set(row)) == 5 for tokens in drawn for row in tokens.tolist())
+
+
+def test_a_level_of_one_token_sees_its_ancestors_alone(target):
+    """The same alone as in a batch, where no level is alone."""
+    drafter = ModelDrafter(target, target, FixedTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)]))
+    prompts, settings = [[1, 2, 3], [4, 5]], [Sampling(1.0, seed=3), Sampling(1.0, seed=4)]
+    together = generate(target, drafter, prompts, settings, max_new_tokens=60, eos_token_ids=())
+    alone = generate(target, drafter, prompts[:1], settings[:1], max_new_tokens=60, eos_token_ids=())
+    assert alone.tokens == together.tokens[:1]
+    assert alone.steps == together.steps[:1]
