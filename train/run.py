@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -35,7 +36,17 @@ _PROMPTS_PER_TEXT = 4
 
 def main(config: RunConfig) -> int:
     """Run; gives the exit code. Wrong input is one line on stderr and 2."""
-    return run_command("train.py", lambda: rehearse(config, _run) if config.dry_run else _run(config))
+    code = run_command("train.py", lambda: rehearse(config, _run) if config.dry_run else _run(config))
+    if not code:
+        _leave_group()
+    return code
+
+
+def _leave_group() -> None:
+    """Threads of a process group that outlive the interpreter abort it; what holds the group goes first."""
+    if torch.distributed.is_initialized():
+        gc.collect()
+        torch.distributed.destroy_process_group()
 
 
 def _run(config: RunConfig) -> None:
