@@ -75,7 +75,7 @@ def generate_rows(
         (max_new_tokens < 1, f"max_new_tokens {max_new_tokens} is not at least 1"),
         (_is_sharded(target.model), f"{target.name}: generating with a target sharded over processes is not supported"),
     )
-    check_prompts(target, [len(prompt) for prompt in prompts])
+    check_prompts(target, prompts)
     laws = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

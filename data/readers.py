@@ -24,7 +24,8 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from data.rows import KEYS, SourceError, content
-from speculator.errors import first_line
+from speculator.errors import UserError, first_line
+from speculator.files import parse_json
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
@@ -59,6 +60,8 @@ def read(location: str, max_package_bytes: int) -> Iterator[Document]:
         name, config, split = hub_id(location)
         rows = hub_dataset(name, config, split)
         return _dataset_rows(rows, f"{name}:{config or ''}:{split}", location)
+    if (path / "manifest.json").is_file() and _is_datasets_folder(path / "rows"):
+        path = path / "rows"  # the target's own text, as `python -m data generate` leaves it
     return _datasets_folder(path) if _is_datasets_folder(path) else local_files(path)
 
 
@@ -151,6 +154,8 @@ def _local_file(file: Path, name: str) -> Iterator[Document]:
                 rows = json.load(stream)
             except json.JSONDecodeError as error:
                 raise SourceError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
+            except RecursionError as error:
+                raise SourceError(f"{file}: JSON that can't be read: {error}") from None
         yield from _numbered(enumerate(rows, start=1), name, str(file))
     else:
         with _open(file) as stream:
@@ -173,9 +178,10 @@ def _json_lines(file: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise SourceError(f"{file}:{number}: not JSON: {error.msg}") from None
+                    row = parse_json(line, f"{file}:{number}")
+                except UserError as error:
+                    raise SourceError(str(error)) from None
+                yield number, row
 
 
 def _holds_a_list(file: Path) -> bool:

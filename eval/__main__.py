@@ -45,7 +45,7 @@ def build_parser() -> OneLineParser:
         "--suite",
         action="append",
         help="python-sources (the default): its held-out split; a local .jsonl or .txt file; or a hub dataset as "
-        "NAME, NAME:CONFIG or NAME:CONFIG:SPLIT; repeatable",
+        "ORG/NAME[/CONFIG][:SPLIT]; repeatable",
     )
     parser.add_argument("--raw", action="store_true", help="no chat template, even where the target has one")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")

@@ -99,5 +99,5 @@ def _read(path: Path) -> dict:
         return {**report, "settings": {**report["settings"]}}
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a report.json of `python -m eval`") from None

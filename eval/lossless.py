@@ -22,7 +22,7 @@ from transformers.utils import logging
 from eval.chi_square import detectable, homogeneity
 from eval.run import check_lengths
 from eval.speed import as_loaded
-from eval.suites import held_out
+from eval.suites import load_suite
 from speculator import Drafter, Generation, Sampling, Session, Target, UserError, generate
 from speculator.commands import drafting
 from speculator.decoding.draft import Draft
@@ -311,7 +311,13 @@ def run(arguments: argparse.Namespace) -> bool:
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)
     assert drafter is not None
-    suite = held_out(arguments.suite, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
+    suite = load_suite(
+        arguments.suite,
+        target,
+        prompt_tokens=arguments.prompt_tokens,
+        max_prompts=arguments.max_prompts,
+        max_new_tokens=arguments.max_new_tokens,
+    )
     checks: list[Check] = []
     if 0.0 in temperatures:
         checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, arguments.rule)

@@ -125,6 +125,9 @@ def check_flags(arguments: argparse.Namespace) -> None:
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
         refuse((least < 1, f"--{name} must be at least 1"))
+    for name in ("temperature", "batch_size", "draft_length"):
+        value = given.get(name)
+        refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
     refuse(
         (not abs(given.get("seed", 0)) < 2**62, "--seed must be below 2**62 in size"),
         (output.suffix != ".json" and output.exists() and not output.is_dir(), f"--output {output} is not a folder"),

@@ -11,10 +11,7 @@ from speculator.errors import OneLineParser, run_command
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
     arguments = build_parser().parse_args(argv)
-    try:
-        return run_command("speculator", lambda: arguments.run(arguments))
-    except KeyboardInterrupt:
-        return 130
+    return run_command("speculator", lambda: arguments.run(arguments))
 
 
 def build_parser() -> OneLineParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -57,9 +58,25 @@ def check_text(where: str, text: str) -> None:
 
 
 def run_command(name: str, work: Callable[[], int | None]) -> int:
-    """Run a command; gives its exit code: what the work says, or 0. A UserError is one line on stderr and 2."""
+    """Run a command; gives its exit code: what the work says, or 0.
+
+    One line on stderr and 2 for a UserError, and for a file that can't be read or written. Ctrl-C and a reader that has
+    gone, `head` for one, are 130 and 141, as a shell has them, without a word.
+    """
     try:
-        return work() or 0
+        code = work() or 0
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has no reader
+        return 141
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError, first_line, refuse
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,6 +30,20 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"can't write {path}: {error.strerror}") from None
 
 
+def parse_json(text: str, where: str) -> Any:
+    """What a text says in JSON.
+
+    Raises:
+        UserError: it is no JSON, or nested deeper or with a longer number than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: JSON that can't be read: {first_line(error)}") from None
+
+
 def check_file(flag: str, file: Path | None) -> None:
     """Refuse a file that can't be written, before there is anything to write.
 
@@ -38,6 +54,7 @@ def check_file(flag: str, file: Path | None) -> None:
         refuse(
             (not file.parent.is_dir(), f"{flag} {file}: no folder {file.parent}"),
             (file.is_dir(), f"{flag} {file} is a folder, not a file"),
+            (not os.access(file.parent, os.W_OK), f"{flag} {file}: the folder can't be written to"),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -103,10 +104,16 @@ class Target:
             raise UserError(f"{name}: no config.json there, so not a model folder")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-            model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, dtype=wanted, output_loading_info=True
+            )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = shorten(str(error), 300) or type(error).__name__
             raise UserError(f"can't load the target {name!r}: {reason}") from None
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):
+            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            raise UserError(f"can't load the target {name!r}: its files hold no {missing[0]}{others}")
         return cls(model.to(place), tokenizer)  # type: ignore[arg-type]
 
     def _refuse_unsupported(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datasets
+from pyarrow import compute
 
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
@@ -13,6 +14,7 @@ from train.config import GenerateConfig, RunConfig, StageConfig
 def settings(config: RunConfig) -> None:
     """What is wrong with the settings by themselves."""
     head, generate = config.speculator, config.stage2.generate
+    _positive("speculator", head, "n_predict")
     _stage("stage1", config.stage1)
     if config.stage2.max_steps:
         _stage("stage2", config.stage2)
@@ -22,7 +24,6 @@ def settings(config: RunConfig) -> None:
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: its rows are too short for {head.n_predict} heads")
     _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
-    _positive("speculator", head, "n_predict")
     if head.tie_weights and head.n_predict == 1:
         raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
     if head.architecture == "lstm" and not head.tie_weights:
@@ -36,6 +37,16 @@ def settings(config: RunConfig) -> None:
         raise UserError(f"loss: {', '.join(losses)} must not be negative, nor all 0: nothing to train on")
     if config.loss.kl_temperature <= 0 or config.loss.head_decay <= 0:
         raise UserError("loss.kl_temperature and loss.head_decay must be above 0")
+    if not config.eval.temperatures:
+        raise UserError("eval.temperatures is empty: name one at least")
+    for temperature in config.eval.temperatures:
+        Sampling(temperature)
+    if not 0 <= config.seed < 2**32:
+        raise UserError("seed must be in 0..4294967295")
+    if head.inner_dim < 0:
+        raise UserError("speculator.inner_dim must not be negative; 0 takes the target's size")
+    if config.loss.lk_eta < 0:
+        raise UserError("loss.lk_eta must not be negative")
     if config.eval.max_new_tokens < 2:
         raise UserError("eval.max_new_tokens must be at least 2: the first new token is the prefill's")
 
@@ -43,6 +54,13 @@ def settings(config: RunConfig) -> None:
 def _stage(name: str, stage: StageConfig) -> None:
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
     _positive(name, stage, "max_steps", "logging_steps", "eval_steps", "save_steps", *batch)
+    for value in ("warmup_steps", "weight_decay", "max_grad_norm"):
+        if not getattr(stage, value) >= 0:
+            raise UserError(f"{name}.{value} must not be negative")
+    if not stage.learning_rate > 0:
+        raise UserError(f"{name}.learning_rate must be above 0")
+    if not 0 <= stage.adam_beta2 < 1:
+        raise UserError(f"{name}.adam_beta2 must be at least 0 and below 1")
     if stage.save_total_limit < 2:
         raise UserError(f"{name}.save_total_limit must be at least 2: a checkpoint is not whole while it is written")
     if stage.save_steps % stage.eval_steps:
@@ -89,10 +107,18 @@ def own_laws(generate: GenerateConfig) -> list[Sampling]:
     return [Sampling(t, generate.top_k, generate.top_p, generate.min_p) for t in generate.temperatures]
 
 
-def enough_rows(
-    config: RunConfig, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, processes: int
+def rows(
+    config: RunConfig, target: Target, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, processes: int
 ) -> None:
-    """What there is too little of."""
+    """What there is too little of, or what the target can't read."""
+    for made in (train_rows, validation_rows):
+        tables = made.with_format("arrow").iter(batch_size=1000)
+        highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)
+        if highest >= target.vocab_size:
+            raise UserError(
+                f"the rows hold token {highest}, but {target.name} has only 0..{target.vocab_size - 1}: "
+                "its tokenizer has tokens that it does not"
+            )
     for name, have in (("stage1", len(train_rows)), ("stage2", config.stage2.generate.max_rows)):
         stage: StageConfig = getattr(config, name)
         batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes

@@ -71,7 +71,7 @@ def _run(config: RunConfig) -> None:
         "validation": prompts_of(config, target, "validation", config.eval.validation_prompts),
         "held-out": prompts_of(config, target, "held-out", config.eval.max_prompts),
     }
-    checks.enough_rows(config, train_rows, validation_rows, state.num_processes)
+    checks.rows(config, target, train_rows, validation_rows, state.num_processes)
     head = new_head(config, target, train_rows)
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.

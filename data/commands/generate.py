@@ -26,10 +26,7 @@ from speculator.target import Target
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
     arguments = build_parser().parse_args(argv)
-    try:
-        return run_command("data generate", lambda: run(arguments))
-    except KeyboardInterrupt:
-        return 130
+    return run_command("data generate", lambda: run(arguments))
 
 
 def build_parser() -> OneLineParser:

@@ -43,11 +43,14 @@ def run(arguments: argparse.Namespace) -> None:
     marks = (_DIM, _PLAIN, _GREEN, _PLAIN) if arguments.color or sys.stdout.isatty() else ("", "", "[[", "]]")
     documents = token_documents([arguments.source], None, tokenizer)
     # A packed row is rendered as its documents, all with the row's id.
-    for name, row in islice(groupby(documents, key=lambda document: document["id"]), arguments.rows):
+    found = groupby(documents, key=lambda document: document["id"])
+    name = None
+    for name, row in islice(found, arguments.rows):
         parts = list(row)
         count, learnt = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
         print(f"--- {name}: {count} tokens, {learnt} with loss")
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
+    refuse((name is None, f"{arguments.source}: no rows in it"))
 
 
 def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
             "published heads are float16: --dtype float16 or bfloat16 halves the file, and its logits are then rounded"
         )
     print(checked)
-    for server in layout.servers(head.config, str(arguments.output)):
+    for server in layout.servers(head.config, shlex.quote(str(arguments.output))):
         print(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
 
 

@@ -138,7 +138,7 @@ def _continue_rows(
     continue_: Continue, target: Target, rows: list[dict], arguments: argparse.Namespace, tally: _Tally
 ) -> None:
     ids = [encode(target.tokenizer, row, arguments.chat) for row in rows]
-    check_prompts(target, list(map(len, ids)))  # all of them before the first is answered
+    check_prompts(target, ids)  # all of them before the first is answered
     written: list[dict] = []
     session = Session(target)
     for start in range(0, len(rows), arguments.batch_size):

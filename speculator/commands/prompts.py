@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import gzip
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from speculator.errors import UserError, check_text
+from speculator.files import parse_json
 
 
 def read_rows(file: Path) -> list[dict]:
@@ -19,16 +21,14 @@ def read_rows(file: Path) -> list[dict]:
         UserError: the file can't be read, a line is no such row, or there is none.
     """
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        content = file.read_bytes()
+        lines = (gzip.decompress(content) if file.suffix == ".gz" else content).decode().split("\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {file}: {error}") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}:{number}: not JSON: {error.msg}") from None
+            row = parse_json(line, f"{file}:{number}")
             if not isinstance(row, dict) or (prompt_of(row) is None and not _are_messages(row.get("messages"))):
                 raise UserError(f'{file}:{number}: a row needs "prompt" (text) or "messages" (a list of objects)')
             rows.append(row)
@@ -58,6 +58,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: dict, chat: bool) -> list[in
     if prompt is not None and not chat:
         return tokenizer(prompt)["input_ids"]
     messages = row["messages"] if prompt is None else [{"role": "user", "content": prompt}]
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            check_text(f"message {message['content'][:20]!r}", message["content"])
     try:
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]

@@ -145,14 +145,13 @@ def generate(
         on_step: called with (row, new tokens, how many of them were drafted) as they come, the prefill's first.
 
     Raises:
-        UserError: no prompt, an empty prompt, or one that fills the target's context; a rule that is unknown or does
-            not fit the drafter; not one sampling for each row.
+        UserError: no prompt, an empty prompt, one that fills the target's context or holds what is no token of it; a
+            rule that is unknown or does not fit the drafter; not one sampling for each row.
     """
     accept = _rule(drafter, rule)
     settings = _each(sampling or Sampling(), len(prompts))
-    lengths = [len(prompt) for prompt in prompts]
-    check_prompts(target, lengths)
-    limits = [min(max_new_tokens, target.context_length - n) for n in lengths]
+    check_prompts(target, prompts)
+    limits = [min(max_new_tokens, target.context_length - len(prompt)) for prompt in prompts]
     eos = target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
     stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
     rows = _Rows([list(prompt) for prompt in prompts], limits, eos, stop)
@@ -212,20 +211,26 @@ def _each(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
     return list(sampling)
 
 
-def check_prompts(target: Target, lengths: list[int]) -> None:
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
     """Refuse prompts that can't be continued.
 
     Raises:
-        UserError: there is none, or one is empty, or as long as the target's context.
+        UserError: there is none, or one is empty, as long as the target's context, or no list of its tokens.
     """
-    if not lengths:
+    if not prompts:
         raise UserError("no prompt to continue")
-    if min(lengths) == 0:
-        raise UserError(f"prompt {lengths.index(0) + 1} is empty: give it at least one token")
-    longest, limit = max(lengths), target.context_length
-    if longest >= limit:
-        number = lengths.index(longest) + 1
-        raise UserError(f"prompt {number} of {longest} tokens leaves no room in the context of {limit}")
+    for number, prompt in enumerate(prompts, start=1):
+        if isinstance(prompt, str | int):
+            raise UserError(f"prompt {number} is not a list of token ids: {prompt!r:.40}")
+        if not prompt:
+            raise UserError(f"prompt {number} is empty: give it at least one token")
+        if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+            token = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
+        if len(prompt) >= target.context_length:
+            raise UserError(
+                f"prompt {number} of {len(prompt)} tokens leaves no room in the context of {target.context_length}"
+            )
 
 
 def first_token(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]

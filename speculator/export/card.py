@@ -239,7 +239,10 @@ def _plain(value: Any) -> str:
 
 
 def _interval(ratio: dict[str, float] | None) -> str:
-    return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""
+    if not ratio:
+        return ""
+    alone = ratio["low"] is None  # a single prompt has no interval
+    return f"{ratio['value']:.2f}" + ("" if alone else f" ({ratio['low']:.2f}-{ratio['high']:.2f})")
 
 
 def _text(file: Path) -> str | None:

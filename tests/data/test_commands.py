@@ -28,6 +28,7 @@ def target(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    (tmp_path / "empty.jsonl").write_text("")
     chat_tokenizer("llama3").save_pretrained(tmp_path / "target")
     return "target"
 
@@ -91,6 +92,7 @@ def test_view_shows_a_prepared_row_document_by_document(target, capsys):
         (["view", "nowhere.jsonl", "--target", "target"], "data view: no such source: nowhere.jsonl"),
         (["view", "chats.jsonl", "--target", "./none"], "data view: can't load the tokenizer of './none': "),
         (["view", "chats.jsonl", "--target", "target", "--rows", "0"], "data view: --rows must be at least 1"),
+        (["view", "empty.jsonl", "--target", "target"], "data view: empty.jsonl: no rows in it"),
         (["view", "chats.jsonl"], "python -m data view: the following arguments are required: --target"),
         (["show"], "python -m data: argument command: invalid choice: 'show'"),
         ([], "python -m data: the following arguments are required: command"),

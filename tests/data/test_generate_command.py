@@ -1,5 +1,6 @@
 """`python -m data generate` as users type it."""
 
+import gzip
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from datasets import load_from_disk
 from transformers import AutoTokenizer
 
 from data.commands.generate import main
+from data.sources import token_documents
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
@@ -39,9 +41,11 @@ def test_text_is_cut_into_prompts_and_continued(target_folder, head_folder, text
     assert ("x)" in told) == drafting
 
 
-def test_prompts_come_from_a_file(target_folder, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "import os"}\n{"prompt": "def main():"}\n{"prompt": "x"}\n')
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
+def test_prompts_come_from_a_file(target_folder, tmp_path, name):
+    file = tmp_path / name
+    with (gzip.open if name.endswith("gz") else open)(file, "wt") as stream:
+        stream.write('{"prompt": "import os"}\n{"prompt": "def main():"}\n{"prompt": "x"}\n')
     flags = ["--target", str(target_folder), "--prompts", str(file), "--output", str(tmp_path / "out")]
     assert main([*flags, "--max_new_tokens", "4", "--max_rows", "2"]) == 0
     rows = list(load_from_disk(tmp_path / "out" / "rows"))
@@ -49,6 +53,8 @@ def test_prompts_come_from_a_file(target_folder, tmp_path):
     for row, prompt in zip(rows, ["import os", "def main():"], strict=True):
         ids = tokenizer(prompt)["input_ids"]
         assert row["input_ids"][: len(ids)] == ids
+    read = list(token_documents([str(tmp_path / "out")], None, tokenizer))
+    assert [document["input_ids"] for document in read] == [row["input_ids"] for row in rows], "a source like any other"
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         (["--max_new_tokens", "1"], "--max_new_tokens must be at least 2"),
         (["--prompt_tokens", "100"], "context of 128"),
         (["--temperature", "1", "--temperature", "nan"], "temperature"),
+        (["--temperature", "0", "--temperature", "0"], "--temperature: one value is given twice"),
+        (["--batch_size", "1", "--batch_size", "1"], "--batch_size: one value is given twice"),
         (["--seed", str(2**63)], "--seed"),
         (["--speculator", "nowhere"], "nowhere"),
         (["--target", "./nowhere"], "nowhere"),

@@ -1,3 +1,6 @@
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import CONFIGS, tiny_model
@@ -110,3 +113,14 @@ def test_a_model_still_generates_through_transformers_after_loading():
     expected = model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False)
     target = Target(model, tokenizer=None)
     assert torch.equal(target.model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False), expected)
+
+
+def test_a_checkpoint_without_all_weights_is_refused(target_folder, tmp_path):
+    """transformers would go on with random ones."""
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"hold no model\.layers\.\d.* and \d others"):
+        Target.load(str(folder))

@@ -59,7 +59,16 @@ def test_tokens_stream_in_order(target, head):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"), [([], "no prompt"), ([[1], []], "prompt 2 is empty"), ([[1] * 128], "no room")]
+    ("prompts", "message"),
+    [
+        ([], "no prompt"),
+        ([[1], []], "prompt 2 is empty"),
+        ([[1] * 128], "no room"),
+        ([[1], [2, 32]], "prompt 2: .* has no token 32, only 0..31"),
+        ([[-1]], "has no token -1"),
+        (["def"], "prompt 1 is not a list of token ids: 'def'"),
+        ([1, 2], "prompt 1 is not a list of token ids: 1"),
+    ],
 )
 def test_bad_prompts_are_refused(target, prompts, message):
     with pytest.raises(UserError, match=message):

@@ -1,5 +1,6 @@
 """The model card says what the folder and its run say, and nothing that it was not told."""
 
+import copy
 import json
 
 import pytest
@@ -114,6 +115,15 @@ def test_tells_every_decoder_and_baseline_with_machine_and_settings(run):
     assert f"| 7 of chat | 0 | speculator | 2.25 | 0.75 0.50 | 61.5 | {ratios} |" in text
     assert f"| 7 of chat | 0 | n-gram lookup | 1.50 | 0.75 0.50 | 61.5 | {ratios} |" in text
     assert "6 of 7 texts identical to those of transformers' greedy `generate` in float32" in text
+
+
+def test_a_single_prompt_has_no_interval(run):
+    report = copy.deepcopy(REPORT)
+    for ratio in report["suites"][1]["speedup"].values():
+        ratio.update(low=None, high=None)
+    (run.parent / "eval" / "report.json").write_text(json.dumps(report))
+    write_card(run)
+    assert "| 61.5 | 1.50 | 2.05 |" in (run / "README.md").read_text()
 
 
 def test_a_lossy_rule_is_called_so(run):
