@@ -17,6 +17,7 @@ from speculator.decoding.cache import ATTENTION, RowCache, packed
 from speculator.decoding.draft import Draft
 from speculator.decoding.graphs import asks_device
 from speculator.errors import UserError
+from speculator.linear import pack_linears
 
 _PROBE_LENGTH = 16
 # Of the logits' standard deviation: rounding stays below, a wrong mask or position does not.
@@ -56,8 +57,8 @@ class Target:
         model: a transformers causal LM whose layers are attention.
         tokenizer: its tokenizer.
 
-    The model is changed: frozen, in eval mode, and attending through `speculator.decoding.cache.attention`, which
-    knows no padding; batches go through this class.
+    The model is changed: frozen, in eval mode, its matrix products made fast for few rows (`speculator.linear`), and
+    attending through `speculator.decoding.cache.attention`, which knows no padding; batches go through this class.
 
     Attributes:
         capturable: whether its forward pass asks the device nothing, seen in a probe at load. If so, it may be captured
@@ -72,6 +73,7 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
+        pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
         self._output: nn.Module | None = None
         self._refuse_unsupported()

@@ -11,6 +11,8 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; torch reads it when it is imported
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from speculator.linear import product
 from train.config import LossConfig
 
 IGNORE = -100
@@ -236,7 +237,7 @@ class _Chunked(torch.autograd.Function):
             for i in range(heads):
                 counted = labels[i, span] != IGNORE
                 x = features[i][span].to(dtype)
-                z = (x @ cast[which[i]].T).to(loss.dtype).requires_grad_(train)
+                z = product(x, cast[which[i]]).to(loss.dtype).requires_grad_(train)
                 with torch.set_grad_enabled(train):
                     each = loss_per_token(z, labels[i, span], target, weights) * counted
                     total = each.sum() * weights.head_decay**i
@@ -245,7 +246,7 @@ class _Chunked(torch.autograd.Function):
                 if train:
                     (d_z,) = torch.autograd.grad(total, z)
                     d_z = d_z.to(dtype)
-                    d_features[i][span] = (d_z @ cast[which[i]]).to(x.dtype)
+                    d_features[i][span] = product(d_z, cast[which[i]].T).to(x.dtype)
                     _add_outer(d_matrices[which[i]], d_z, x)
                 elif target is not None:
                     accepted[i, span] = overlap(z.log_softmax(-1), target.p) * counted
@@ -262,12 +263,12 @@ class _Chunked(torch.autograd.Function):
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]
     """In blocks of the vocabulary: a whole product would be a second matrix of the size of `total`."""
-    if total.dtype == x.dtype:
+    if total.dtype == x.dtype and not total.is_cpu:
         total.addmm_(d_z.T, x)
         return
     for start in range(0, len(total), _OUTER_ROWS):
         span = slice(start, start + _OUTER_ROWS)
-        total[span] += d_z[:, span].T @ x
+        total[span] += product(d_z[:, span].T, x.T)
 
 
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:  # each [N]

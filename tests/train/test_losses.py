@@ -294,7 +294,7 @@ def test_under_autocast_gradients_are_float32_and_close(name):
 
 
 _WORKER = """
-import sys, torch, torch.distributed as dist
+import gc, sys, torch, torch.distributed as dist
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from train.config import LossConfig
 from train.losses import Measure
@@ -316,7 +316,8 @@ for weights in case["weights"]:
 if rank == 0:
     torch.save(gradients, sys.argv[2])
 dist.barrier()
-del wrapped, objective  # they hold the group, whose threads must end before the interpreter
+del wrapped, objective
+gc.collect()  # cycles hold the group, whose threads must end before the interpreter
 dist.destroy_process_group()
 """
 

@@ -1,0 +1,130 @@
+"""Packed products: equal to torch's own, and never stale."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from speculator import linear
+from speculator.linear import PackedLinear, pack_linears, product
+
+WIDE, HIGH = 512, 640  # one row is enough to be packed
+
+needs_onednn = pytest.mark.skipif(not linear._DTYPES, reason="no oneDNN here")
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDE, HIGH)
+    pack_linears(layer)
+    return layer
+
+
+def dense(layer, x):
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", linear._DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (64,)])
+def test_products_are_torchs_own(layer, shape, dtype):
+    layer.to(dtype)
+    x = torch.randn(*shape, WIDE, dtype=dtype)
+    with torch.no_grad():
+        ours, theirs = layer(x), dense(layer, x)
+    assert layer._copy is not None
+    torch.testing.assert_close(ours, theirs)
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", ["in place", "data", "optimizer", "loaded"])
+def test_a_changed_weight_is_packed_again(layer, change):
+    x = torch.randn(3, WIDE)
+    with torch.inference_mode():
+        before = layer(x)
+    weight = torch.randn(HIGH, WIDE) / WIDE**0.5
+    if change == "in place":
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+    elif change == "data":
+        layer.weight.data = weight
+    elif change == "loaded":
+        layer.load_state_dict({"weight": weight, "bias": layer.bias.detach()})
+    else:
+        layer(x).sum().backward()
+        torch.optim.SGD(layer.parameters(), 1.0).step()
+    with torch.inference_mode():
+        after = layer(x)
+    torch.testing.assert_close(after, dense(layer, x))
+    assert (after - before).abs().max() > 0.1
+
+
+def test_gradients_are_kept(layer):
+    x = torch.randn(3, WIDE, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(3, -1))
+    assert layer._copy is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_go_torchs_way(layer, dtype):
+    layer.to(dtype)
+    x = torch.randn(3, WIDE, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(layer(x), dense(layer, x))
+    assert layer._copy is None
+
+
+@needs_onednn
+def test_a_moved_dtype_does_not_use_the_old_copy(layer):
+    x = torch.randn(3, WIDE)
+    with torch.no_grad():
+        layer(x)
+        layer.double()
+        assert torch.equal(layer(x.double()), dense(layer, x.double()))
+
+
+@needs_onednn
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_packs_its_own(layer, again):
+    x = torch.randn(3, WIDE)
+    with torch.no_grad():
+        expected = layer(x)
+        twin = again(layer)
+        assert twin._copy is None
+        assert torch.equal(twin(x), expected)
+
+
+def test_only_plain_linears_change_and_nothing_else_of_them():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": Own(4, 4), "c": nn.Sequential(nn.Linear(4, 4, bias=False))})
+    model["c"][0].weight = model["a"].weight
+    names, parts = set(model.state_dict()), list(model.modules())
+    pack_linears(model)
+    assert [type(part) for part in (model["a"], model["b"], model["c"][0])] == [PackedLinear, Own, PackedLinear]
+    assert set(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.modules(), parts, strict=True))
+    assert model["c"][0].weight is model["a"].weight
+
+
+@needs_onednn
+def test_a_compiled_model_traces_the_plain_product(layer):
+    x = torch.randn(3, WIDE)
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), dense(layer, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_product_takes_any_strides(rows, dtype):
+    x, matrix = torch.randn(rows, WIDE, dtype=dtype), torch.randn(HIGH, WIDE, dtype=dtype) / WIDE**0.5
+    torch.testing.assert_close(product(x, matrix), x @ matrix.T)
+    torch.testing.assert_close(product(x.T.contiguous().T, matrix), x @ matrix.T)
+    torch.testing.assert_close(product(x, matrix.T.contiguous().T), x @ matrix.T)
+    torch.testing.assert_close(product(matrix[:, ::2], x[:, ::2]), matrix[:, ::2] @ x[:, ::2].T)
