@@ -16,21 +16,21 @@ _SMALL = 2**18
 
 
 def _dtypes() -> tuple[torch.dtype, ...]:
-    """What oneDNN multiplies here without emulation."""
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return ()
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
 
 
-_DTYPES = _dtypes()
+FAST_DTYPES = _dtypes()
+"""What oneDNN multiplies on this processor without emulation."""
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
     return (
         x.numel() * weight.shape[0] >= _SMALL
         and x.dtype is weight.dtype
-        and x.dtype in _DTYPES
+        and x.dtype in FAST_DTYPES
         and x.is_cpu
         and weight.is_cpu
         and not torch.is_autocast_enabled("cpu")

@@ -3,8 +3,9 @@
     python -m train.language_model --output runs/target --minutes 8
 
 trains on the Python sources of this machine, or on local text given with --source, for so many minutes: a tokenizer
-first (or the one of --tokenizer), then the model, in float32 under bfloat16 autocast on a GPU. Only the train split is
-read. Leaves the model in bfloat16, its tokenizer, training_log.jsonl and training.json; all of it or nothing.
+first (or the one of --tokenizer), then the model, in float32 under bfloat16 autocast where the hardware has it. Only
+the train split is read. Leaves the model in bfloat16, its tokenizer, training_log.jsonl and training.json; all of it or
+nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from data.rendering import load_tokenizer
 from data.sources import PYTHON_SOURCES, documents
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
+from speculator.linear import FAST_DTYPES
 from train.run import use_all_cores
 
 EOS = "<|endoftext|>"
@@ -135,7 +137,8 @@ def arguments(**settings: Any) -> TrainingArguments:
     """TrainingArguments with what every training of such a model shares."""
     on_gpu = torch.cuda.is_available()
     shared = {"weight_decay": 0.1, "adam_beta2": 0.95, "logging_steps": 50, "seed": 0, "report_to": "none"}
-    return TrainingArguments(**(shared | settings), bf16=on_gpu, use_cpu=not on_gpu)
+    bf16 = on_gpu or torch.bfloat16 in FAST_DTYPES
+    return TrainingArguments(**(shared | settings), bf16=bf16, use_cpu=not on_gpu)
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:

@@ -50,7 +50,7 @@ class Phase:
 
 
 # Short rows first: attention over 256 tokens costs half of what 512 does. The learning rate falls on full rows.
-PHASES = [Phase(256, 8, 3600, "constant_with_warmup"), Phase(512, 4, 950, "linear")]
+PHASES = [Phase(256, 8, 6000, "constant_with_warmup"), Phase(512, 4, 2000, "linear")]
 
 
 def pieces(row: dict, length: int) -> list[list[int]]:
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--layers", type=int, default=12, help="2 makes a draft model")
     parser.add_argument("--tokenizer", type=Path, help="folder of one to use; default: a new one")
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from; default: random weights")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--max_package_bytes", type=int, default=12_000_000)
     parser.add_argument("--work", type=Path, default=Path("runs/stdlib_target"), help="checkpoints while training")
@@ -115,14 +116,17 @@ def main() -> None:
     }
     (args.output / "corpus.json").write_text(json.dumps(facts, indent=1))
     full["validation"] = full["validation"].select(range(min(128, len(full["validation"]))))
-    model = new_llama(
-        tokenizer,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=args.layers,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-    )
+    if args.start:
+        model = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    else:
+        model = new_llama(
+            tokenizer,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=args.layers,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+        )
     start = 0
     for phase in PHASES:
         # Each phase reads rows that the one before has not seen, cut to its own length.

@@ -47,7 +47,7 @@ class UnlikelihoodTrainer(LanguageModelTrainer):
             return (likelihood, {}) if return_outputs else likelihood
         prompts = rows[:, :_PROMPT]
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
             texts = model.generate(
                 prompts,
                 attention_mask=torch.ones_like(prompts),

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from speculator import linear
-from speculator.linear import PackedLinear, pack_linears, product
+from speculator.linear import FAST_DTYPES, PackedLinear, pack_linears, product
 
 WIDE, HIGH = 512, 640  # one row is enough to be packed
 
-needs_onednn = pytest.mark.skipif(not linear._DTYPES, reason="no oneDNN here")
+needs_onednn = pytest.mark.skipif(not FAST_DTYPES, reason="no oneDNN here")
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def dense(layer, x):
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", linear._DTYPES)
+@pytest.mark.parametrize("dtype", FAST_DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (64,)])
 def test_products_are_torchs_own(layer, shape, dtype):
     layer.to(dtype)

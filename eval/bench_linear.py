@@ -1,0 +1,140 @@
+"""`python -m eval.bench_linear`: what a matrix product of a few rows costs on this CPU, beside one of one row.
+
+    python -m eval.bench_linear [--size 1024x4096]... [--rows 5]... [--output DIR]
+
+torch's own product and the packed one (`speculator.linear`) in turns. Matrices of one size follow each other, as a
+model's layers do, so that no cache holds them all. What a verify pass of as many tokens costs over a plain step is the
+last two columns, as far as its matrices go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from eval.run import hardware
+from speculator.errors import OneLineParser, refuse, refuse_below, run_command
+from speculator.files import make_folder, write_text
+from speculator.linear import FAST_DTYPES, pack_linears
+from speculator.target import dtype_name
+
+_BYTES = 2**26  # of all matrices of a size
+_SIZES = ("192x512", "192x4096", "1024x1024", "4096x4096")
+_ROWS = (1, 2, 3, 5, 8, 16)
+
+
+def size(text: str) -> tuple[int, int]:
+    """INxOUT."""
+    inputs, outputs = map(int, text.split("x"))
+    if min(inputs, outputs) < 1:
+        raise ValueError
+    return inputs, outputs
+
+
+@torch.no_grad()
+def measure(inputs: int, outputs: int, counts: list[int], dtype: torch.dtype, blocks: int) -> list[dict]:
+    """A line for each number of rows: seconds of a product, the median over the blocks."""
+    torch.manual_seed(0)
+    number = max(2, _BYTES // (inputs * outputs * dtype.itemsize))
+    weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(number)]
+    kinds = {}
+    for name in ("torch", "packed"):
+        layers = nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for _ in weights)
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        if name == "packed":
+            pack_linears(layers)
+        kinds[name] = layers
+    lines = []
+    for rows in counts:
+        x = torch.randn(rows, inputs, dtype=dtype)
+        seconds: dict[str, list[float]] = {name: [] for name in kinds}
+        for block in range(blocks + 1):
+            for name, layers in kinds.items():
+                spent = clock(lambda layers=layers, x=x: [layer(x) for layer in layers])
+                if block:  # the first packs
+                    seconds[name].append(spent / number)
+        lines.append(
+            {"in": inputs, "out": outputs, "rows": rows} | {name: median(all) for name, all in seconds.items()}
+        )
+    return lines
+
+
+def clock(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def markdown(report: dict) -> str:
+    one = {(line["in"], line["out"]): line for line in report["lines"] if line["rows"] == 1}
+    lines = [
+        "# Matrix products of a few rows on a CPU",
+        "",
+        f"`python -m eval.bench_linear`: {report['hardware']}, {report['dtype']}, torch {report['torch']}; the median "
+        f"of {report['blocks']} blocks in turns.",
+        "",
+        "| matrix | rows | torch's own, µs | packed, µs | ratio | over one row: torch's own | packed |",
+        "|---" * 7 + "|",
+    ]
+    for line in report["lines"]:
+        first = one[line["in"], line["out"]]
+        lines.append(
+            f"| {line['in']} x {line['out']} | {line['rows']} | {1e6 * line['torch']:,.0f} "
+            f"| {1e6 * line['packed']:,.0f} | {line['torch'] / line['packed']:.2f} "
+            f"| {line['torch'] / first['torch']:.2f} | {line['packed'] / first['packed']:.2f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m eval.bench_linear", description=__doc__)
+    parser.add_argument("--size", type=size, action="append", help=f"INxOUT; repeatable; default: {', '.join(_SIZES)}")
+    parser.add_argument("--rows", type=int, action="append", help=f"repeatable; default: {', '.join(map(str, _ROWS))}")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--blocks", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="folder for linear.json and .md")
+    arguments = parser.parse_args(argv)
+    return run_command("bench_linear", lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print the table and write the figures."""
+    dtype = getattr(torch, arguments.dtype)
+    counts = sorted({1, *(arguments.rows or _ROWS)})
+    refuse_below(arguments, blocks=1)
+    refuse(
+        (counts[0] < 1, "--rows must be at least 1"),
+        (dtype not in FAST_DTYPES, f"--dtype {arguments.dtype}: oneDNN does not multiply it on this processor"),
+    )
+    if arguments.output:
+        make_folder(arguments.output)
+    sizes = arguments.size or [size(text) for text in _SIZES]
+    report = {
+        "hardware": hardware(torch.device("cpu")),
+        "torch": torch.__version__,
+        "dtype": dtype_name(dtype),
+        "blocks": arguments.blocks,
+        "lines": [
+            line
+            for inputs, outputs in tqdm(sizes, desc="products", unit="size")
+            for line in measure(inputs, outputs, counts, dtype, arguments.blocks)
+        ],
+    }
+    if arguments.output:
+        write_text(arguments.output / "linear.json", json.dumps(report, indent=1))
+        write_text(arguments.output / "linear.md", markdown(report))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
