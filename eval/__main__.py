@@ -20,6 +20,7 @@ from eval.run import check_flags, evaluate
 from eval.suites import load_suite
 from speculator import Target, load_head
 from speculator.commands import drafting
+from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import OneLineParser, refuse, run_command
 
 
@@ -50,7 +51,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--raw", action="store_true", help="no chat template, even where the target has one")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--batch_size", type=int, action="append", help="default: 1; repeatable")
-    parser.add_argument("--draft_length", type=int, action="append", help="default: all that the head has; repeatable")
+    parser.add_argument("--draft_length", type=int, action="append", help="repeatable; default: as tuned, else all")
     parser.add_argument("--draft_model", help="a small causal LM with the target's tokenizer, to compare with")
     parser.add_argument(
         "--baseline",
@@ -93,18 +94,20 @@ def run(arguments: argparse.Namespace) -> None:
     names = [suite.name for suite in suites]
     for name in names:
         refuse((names.count(name) > 1, f"two suites are called {name}: a report could not tell them apart"))
+    temperatures = arguments.temperature or [0.0, 1.0]
     default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (model is not None)
     report = evaluate(
         target,
         head,
         suites,
         arguments.output,
-        temperatures=arguments.temperature or [0.0, 1.0],
+        temperatures=temperatures,
         max_new_tokens=arguments.max_new_tokens,
         speculator_name=arguments.speculator,
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
         draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
+        shapes=tuned_shapes(arguments.speculator, head, temperatures),
         model=model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,

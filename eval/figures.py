@@ -42,6 +42,7 @@ def row(
         "max_new_tokens": max_new_tokens,
         "drafter": key.split()[0],
         "draft_length": drafter.draft_length if drafter else 0,
+        "nodes": drafter.nodes if drafter else 0,
         "rule": "greedy" if sampling.greedy else drafter.rules[0] if drafter else "plain",
         "lossy": False,
         **_accepted(own, drafter, measured.conversations),

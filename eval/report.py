@@ -14,9 +14,10 @@ _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 
 
 def label(row: dict, lengths: set[int]) -> str:
-    """How a table or a plot calls a drafter; with its draft length where the report has several."""
+    """How a table or a plot calls a drafter; with its draft length where several were measured side by side."""
     several = row["drafter"] == "head" and len(lengths) > 1
-    return _LABELS[row["drafter"]] + (f", {row['draft_length']} tokens" if several else "")
+    tree = f", tree of {row['nodes']}" if row["nodes"] > row["draft_length"] else ""
+    return _LABELS[row["drafter"]] + (f", {row['draft_length']} tokens" if several else tree)
 
 
 def write(report: dict, folder: Path) -> None:
@@ -36,8 +37,9 @@ def groups(report: dict) -> dict[str, list[dict]]:
 
 
 def head_lengths(report: dict) -> set[int]:
-    """The draft lengths of the head that were measured."""
-    return {row["draft_length"] for row in report["suites"] if row["drafter"] == "head"}
+    """The draft lengths of the head that were measured side by side; none where each table has one."""
+    heads = [{row["draft_length"] for row in rows if row["drafter"] == "head"} for rows in groups(report).values()]
+    return set.union(*heads) if max(map(len, heads)) > 1 else set()
 
 
 def markdown(report: dict) -> str:
@@ -122,11 +124,14 @@ def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> s
 def _details(row: dict, lengths: set[int]) -> str:
     by_position = ", ".join(f"{value:.2f}" for value in row["acceptance_by_position"])
     cost, measured = row["cost"], row["speedup"]["same_loop"]["value"]
+    if row["nodes"] > row["draft_length"]:
+        what, price = f"a draft of {row['nodes']} tokens", row["draft_length"] * cost["draft_over_decode"]
+    else:
+        what, price = "one drafted token", cost["draft_over_decode"]
     text = (
         f"- {label(row, lengths)}: {row['accepted_per_step']:.2f} drafted tokens accepted per step, by position "
-        f"{by_position}; one drafted token costs {cost['draft_over_decode']:.3f} plain steps and a verify pass "
-        f"{cost['verify_over_decode']:.2f}, which predicts a speedup of {row['predicted_speedup']:.2f} "
-        f"(measured {measured:.2f})"
+        f"{by_position}; {what} costs {price:.3f} plain steps and a verify pass {cost['verify_over_decode']:.2f}, "
+        f"which predicts a speedup of {row['predicted_speedup']:.2f} (measured {measured:.2f})"
     )
     if len(row["acceptance_by_context"]) > 1:
         buckets = (f"{b['tokens_per_step']:.2f} below {b['below']}" for b in row["acceptance_by_context"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,10 +20,13 @@ from eval.plots import draw_plots
 from eval.report import write
 from eval.suites import Suite
 from speculator import Sampling, UserError
+from speculator.drafters.shapes import Shape
 from speculator.errors import refuse, refuse_below
 from speculator.files import make_folder
 from speculator.heads import Speculator
 from speculator.target import Target, dtype_name
+
+_NO_SHAPES: Mapping[float, Shape | None] = {}
 
 
 def evaluate(
@@ -37,6 +41,7 @@ def evaluate(
     seed: int = 0,
     batch_sizes: Sequence[int] = (1,),
     draft_lengths: Sequence[int] = (),
+    shapes: Mapping[float, Shape | None] = _NO_SHAPES,
     model: Target | None = None,
     baselines: Collection[str] = (),
     repeats: int = 1,
@@ -53,6 +58,7 @@ def evaluate(
         speculator_name: as the report calls the head.
         seed: of the sampling.
         draft_lengths: of the head's chains; default: all that it has.
+        shapes: by temperature, what the head drafts instead where no `draft_lengths` are given.
         model: a draft model to compare with.
         baselines: beside the plain loop and transformers' generate: of `eval.decoders.OPTIONAL`.
         repeats: timings of every prompt, of which the median counts.
@@ -67,19 +73,19 @@ def evaluate(
     rows: list[dict] = []
     skipped: dict[str, str] = {}
     for batch_size in batch_sizes:
-        table, unfit = decoders(target, head, lengths, model, baselines, batch_size)
-        skipped |= unfit
-        for suite in suites:
-            for temperature in temperatures:
-                sampling = Sampling(temperature, seed=seed)
-                measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
-                skipped |= measured.skipped
-                trained = head.config.trained_length
-                rows += [
-                    row(target, d.key, d.drafter, suite, sampling, measured, max_new_tokens, batch_size, trained)
-                    for d in table
-                    if d.ours
-                ]
+        for suite, temperature in product(suites, temperatures):
+            shape = None if draft_lengths else shapes.get(temperature)
+            table, unfit = decoders(target, head, lengths, model, baselines, batch_size, shape)
+            skipped |= unfit
+            sampling = Sampling(temperature, seed=seed)
+            measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
+            skipped |= measured.skipped
+            trained = head.config.trained_length
+            rows += [
+                row(target, d.key, d.drafter, suite, sampling, measured, max_new_tokens, batch_size, trained)
+                for d in table
+                if d.ours
+            ]
     report = {
         "schema": 1,
         "target": target.name,

@@ -79,9 +79,34 @@ def run(arguments: argparse.Namespace) -> None:
     check_lengths(target, max(map(len, suite.prompts)), count)
     if count < head.n_predict + 2:
         raise UserError(f"--max_new_tokens must be at least {head.n_predict + 2}: a whole step has to fit")
+    rows = write_tuned(
+        target,
+        head,
+        suite,
+        output,
+        temperatures=arguments.temperature or [0.0, 1.0],
+        max_new_tokens=count,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+    )
+    print(f"\n{table(rows)}\n\nWritten to {output}")
+
+
+def write_tuned(
+    target: Target,
+    head: Speculator,
+    suite: Suite,
+    output: Path,
+    *,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    batch_size: int = 1,
+    seed: int = 0,
+) -> list[dict]:
+    """Tune at each temperature and write the choices; gives a row for all that was decoded."""
     rows, settings = [], []
-    for temperature in arguments.temperature or [0.0, 1.0]:
-        found = tune(target, head, suite, Sampling(temperature, seed=arguments.seed), count, arguments.batch_size)
+    for temperature in temperatures:
+        found = tune(target, head, suite, Sampling(temperature, seed=seed), max_new_tokens, batch_size)
         best = max(found, key=lambda each: each["predicted_speedup"])
         shape = {"tree": best["tree"]} if best["tree"] else {"draft_length": best["draft_length"]}
         settings.append({"temperature": temperature, **shape})
@@ -92,13 +117,13 @@ def run(arguments: argparse.Namespace) -> None:
         "target": target.name,
         "hardware": hardware(target.device),
         "dtype": dtype_name(target.dtype),
-        "batch_size": arguments.batch_size,
+        "batch_size": batch_size,
         "suite": suite.name,
         "prompts": len(suite.prompts),
         "measured": rows,
     }
     write_text(output, json.dumps(report, indent=1))
-    print(f"\n{table(rows)}\n\nWritten to {output}")
+    return rows
 
 
 def tune(

@@ -49,6 +49,13 @@ def settings(config: RunConfig) -> None:
         raise UserError("loss.lk_eta must not be negative")
     if config.eval.max_new_tokens < 2:
         raise UserError("eval.max_new_tokens must be at least 2: the first new token is the prefill's")
+    if config.eval.tune_prompts < 0:
+        raise UserError("eval.tune_prompts must not be negative")
+    if config.eval.tune_prompts and config.eval.max_new_tokens < head.n_predict + 2:
+        raise UserError(
+            f"eval.max_new_tokens must be at least {head.n_predict + 2}, so that a whole step can be tuned, or "
+            "eval.tune_prompts 0"
+        )
 
 
 def _stage(name: str, stage: StageConfig) -> None:

@@ -165,6 +165,8 @@ class EvalConfig:
     """Prompts decoded for the real tokens_per_step at each evaluation."""
     prompt_tokens: int = 64
     """Tokens of each prompt cut from held-out text."""
+    tune_prompts: int = 8
+    """Of the validation prompts, those on which is tuned what the best head drafts, a chain or a tree; 0: no tuning."""
     max_prompts: int = 32
     """Prompts of the final report."""
     max_new_tokens: int = 128

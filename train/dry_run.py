@@ -166,7 +166,13 @@ def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
         stage1=_one_step(config.stage1),
         stage2=replace(_one_step(config.stage2), generate=generate),
         eval=replace(
-            config.eval, validation_rows=4, validation_prompts=4, prompt_tokens=16, max_prompts=2, max_new_tokens=8
+            config.eval,
+            validation_rows=4,
+            validation_prompts=4,
+            tune_prompts=0,
+            prompt_tokens=16,
+            max_prompts=2,
+            max_new_tokens=8,
         ),
         output_dir=str(folder / "run"),
         overwrite_output_dir=False,

@@ -18,7 +18,9 @@ from data.sources import prompts
 from eval import tracking
 from eval.run import evaluate
 from eval.suites import Suite, from_text
+from eval.tuning import write_tuned
 from speculator import HeadDrafter
+from speculator.drafters.tuned import TUNED, tuned_shapes
 from speculator.errors import run_command
 from speculator.export import load_any
 from speculator.export.card import write_card
@@ -89,11 +91,23 @@ def _run(config: RunConfig) -> None:
             publish(load_any(best), head_folder)
     state.wait_for_everyone()
     if state.is_main_process:
+        best_head = load_head(head_folder, target)
+        if config.eval.tune_prompts and not (head_folder / TUNED).exists():
+            write_tuned(
+                target,
+                best_head,
+                Suite("validation", suites["validation"].prompts[: config.eval.tune_prompts]),
+                head_folder / TUNED,
+                temperatures=config.eval.temperatures,
+                max_new_tokens=config.eval.max_new_tokens,
+                seed=config.seed,
+            )
         evaluate(
             target,
-            load_head(head_folder, target),
+            best_head,
             [suites["held-out"]],
             folder / "eval",
+            shapes=tuned_shapes(head_folder, best_head, config.eval.temperatures),
             temperatures=config.eval.temperatures,
             max_new_tokens=config.eval.max_new_tokens,
             speculator_name=str(head_folder),

@@ -7,7 +7,7 @@ import sys
 
 from speculator.decoding.rules import RULES
 from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
-from speculator.drafters.tuned import TUNED, described, tuned_shape
+from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.heads import load_head
 from speculator.target import Target
@@ -88,11 +88,9 @@ def drafter(arguments: argparse.Namespace, target: Target, temperature: float | 
         head = load_head(arguments.speculator, target)
         tuned = None
         if temperature is not None and not _given(arguments, *_CHAIN, *_TREE, "rule"):
-            tuned = tuned_shape(arguments.speculator, temperature)
+            tuned = tuned_shapes(arguments.speculator, head, [temperature])[temperature]
         if tuned is None:
             return HeadDrafter(head, _shape(arguments, head.n_predict))
-        if tuned.depth > head.n_predict:
-            raise UserError(f"{arguments.speculator}/{TUNED} is for a head of {tuned.depth} tokens: tune this one anew")
         print(f"{arguments.speculator}/{TUNED}: drafts {described(tuned)}", file=sys.stderr)
         return HeadDrafter(head, tuned)
     if arguments.draft_model:

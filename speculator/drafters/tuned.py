@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
+from speculator.heads import Speculator
 
 TUNED = "decoding.json"
 
@@ -31,6 +33,19 @@ def tuned_shape(folder: str | Path, temperature: float) -> Shape | None:
         return FixedTree(best["tree"]) if "tree" in best else Chain(best["draft_length"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
+
+
+def tuned_shapes(folder: str | Path, head: Speculator, temperatures: Iterable[float]) -> dict[float, Shape | None]:
+    """The shape for each temperature, as `tuned_shape` has it.
+
+    Raises:
+        UserError: a file that is not what `tune` writes, or that is for another head.
+    """
+    shapes = {temperature: tuned_shape(folder, temperature) for temperature in temperatures}
+    for shape in shapes.values():
+        if shape is not None and shape.depth > head.n_predict:
+            raise UserError(f"{Path(folder) / TUNED} is for a head of {shape.depth} tokens: tune this one anew")
+    return shapes
 
 
 def described(shape: Shape) -> str:

@@ -43,6 +43,7 @@ SIZES = {
     "stage1.save_steps": 5,
     "eval.validation_rows": 16,
     "eval.validation_prompts": 4,
+    "eval.tune_prompts": 0,
     "eval.prompt_tokens": 16,
     "eval.max_prompts": 2,
     "eval.max_new_tokens": 12,
