@@ -77,7 +77,7 @@ class _RowLayer(CacheLayerMixin):
         assert self.values is not None
         cache, extent = self.cache, self.cache.extent
         keys, values = self.keys[:, :, :extent], self.values[:, :, :extent]
-        if cache.exact and cache.lengths.shape[0] == 1:  # a lone row ends where the host knows: a plain copy
+        if cache.lone:  # a plain copy
             keys[:, :, -cache.width :] = key_states
             values[:, :, -cache.width :] = value_states
         else:  # into the whole buffer: a finished row may be longer than those that go on
@@ -134,6 +134,11 @@ class RowCache(Cache):
         return self.bucket == 1
 
     @property
+    def lone(self) -> bool:
+        """A single row, which ends where the host knows: slices will do."""
+        return self.exact and self.rows.shape[0] == 1
+
+    @property
     def buffers(self) -> list[Tensor | None]:
         """What lasts from one write to the next: updated in place until the cache grows."""
         layers = [layer for layer in self.layers if isinstance(layer, _RowLayer)]
@@ -184,7 +189,11 @@ class RowCache(Cache):
             assert isinstance(layer, _RowLayer)
             for buffer in (layer.keys, layer.values):
                 assert buffer is not None
-                buffer[self.rows, :, self.block[:, : path.shape[1]]] = buffer[self.rows, :, source]
+                if self.lone:
+                    kept = buffer.index_select(2, source[0])
+                    buffer[:, :, self.longest : self.longest + path.shape[1]] = kept
+                else:
+                    buffer[self.rows, :, self.block[:, : path.shape[1]]] = buffer[self.rows, :, source]
 
     def grow(self, capacity: int) -> bool:
         """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare.
@@ -205,8 +214,8 @@ class RowCache(Cache):
 
         None where every token sees every slot. `groups` query heads share a key head and are laid end to end.
         """
-        lone = self.exact and self.rows.shape[0] == 1 and self.width == 1 and self.tree is None
-        if lone and (window is None or self.extent <= window):
+        plain = self.lone and self.width == 1 and self.tree is None
+        if plain and (window is None or self.extent <= window):
             return None
         if (groups, window) not in self._masks:
             slot = torch.arange(self.extent, device=self.lengths.device)

@@ -12,14 +12,14 @@ from eval.report import markdown
 from eval.run import evaluate
 from eval.speed import Decoded, Timed, speedup
 from eval.suites import Suite
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator import FixedTree, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def report_of(tmp_path, target=None):
+def report_of(tmp_path, target=None, **more):
     target = target or Target(tiny_model(), tokenizer=None)
-    options = {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "speculator_name": "test"}
+    options = {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "speculator_name": "test", **more}
     return evaluate(target, tiny_head(), [SUITE], tmp_path, **options)
 
 
@@ -31,6 +31,22 @@ def test_report_files_agree_and_name_every_baseline(tmp_path):
         assert f"| {label} |" in text
     assert (tmp_path / "acceptance.png").stat().st_size > 10_000
     assert markdown(report) == text
+
+
+def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
+    shapes = {0.0: FixedTree([(0,), (1,), (0, 0)]), 1.0: None}
+
+    def drafted(**more) -> dict[float, tuple[int, int]]:
+        rows = report_of(tmp_path, shapes=shapes, **more)["suites"]
+        return {row["temperature"]: (row["nodes"], row["draft_length"]) for row in rows if row["drafter"] == "head"}
+
+    depth = tiny_head().n_predict
+    assert drafted() == {0.0: (3, 2), 1.0: (depth, depth)}
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("| speculator, tree of 3 |") == text.count("| speculator |") == 1
+    assert "a draft of 3 tokens costs" in text
+    assert not (tmp_path / "draft_lengths.png").exists(), "the depths are not side by side"
+    assert drafted(draft_lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
 
 
 class Clock:

@@ -128,6 +128,22 @@ def test_the_report_holds_what_scripts_read(finished):
             assert row["speedup"]["same_loop"].keys() == {"value", "low", "high"}
 
 
+def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, tmp_path):
+    sizes = {"stage1.max_steps": 5, "stage2.max_steps": 0, "eval.tune_prompts": 1, "eval.temperatures": "[0]"}
+    built = command(tmp_path / "tuned", report_to="none", **sizes)
+    assert run(built).returncode == 0
+    file, report = tmp_path / "tuned" / "speculator" / "decoding.json", tmp_path / "tuned" / "eval" / "report.json"
+    tuned, first = json.loads(file.read_text()), file.stat().st_mtime_ns
+    assert tuned["prompts"] == 1
+    (choice,) = tuned["settings"]
+    expected = len(choice["tree"]) if "tree" in choice else choice["draft_length"]
+    report.unlink()  # as if killed while it was measured
+    assert run(built).returncode == 0
+    assert file.stat().st_mtime_ns == first
+    (head,) = (row for row in json.loads(report.read_text())["suites"] if row["drafter"] == "head")
+    assert head["nodes"] == expected
+
+
 def test_the_best_of_a_stage_cut_off_after_its_last_step_is_found(finished):
     """Nothing is trained again: the best checkpoint that the last one names is the head."""
     last = finished / "stage1" / "checkpoint-20"
