@@ -62,14 +62,16 @@ class _Copy:
 class PackedLinear(nn.Linear):
     """A `torch.nn.Linear` in all but speed.
 
-    The copy is made at the first product that needs it, and again when the weight has been changed or replaced.
+    The copy is made at the first product that needs it, and again when the weight has been changed or replaced. A
+    weight that is trained has none: a fused optimizer changes it without saying so.
     """
 
     _copy: _Copy | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-        needs_gradient = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        if torch.compiler.is_compiling() or needs_gradient or not _pays(input, self.weight):
+        needs_gradient = torch.is_grad_enabled() and input.requires_grad
+        trained = self.weight.requires_grad
+        if torch.compiler.is_compiling() or needs_gradient or trained or not _pays(input, self.weight):
             return super().forward(input)
         if self._copy is None or not self._copy.is_of(self.weight):
             self._copy = _Copy(self.weight)

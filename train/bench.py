@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from eval.shapes import PRESETS, matrix_rate, random_target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.linear import FAST_DTYPES
 from speculator.target import Target, resolve_device
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align
@@ -203,8 +205,16 @@ def _seconds(call: Callable) -> float:
     return time.perf_counter() - begin
 
 
+def _product(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+# The counter knows torch's own products alone.
+_COUNTED = {torch.ops.mkldnn._linear_pointwise: _product} if FAST_DTYPES else {}
+
+
 def _operations(call: Callable) -> int:
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
         call()
     return counter.get_total_flops()
 

@@ -11,7 +11,6 @@ from speculator.drafters.base import Texts
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import Speculator
-from speculator.linear import pack_linears
 
 
 class HeadDrafter:
@@ -29,7 +28,6 @@ class HeadDrafter:
 
     def __init__(self, head: Speculator, shape: Shape | int | None = None):
         self.head = head.eval()
-        pack_linears(self.head)
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
         self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules

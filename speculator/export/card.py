@@ -150,7 +150,7 @@ def _measured(report: dict[str, Any]) -> list[str]:
     for row in rows:
         plain = row["drafter"] == "none"
         decoder = _DECODERS.get(row["drafter"], row["drafter"]) + (" (lossy)" if row.get("lossy") else "")
-        if row.get("nodes", 0) > row["draft_length"]:
+        if row.get("nodes", 0) > row.get("draft_length", 0):
             decoder += f", tree of {row['nodes']}"
         speed = row["tokens_per_second"]["same_loop" if plain else "speculative"]
         ratios = [_interval(row.get("speedup", {}).get(name)) for name in baselines]

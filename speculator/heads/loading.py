@@ -7,11 +7,12 @@ from typing import Any
 
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
+from speculator.linear import pack_linears
 from speculator.target import Target
 
 
 def load_head(folder: str | Path, target: Target) -> Speculator:
-    """Load a head of any checkpoint layout in the target's dtype, on its device.
+    """Load a head of any checkpoint layout to draft with: frozen, in the target's dtype, on its device.
 
     Raises:
         UserError: no head there, missing, surplus or damaged tensors, or a head for another hidden size or vocabulary.
@@ -28,4 +29,6 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
         raise UserError(
             f"{folder} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
         )
-    return head.to(target.device, target.dtype)
+    head.to(target.device, target.dtype).requires_grad_(False)
+    pack_linears(head)
+    return head

@@ -247,7 +247,7 @@ def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command,
     assert any("grad_norm" in entry for entry in expected_history)
     for ours, expected in zip(history, expected_history, strict=True):
         for name, value in expected.items():
-            assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-3), name
+            assert ours[name] == pytest.approx(value, rel=2e-3, abs=2.5e-3), name  # one token of 480 may tip
     for name, value in expected_weights.items():
         assert (weights[name] - value).abs().max() < 2e-3, name
 

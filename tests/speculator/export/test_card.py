@@ -132,6 +132,12 @@ def test_a_lossy_rule_is_called_so(run):
     assert "| speculator (lossy) |" in write_card(run).read_text()
 
 
+def test_a_tree_is_called_so(run):
+    report = {**REPORT, "suites": [{**row("head"), "nodes": 16, "draft_length": 3}]}
+    (run.parent / "eval" / "report.json").write_text(json.dumps(report))
+    assert "| speculator, tree of 16 |" in write_card(run).read_text()
+
+
 def test_paths_of_this_machine_stay_here(run):
     text = write_card(run).read_text()
     assert "/home/somebody" not in text
