@@ -10,10 +10,9 @@ last two columns, as far as its matrices go.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from eval.costs import clock
 from eval.run import hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
@@ -45,34 +45,22 @@ def measure(inputs: int, outputs: int, counts: list[int], dtype: torch.dtype, bl
     """A line for each number of rows: seconds of a product, the median over the blocks."""
     torch.manual_seed(0)
     number = max(2, _BYTES // (inputs * outputs * dtype.itemsize))
-    weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(number)]
-    kinds = {}
-    for name in ("torch", "packed"):
-        layers = nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for _ in weights)
-        for layer, weight in zip(layers, weights, strict=True):
-            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-        if name == "packed":
-            pack_linears(layers)
-        kinds[name] = layers
+    layers = nn.ModuleList(nn.Linear(inputs, outputs, bias=False, dtype=dtype) for _ in range(number))
+    kinds = {"torch": layers.requires_grad_(False), "packed": copy.deepcopy(layers)}
+    pack_linears(kinds["packed"])
     lines = []
     for rows in counts:
         x = torch.randn(rows, inputs, dtype=dtype)
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
         for block in range(blocks + 1):
             for name, layers in kinds.items():
-                spent = clock(lambda layers=layers, x=x: [layer(x) for layer in layers])
+                spent, _ = clock(lambda layers=layers, x=x: [layer(x) for layer in layers])
                 if block:  # the first packs
                     seconds[name].append(spent / number)
         lines.append(
-            {"in": inputs, "out": outputs, "rows": rows} | {name: median(all) for name, all in seconds.items()}
+            {"in": inputs, "out": outputs, "rows": rows} | {name: median(each) for name, each in seconds.items()}
         )
     return lines
-
-
-def clock(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def markdown(report: dict) -> str:

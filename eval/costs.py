@@ -110,7 +110,7 @@ def walk(
         """Seconds of a block, without its first step."""
         lengths, longest = cache.lengths.clone(), cache.longest
         alone.pending.copy_(step.pending)
-        seconds = [_clock(lambda: tell(alone(texts)))[0] for _ in range(BLOCK)]
+        seconds = [clock(lambda: tell(alone(texts)))[0] for _ in range(BLOCK)]
         cache.lengths.copy_(lengths)
         cache.longest = longest
         for text in texts:
@@ -123,10 +123,10 @@ def walk(
         if place == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
-        drafting, (draft, u) = _clock(propose, texts)
-        verifying, result = _clock(verify, draft, u)
-        learning, _ = _clock(learn, result)
-        telling, _ = _clock(tell, result.told)
+        drafting, (draft, u) = clock(propose, texts)
+        verifying, result = clock(verify, draft, u)
+        learning, _ = clock(learn, result)
+        telling, _ = clock(tell, result.told)
         if place:
             sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
         if place == BLOCK - 1 and Captured.prepared == prepared:
@@ -144,7 +144,8 @@ def measure(
         pass
 
 
-def _clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
+def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
+    """Seconds of a call, of what it starts on the device included, and what it gives."""
     synchronize()
     started = time.perf_counter()
     result = work(*given)

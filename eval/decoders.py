@@ -12,7 +12,6 @@ from eval.speed import Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
 from speculator.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter
-from speculator.drafters.shapes import Shape
 from speculator.heads import Speculator
 from speculator.target import Target
 
@@ -53,7 +52,7 @@ def decoders(
     model: Target | None,
     baselines: Collection[str],
     batch_size: int,
-    shape: Shape | None = None,
+    sessions: dict[int, Session] | None = None,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
@@ -63,17 +62,17 @@ def decoders(
         model: a draft model.
         baselines: of `OPTIONAL`.
         batch_size: some can only do one prompt at a time.
-        shape: what "head" drafts instead of the first chain.
+        sessions: see `time_ours`; given where other decoders of the built-in loop are compared with these.
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
     for number, each in enumerate(draft_lengths if head else []):
         assert head is not None
-        drafters[f"head {each}" if number else "head"] = HeadDrafter(head, each if number else shape or each)
+        drafters[f"head {each}" if number else "head"] = HeadDrafter(head, each)
     drafters["ngram"] = NgramDrafter(length)
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
-    sessions: dict[int, Session] = {}
+    sessions = {} if sessions is None else sessions
     table = [decoder_of(target, key, drafter, sessions) for key, drafter in drafters.items()]
 
     settings: dict[str, dict] = {

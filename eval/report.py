@@ -16,8 +16,12 @@ _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 def label(row: dict, lengths: set[int]) -> str:
     """How a table or a plot calls a drafter; with its draft length where several were measured side by side."""
     several = row["drafter"] == "head" and len(lengths) > 1
-    tree = f", tree of {row['nodes']}" if row["nodes"] > row["draft_length"] else ""
+    tree = f", tree of {row['nodes']}" if _is_tree(row) else ""
     return _LABELS[row["drafter"]] + (f", {row['draft_length']} tokens" if several else tree)
+
+
+def _is_tree(row: dict) -> bool:
+    return row["nodes"] > row["draft_length"]
 
 
 def write(report: dict, folder: Path) -> None:
@@ -124,7 +128,7 @@ def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> s
 def _details(row: dict, lengths: set[int]) -> str:
     by_position = ", ".join(f"{value:.2f}" for value in row["acceptance_by_position"])
     cost, measured = row["cost"], row["speedup"]["same_loop"]["value"]
-    if row["nodes"] > row["draft_length"]:
+    if _is_tree(row):
         what, price = f"a draft of {row['nodes']} tokens", row["draft_length"] * cost["draft_over_decode"]
     else:
         what, price = "one drafted token", cost["draft_over_decode"]

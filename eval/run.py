@@ -13,20 +13,18 @@ from pathlib import Path
 import torch
 
 from eval import memory, tracking
-from eval.decoders import BASELINES, decoders
+from eval.decoders import BASELINES, decoder_of, decoders
 from eval.figures import row, warnings
 from eval.measuring import measure_suite
 from eval.plots import draw_plots
 from eval.report import write
 from eval.suites import Suite
-from speculator import Sampling, UserError
+from speculator import HeadDrafter, Sampling, Session, UserError
 from speculator.drafters.shapes import Shape
 from speculator.errors import refuse, refuse_below
 from speculator.files import make_folder
 from speculator.heads import Speculator
 from speculator.target import Target, dtype_name
-
-_NO_SHAPES: Mapping[float, Shape | None] = {}
 
 
 def evaluate(
@@ -41,7 +39,7 @@ def evaluate(
     seed: int = 0,
     batch_sizes: Sequence[int] = (1,),
     draft_lengths: Sequence[int] = (),
-    shapes: Mapping[float, Shape | None] = _NO_SHAPES,
+    shapes: Mapping[float, Shape | None] | None = None,
     model: Target | None = None,
     baselines: Collection[str] = (),
     repeats: int = 1,
@@ -72,11 +70,14 @@ def evaluate(
     make_folder(output)
     rows: list[dict] = []
     skipped: dict[str, str] = {}
+    tuned = {} if draft_lengths else {t: HeadDrafter(head, shape) for t, shape in (shapes or {}).items() if shape}
     for batch_size in batch_sizes:
+        sessions: dict[int, Session] = {}
+        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, sessions)
+        swapped = {t: decoder_of(target, "head", drafter, sessions) for t, drafter in tuned.items()}
+        skipped |= unfit
         for suite, temperature in product(suites, temperatures):
-            shape = None if draft_lengths else shapes.get(temperature)
-            table, unfit = decoders(target, head, lengths, model, baselines, batch_size, shape)
-            skipped |= unfit
+            table = [swapped.get(temperature, d) if d.key == "head" else d for d in default]
             sampling = Sampling(temperature, seed=seed)
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
             skipped |= measured.skipped
