@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
         draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
-        shapes=tuned_shapes(arguments.speculator, head, temperatures),
+        shapes=None if arguments.draft_length else tuned_shapes(arguments.speculator, head, temperatures),
         model=model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,

@@ -1,9 +1,10 @@
 """Matrix products on a CPU, by oneDNN: a few rows at about the price of one.
 
 Speculation pays because a verify pass of G+1 tokens reads the weights once, as a plain step does. torch's own product
-on a CPU does not: from two rows on it lays the weight out anew at every call, so that five rows cost several times one.
-Here the weight is laid out once, by the operators that torch.compile's generated code calls. A second copy of the
-weights is kept for it. Small products, other dtypes and devices, and calls that need a gradient go torch's own way.
+on a CPU does not: from two rows on it lays the weight out anew at every call, so that a few rows cost two or three
+times one. Here the weight is laid out once, by the operators that torch.compile's generated code calls. A second copy
+of the weights is kept for it. Small products, other dtypes and devices, and calls that need a gradient go torch's own
+way.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def product(
     matrix: Tensor,  # [O, I]
 ) -> Tensor:  # [..., O]
     """`x @ matrix.T` without a gradient, by oneDNN where that is fast: for many rows, as nothing is kept."""
-    if not _pays(x, matrix):
-        return nn.functional.linear(x, matrix)
-    return torch.ops.mkldnn._linear_pointwise.default(x, matrix, None, "none", [], "")
+    return _onednn(x, matrix, None) if _pays(x, matrix) else nn.functional.linear(x, matrix)
+
+
+def _onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, matrix, bias, "none", [], "")
 
 
 class _Copy:
@@ -75,7 +78,7 @@ class PackedLinear(nn.Linear):
             return super().forward(input)
         if self._copy is None or not self._copy.is_of(self.weight):
             self._copy = _Copy(self.weight)
-        return torch.ops.mkldnn._linear_pointwise.default(input, self._copy.packed, self.bias, "none", [], "")
+        return _onednn(input, self._copy.packed, self.bias)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
