@@ -1,10 +1,9 @@
 """Matrix products on a CPU, by oneDNN: a few rows at about the price of one.
 
-Speculation pays because a verify pass of G+1 tokens reads the weights once, as a plain step does. torch's own product
-on a CPU does not: from two rows on it lays the weight out anew at every call, so that a few rows cost two or three
-times one. Here the weight is laid out once, by the operators that torch.compile's generated code calls. A second copy
-of the weights is kept for it. Small products, other dtypes and devices, and calls that need a gradient go torch's own
-way.
+Speculation pays because a verify pass of G+1 tokens reads the weights once, as a plain step does. With torch's own
+product (MKL's) a few rows cost two or three times one on some processors (docs/benchmarks/linear.md). Here the weight
+is laid out once for oneDNN, and multiplied by the operators that torch.compile's generated code calls. A second copy of
+the weights is kept for it. Small products, other dtypes and devices, and calls that need a gradient go torch's own way.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from speculator.decoding.cache import ATTENTION, RowCache, packed
+from speculator.decoding.cache import ATTENTION, RowCache, forms, packed
 from speculator.decoding.draft import Draft
 from speculator.decoding.graphs import asks_device
 from speculator.errors import UserError
@@ -135,7 +135,8 @@ class Target:
         lengths = torch.tensor([first, second], device=self.device)
         width = _PROBE_LENGTH - first
         try:
-            own = self.model(texts, use_cache=False).logits.float()
+            whole = self.model(texts, use_cache=True)
+            own, self._layers = whole.logits.float(), forms(whole.past_key_values)
             self.model.set_attn_implementation(ATTENTION)
             cache = self.cache(2, _PROBE_LENGTH)
             hidden = self.extend(cache, texts[:, :first])
@@ -190,7 +191,7 @@ class Target:
 
     def cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache of `rows` rows of `capacity` slots."""
-        return RowCache(self.config.num_hidden_layers, rows, capacity, self.device)
+        return RowCache(self._layers, rows, capacity, self.device)
 
     @torch.no_grad()
     def hidden(

@@ -12,9 +12,10 @@ keyword arguments given to a model do not reach its attention in every family (G
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from speculator.decoding.draft import Draft
 
 ATTENTION = "speculator"
+Form = tuple[int, int, torch.dtype, torch.device]
+"""Of one layer's keys, or of its values: heads, their size, and what they are kept as."""
 BUCKETS = {"cuda": 256}
 """By kind of device: `RowCache.bucket`. Elsewhere 1, since dead slots cost time where nothing is captured."""
 _writing: ContextVar[RowCache | None] = ContextVar("_writing", default=None)
@@ -47,14 +50,27 @@ def packed(
         _documents.reset(token)
 
 
+def forms(cache: Cache) -> list[tuple[Form, Form]]:
+    """Of each layer's keys and of its values, in a cache that a model has filled."""
+    layers: list[Any] = cache.layers
+    return [(_form(layer.keys), _form(layer.values)) for layer in layers]
+
+
+def _form(buffer: Tensor) -> Form:
+    return buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device
+
+
 class _RowLayer(CacheLayerMixin):
-    """One layer's buffers [B, H, capacity, Dh], allocated when the layer is first written."""
+    """One layer's buffers [B, H, capacity, Dh], views of the cache's."""
 
     is_compileable = True
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: RowCache):
         super().__init__()
+        self.is_initialized = True
         self._cache = weakref.ref(cache)  # a cycle would keep the buffers until the garbage collector comes
 
     @property
@@ -64,17 +80,10 @@ class _RowLayer(CacheLayerMixin):
         return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, capacity = self.cache.lengths.shape[0], self.cache.capacity
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[-1])
-        self.is_initialized = True
+        """Nothing to do: the cache is there from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write [B, H, T, Dh] behind each row's length; return every slot that may be live."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
         cache, extent = self.cache, self.cache.extent
         keys, values = self.keys[:, :, :extent], self.values[:, :, :extent]
         if cache.lone:  # a plain copy
@@ -84,14 +93,6 @@ class _RowLayer(CacheLayerMixin):
             self.keys[cache.rows, :, cache.slots] = key_states.transpose(1, 2)
             self.values[cache.rows, :, cache.slots] = value_states.transpose(1, 2)
         return keys, values
-
-    def grow(self, capacity: int) -> None:
-        """Make room for more slots, keeping what is there."""
-        if self.is_initialized:
-            assert self.keys is not None
-            assert self.values is not None
-            more = capacity - self.keys.shape[2]
-            self.keys, self.values = (nn.functional.pad(b, (0, 0, 0, more)) for b in (self.keys, self.values))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent, 0
@@ -107,26 +108,41 @@ class RowCache(Cache):
     """The cache of one generation.
 
     Args:
-        layers: the target's layer count.
+        layers: the forms of each layer's keys and values, see `forms`.
         rows: B.
         capacity: slots per row: the longest row at its end, plus one verify pass.
-        device: where the lengths live; the buffers follow the model's own keys and values.
+        device: where the lengths live.
 
     Attributes:
+        stacks: the buffers [n, B, H, capacity, Dh]: those of one form lie in one tensor, so that a path moves at once.
         lengths: [B] of the rows, updated in place.
         longest: at least the most of `lengths` over the rows in use, known to the host without asking the device. It
             decides how many slots are read.
         bucket: `reach` rounds `longest` up to a multiple of it. So shapes change once in so many tokens.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device):
+    def __init__(self, layers: Sequence[tuple[Form, Form]], rows: int, capacity: int, device: torch.device):
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self._room(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
         self.extent = self.width = 0
         self.rows = torch.arange(rows, device=device)[:, None]
-        super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
+        super().__init__(layers=[_RowLayer(self) for _ in layers])
+        self._forms = [form for layer in layers for form in layer]
+        self._share(
+            torch.zeros(self._forms.count(form), rows, form[0], self.capacity, form[1], dtype=form[2], device=form[3])
+            for form in dict.fromkeys(self._forms)
+        )
+
+    def _share(self, stacks: Iterable[Tensor]) -> None:
+        """Let the layers have the stacks' parts."""
+        self.stacks = list(stacks)
+        parts = {form: iter(stack) for form, stack in zip(dict.fromkeys(self._forms), self.stacks, strict=True)}
+        buffers = (next(parts[form]) for form in self._forms)
+        for layer in self.layers:
+            assert isinstance(layer, _RowLayer)
+            layer.keys, layer.values = next(buffers), next(buffers)
 
     @property
     def exact(self) -> bool:
@@ -141,8 +157,7 @@ class RowCache(Cache):
     @property
     def buffers(self) -> list[Tensor | None]:
         """What lasts from one write to the next: updated in place until the cache grows."""
-        layers = [layer for layer in self.layers if isinstance(layer, _RowLayer)]
-        return [self.lengths, *(buffer for layer in layers for buffer in (layer.keys, layer.values))]
+        return [self.lengths, *self.stacks]
 
     def reach(self, length: int) -> None:
         """Let the host know how long the rows in use are at most; with a single row this must be exact."""
@@ -185,15 +200,11 @@ class RowCache(Cache):
     def gather(self, path: Tensor) -> None:  # [B, n]
         """Put what the last write left at `path` to its front, in that order: the tokens of a tree that are kept."""
         source = self.lengths[:, None] + path
-        for layer in self.layers:
-            assert isinstance(layer, _RowLayer)
-            for buffer in (layer.keys, layer.values):
-                assert buffer is not None
-                if self.lone:
-                    kept = buffer.index_select(2, source[0])
-                    buffer[:, :, self.longest : self.longest + path.shape[1]] = kept
-                else:
-                    buffer[self.rows, :, self.block[:, : path.shape[1]]] = buffer[self.rows, :, source]
+        for stack in self.stacks:
+            if self.lone:
+                stack[:, :, :, self.longest : self.longest + path.shape[1]] = stack.index_select(3, source[0])
+            else:
+                stack[:, self.rows, :, self.block[:, : path.shape[1]]] = stack[:, self.rows, :, source]
 
     def grow(self, capacity: int) -> bool:
         """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare.
@@ -203,16 +214,17 @@ class RowCache(Cache):
         if self._room(capacity) <= self.capacity:
             return False
         capacity = self._room(max(capacity, self.capacity + self.capacity // 2))
-        for layer in self.layers:
-            assert isinstance(layer, _RowLayer)
-            layer.grow(capacity)
+        self._share(nn.functional.pad(stack, (0, 0, 0, capacity - self.capacity)) for stack in self.stacks)
         self.capacity = capacity
         return True
 
-    def mask(self, groups: int, window: int | None) -> Tensor | None:  # [B, 1, groups * width, extent] bool
+    def mask(
+        self, groups: int, window: int | None, dtype: torch.dtype
+    ) -> Tensor | None:  # [B, 1, groups * width, extent]
         """Who sees what in the write under way: a token sees the slots of what comes before it, and its own.
 
-        None where every token sees every slot. `groups` query heads share a key head and are laid end to end.
+        0 is added to the score of what is seen, -inf to that of what is not. None where every token sees every slot.
+        `groups` query heads share a key head and are laid end to end.
         """
         plain = self.lone and self.width == 1 and self.tree is None
         if plain and (window is None or self.extent <= window):
@@ -221,20 +233,26 @@ class RowCache(Cache):
             slot = torch.arange(self.extent, device=self.lengths.device)
             if self.tree is None:
                 seen = slot <= self.slots[:, :, None]
-                position = slot
             else:
                 count = self.block.shape[1]
                 block = self.block.clamp(max=self.extent - 1)  # a finished row may be longer: what it sees is nothing
                 seen = (slot < self.lengths[:, None, None]).repeat(1, self.width, 1)
                 ancestors = self.tree.ancestors[:, count - self.width : count, :count]
                 seen = seen.scatter(2, block[:, None].expand(-1, self.width, -1), ancestors)
-                depths = self.lengths[:, None] + self.tree.depths[:, :count]
-                position = slot.repeat(self.rows.shape[0], 1).scatter(1, block, depths)[:, None]
             if window is not None:
+                position = slot
+                if self.tree is not None:
+                    depths = self.lengths[:, None] + self.tree.depths[:, :count]
+                    position = slot.repeat(self.rows.shape[0], 1).scatter(1, block, depths)[:, None]
                 seen &= position > self.positions[:, :, None] - window
                 seen |= ~seen.any(-1, keepdim=True)  # what a kernel gives a token that sees nothing may be no number
-            self._masks[groups, window] = seen.repeat(1, groups, 1)[:, None]
+            self._masks[groups, window] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
         return self._masks[groups, window]
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What fused attention adds to the scores; made here it is made once for all layers."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def _up(count: int, multiple: int) -> int:
@@ -270,9 +288,9 @@ def attention(
         documents = _documents.get()
         if documents is not None:
             seen = (seen & (documents[:, :, None] == documents[:, None]))[:, None]
-        mask: Tensor | None = torch.cat([seen] * groups, dim=-2)
+        mask: Tensor | None = torch.cat([_bias(seen, query.dtype)] * groups, dim=-2)
     else:
-        mask = cache.mask(groups, sliding_window)
+        mask = cache.mask(groups, sliding_window, query.dtype)
     stacked = query.reshape(rows, key.shape[1], groups * width, size)
     if softcap is None and s_aux is None:
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
@@ -296,7 +314,7 @@ def _explicit(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores = scores + mask
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
     rows, heads, stacked, _ = scores.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,7 +52,13 @@ class Draft:
         """Nothing drafted: a plain step."""
         return cls(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
 
-    @property
+    def filled(self, tokens: Tensor, probs: Tensor | None) -> Draft:
+        """The same form with other tokens. What has been worked out of the form is not worked out again."""
+        draft = copy(self)
+        draft.tokens, draft.probs = tokens, probs
+        return draft
+
+    @cached_property
     def drafted(self) -> Tensor:  # [B, n] bool
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
@@ -77,13 +84,18 @@ class Draft:
     def depths(self) -> Tensor:  # [B, n + 1] of each verify position; the pending token's is 0
         return self.ancestors.sum(-1) - 1
 
+    @cached_property
+    def longest(self) -> Tensor:  # [B] of the paths that each row really drafted
+        return self.lengths if self.parents is None else (self.depths[:, 1:] * self.drafted).amax(-1)
+
+    @cached_property
+    def paths(self) -> Tensor:  # [B, n + 1, depth + 1] verify positions from the pending token to each; then 0
+        # Positions on a path come in order, since parents stand before their children.
+        count = self.tokens.shape[1] + 1
+        index = torch.arange(count, device=self.tokens.device)
+        order = torch.where(self.ancestors, index, count).sort(-1).values[:, :, : self.depth + 1]
+        return torch.where(order < count, order, 0)
+
     def path(self, last: Tensor) -> Tensor:  # [B] -> [B, depth + 1]
         """Verify positions from the pending token to `last`; what is beyond `last` repeats position 0."""
-        if self.parents is None:
-            steps = torch.arange(self.depth + 1, device=last.device).expand(len(last), -1)
-            return torch.where(steps <= last[:, None], steps, 0)
-        on_path = self.ancestors.gather(1, last[:, None, None].expand(-1, 1, self.ancestors.shape[2]))[:, 0]
-        # Positions on the path come in order, since parents stand before their children.
-        index = torch.arange(on_path.shape[1], device=last.device)
-        order = torch.where(on_path, index, on_path.shape[1]).sort(-1).values[:, : self.depth + 1]
-        return torch.where(order < on_path.shape[1], order, 0)
+        return take_at(self.paths, last)

@@ -137,10 +137,9 @@ class DeviceStep:
             return Verified(tokens, hidden, draft.lengths, last, following)
         path = draft.path(last)
         self.cache.gather(path)
-        drafted = (draft.depths[:, 1:] * draft.drafted).amax(-1)
         kept = draft.depths.gather(1, last[:, None])[:, 0]
         hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        return Verified(tokens.gather(1, path), hidden, drafted, kept, following)
+        return Verified(tokens.gather(1, path), hidden, draft.longest, kept, following)
 
     def _buffers(self) -> list[Tensor | None]:
         return [*self.cache.buffers, *(self.drafter.buffers if self.drafter else ())]

@@ -81,7 +81,6 @@ class LawSource(Protocol):
         level: int,  # 1 for the children of the first drafted tokens
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] the place of each one's parent in the level before
-        draft: Draft,  # all levels so far
     ) -> Tensor:  # [B, f, V]
         """Logits of what may follow each token of the newest level."""
         ...

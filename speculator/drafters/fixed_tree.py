@@ -10,7 +10,7 @@ from torch import Tensor
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import LawSource, Texts
-from speculator.drafters.shapes import LOSSY, grown, siblings
+from speculator.drafters.shapes import LOSSY, siblings
 from speculator.errors import UserError
 
 
@@ -42,55 +42,59 @@ class FixedTree:
         self.offered = self.nodes
         self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
         self._width = 1 + max(path[-1] for path in nodes)
-        # The nodes' parents, then of each level: its nodes' parents among the expanded tokens before it, their ranks,
-        # who is expanded, and the parents of these.
-        self._indices = [[nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]]
+        self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
+        # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these
+        # offer, who is expanded, and the parents of these.
+        self._indices: list[list[int]] = []
         self._most: list[int] = []
-        self._placed: dict[torch.device, list[Tensor]] = {}
+        self._placed: dict[tuple[int, torch.device], tuple[Draft, list[Tensor]]] = {}
         expanded: list[tuple[int, ...]] = [()]
         for depth in range(1, self.depth + 1):
             level = [path for path in nodes if len(path) == depth]
             parents = [expanded.index(path[:-1]) for path in level]
             has_children = [i for i, path in enumerate(level) if (*path, 0) in known]
-            ranks = [path[-1] for path in level]
-            self._indices += [parents, ranks, has_children, [parents[i] for i in has_children]]
-            self._most.append(1 + max(ranks))
+            most = 1 + max(path[-1] for path in level)
+            places = [parent * most + path[-1] for parent, path in zip(parents, level, strict=True)]
+            self._indices += [parents, places, has_children, [parents[i] for i in has_children]]
+            self._most.append(most)
             expanded = [level[i] for i in has_children]
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        rows, device = len(pending), pending.device
-        if device not in self._placed:
-            self._placed[device] = [torch.tensor(index, dtype=torch.long, device=device) for index in self._indices]
-        all_parents, *levels = self._placed[device]
+        rows = len(pending)
+        form, levels = self._place(pending)
         logits = source.first(pending, texts)  # [B, f, V] of the expanded tokens
-        fed = Draft.none(pending)  # the expanded tokens: a tree of their own
         all_tokens: list[Tensor] = []
         all_laws: list[Tensor] = []
         drafted = 0
         for depth, most in enumerate(self._most, start=1):
-            parents, ranks, has_children, place = levels[4 * depth - 4 : 4 * depth]
-            width = logits.shape[1]
+            parents, places, has_children, parents_of_these = levels[4 * depth - 4 : 4 * depth]
             if sampling.greedy:
                 offered = logits.topk(most).indices  # [B, f, most]
             else:
                 laws = sampling.law(logits)
-                own = u.new_zeros(rows, width, most)
-                own[:, parents, ranks] = u[:, drafted : drafted + len(ranks)]
-                offered = siblings(laws.flatten(0, 1), own.flatten(0, 1), False).view(rows, width, most)
-                all_laws.append(laws[:, parents])
-            tokens = offered[:, parents, ranks]
+                own = u.new_zeros(rows, laws.shape[1] * most)
+                own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
+                offered = siblings(laws.flatten(0, 1), own.view(-1, most), False).view(rows, -1, most)
+                all_laws.append(laws.index_select(1, parents))
+            tokens = offered.flatten(1).index_select(1, places)
             all_tokens.append(tokens)
-            drafted += len(ranks)
+            drafted += len(places)
             if depth == self.depth:
                 break
-            newest, place = tokens[:, has_children], place.expand(rows, -1)
-            fed = grown(fed, newest, place, width)
-            logits = source.next(depth, newest, place, fed)
-        return Draft(
-            torch.cat(all_tokens, 1),
-            torch.full_like(pending, self.nodes),
-            torch.cat(all_laws, 1) if all_laws else None,
-            all_parents.expand(rows, -1),
-            depth=self.depth,
-            width=self._width,
-        )
+            logits = source.next(depth, tokens.index_select(1, has_children), parents_of_these.expand(rows, -1))
+        return form.filled(torch.cat(all_tokens, 1), torch.cat(all_laws, 1) if all_laws else None)
+
+    def _place(self, pending: Tensor) -> tuple[Draft, list[Tensor]]:
+        """A draft of this form, whose tokens are yet to come, and the levels' indices, on the rows' device."""
+        key = (len(pending), pending.device)
+        if key not in self._placed:
+            parents, *levels = (
+                torch.tensor(index, dtype=torch.long, device=pending.device)
+                for index in (self._parents, *self._indices)
+            )
+            parents = parents.expand(len(pending), -1)
+            full = torch.full_like(pending, self.nodes)
+            form = Draft(parents, full, None, parents, depth=self.depth, width=self._width)
+            _ = form.before, form.drafted, form.longest, form.paths  # worked out here, once
+            self._placed[key] = form, levels
+        return self._placed[key]

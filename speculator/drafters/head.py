@@ -61,7 +61,7 @@ class HeadDrafter:
         self._states, logits = self.head.step(0, state, pending[:, None])
         return logits
 
-    def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         states = self._states.gather(1, parents[:, :, None].expand(-1, -1, self._states.shape[-1]))
         self._states, logits = self.head.step(level, states, tokens)
         return logits

@@ -10,7 +10,7 @@ from speculator.decoding.draft import Draft, put, take_at
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.session import Session
 from speculator.drafters.base import Texts
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.shapes import Chain, Shape, grown
 from speculator.errors import UserError
 from speculator.target import Target
 
@@ -77,13 +77,15 @@ class ModelDrafter:
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.lengths += back
         cache.longest = end
+        self._read, self._width = Draft.none(pending), 1
         # The pending token stays uncommitted: the draft's verify position 0.
         self._session.texts = [list(text[:-1]) for text in self._known(texts)]
         return self._logits(take_at(hidden, back)[:, None])
 
-    def next(self, level: int, tokens: Tensor, parents: Tensor, draft: Draft) -> Tensor:
-        base = 1 + draft.tokens.shape[1] - tokens.shape[1]
-        tree = None if draft.parents is None else draft
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        base = 1 + self._read.tokens.shape[1]
+        self._read, self._width = grown(self._read, tokens, parents, self._width), tokens.shape[1]
+        tree = None if isinstance(self.shape, Chain) else self._read
         tokens = tokens.clamp(max=self.model.vocab_size - 1)
         return self._logits(self.model.extend(self._session.cache, tokens, tree, base))
 

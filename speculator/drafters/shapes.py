@@ -75,8 +75,7 @@ class Chain:
                 going = confidence >= self.min_confidence
                 if not going.any():
                     break
-            so_far = Draft(torch.stack(tokens, 1), lengths)
-            logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None], so_far)[:, 0]
+            logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
             lengths = lengths + going
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
 
@@ -118,7 +117,7 @@ class Candidates:
             place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
             so_far = grown(so_far, tokens, place, width, laws, max(self.branches))
             if level + 1 < self.depth:
-                logits = source.next(level + 1, tokens, place, so_far)
+                logits = source.next(level + 1, tokens, place)
         return so_far
 
 
@@ -222,12 +221,10 @@ def _expand(
     logits = source.first(pending, texts)
     score = logits.new_zeros(count, 1, dtype=torch.float32)
     place = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
-    fed = Draft.none(pending)  # the expanded tokens: a tree of their own
     all_tokens, all_parents, all_scores = [], [], []
     offered = 0
     for level, children in enumerate(branches):
         best = logits.float().log_softmax(-1).topk(children)
-        width = logits.shape[1]
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
         all_tokens.append(tokens)
@@ -239,10 +236,7 @@ def _expand(
         score, chosen = top.values, top.indices
         place = chosen + offered
         offered += scores.shape[1]
-        parent = chosen // children
-        newest = tokens.gather(1, chosen)
-        fed = grown(fed, newest, parent, width)
-        logits = source.next(level + 1, newest, parent, fed)
+        logits = source.next(level + 1, tokens.gather(1, chosen), chosen // children)
     return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
 
 

@@ -49,6 +49,32 @@ def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
     assert drafted(draft_lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
 
 
+def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder, text_file, tmp_path):
+    head, out = tmp_path / "head", tmp_path / "out"
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(head)
+    (head / "decoding.json").write_text('{"settings": [{"temperature": 0, "tree": [[0], [1], [2], [0, 0], [1, 0]]}]}')
+    command = [
+        "--target",
+        str(target_folder),
+        "--speculator",
+        str(head),
+        "--suite",
+        str(text_file),
+        "--output",
+        str(out),
+    ]
+    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "1", "--temperature", "0"]
+
+    def drafted(*flags) -> int:
+        assert main([*command, *sizes, *flags]) == 0
+        (row,) = (row for row in json.loads((out / "report.json").read_text())["suites"] if row["drafter"] == "head")
+        return row["nodes"]
+
+    assert drafted() == 5
+    (head / "decoding.json").write_text("not read")
+    assert drafted("--draft_length", "1") == 1
+
+
 class Clock:
     """A millisecond passes whenever someone looks."""
 

@@ -103,7 +103,7 @@ def test_families_that_do_not_use_the_registered_attention_are_refused(config):
 
 def test_a_wrong_mask_is_seen_at_load(monkeypatch):
     """The probe has teeth: an attention that sees the future is refused."""
-    monkeypatch.setattr(cache_module.RowCache, "mask", lambda self, groups, window: None)
+    monkeypatch.setattr(cache_module.RowCache, "mask", lambda self, groups, window, dtype: None)
     with pytest.raises(UserError, match="can't be verified exactly"):
         Target(tiny_model(), tokenizer=None)
 

@@ -97,3 +97,20 @@ def test_a_level_of_one_token_sees_its_ancestors_alone(target):
     alone = generate(target, drafter, prompts[:1], settings[:1], max_new_tokens=60, eos_token_ids=())
     assert alone.tokens == together.tokens[:1]
     assert alone.steps == together.steps[:1]
+
+
+def test_a_form_is_worked_out_once(target):
+    """It is the same at every step, and what follows from it is made at the first."""
+    made = []
+
+    class Noting(HeadDrafter):
+        def propose(self, *args):
+            made.append(super().propose(*args))
+            return made[-1]
+
+    generate(target, Noting(tiny_head(), FixedTree([(0,), (1,), (1, 0)])), PROMPTS, max_new_tokens=12)
+    first, *others = made
+    assert len(others) > 3
+    for name in ("before", "ancestors", "depths", "drafted", "longest", "paths"):
+        assert all(vars(draft)[name] is vars(first)[name] for draft in others)
+    assert any(not torch.equal(draft.tokens, first.tokens) for draft in others)

@@ -19,7 +19,7 @@ def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
     levels = [(torch.tensor([[1, 2], [5, 6]]), [0, 0]), (torch.tensor([[7, 8, 9], [10, 11, 12]]), [1, 0, 1])]
     laws = [drafter.first(pending, [])]
     for level, (tokens, parents) in enumerate(levels, start=1):
-        laws.append(drafter.next(level, tokens, torch.tensor([parents, parents]), None))
+        laws.append(drafter.next(level, tokens, torch.tensor([parents, parents])))
     for row, last in enumerate((4, 1)):
         for leaf in range(3):
             parent = levels[1][1][leaf]

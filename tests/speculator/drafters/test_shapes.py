@@ -18,7 +18,7 @@ class Fixed:
     def first(self, pending, texts):
         return self.logits
 
-    def next(self, level, tokens, parents, draft):
+    def next(self, level, tokens, parents):
         return self.logits
 
 
