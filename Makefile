@@ -12,7 +12,7 @@ reference: .venv/installed
 	$(BIN)/python -m train.reference
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
