@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from speculator.decoding.cache import ATTENTION, RowCache, forms, packed
+from speculator.decoding.cache import ATTENTION, Form, RowCache, forms, packed
 from speculator.decoding.draft import Draft
 from speculator.decoding.graphs import asks_device
 from speculator.errors import UserError
@@ -34,6 +34,7 @@ class _BodyOutput(ModelOutput):
     attentions: None = None
     cross_attentions: None = None
     router_logits: None = None
+    shared_kv_states: None = None
 
 
 class _Given(nn.Module):
@@ -76,6 +77,7 @@ class Target:
         pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
         self._output: nn.Module | None = None
+        self._forms: dict[tuple[torch.dtype, torch.device], list[tuple[Form, ...]]] = {}
         self._refuse_unsupported()
         self._refuse_inexact()
 
@@ -135,8 +137,7 @@ class Target:
         lengths = torch.tensor([first, second], device=self.device)
         width = _PROBE_LENGTH - first
         try:
-            whole = self.model(texts, use_cache=True)
-            own, self._layers = whole.logits.float(), forms(whole.past_key_values)
+            own = self.model(texts, use_cache=False).logits.float()
             self.model.set_attn_implementation(ATTENTION)
             cache = self.cache(2, _PROBE_LENGTH)
             hidden = self.extend(cache, texts[:, :first])
@@ -191,7 +192,12 @@ class Target:
 
     def cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache of `rows` rows of `capacity` slots."""
-        return RowCache(self._layers, rows, capacity, self.device)
+        kept_as = (self.dtype, self.device)  # a model may be cast or moved after its load
+        if kept_as not in self._forms:
+            tokens = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            with torch.no_grad():
+                self._forms[kept_as] = forms(self._body(input_ids=tokens, use_cache=True).past_key_values)
+        return RowCache(self._forms[kept_as], rows, capacity, self.device)
 
     @torch.no_grad()
     def hidden(

@@ -19,7 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -64,6 +66,15 @@ _SHAPE = dict(  # noqa: C408
 )
 _HEADS_OF_8 = dict(head_dim=8)  # noqa: C408
 _EXPERTS = dict(num_experts_per_tok=2)  # noqa: C408
+# The last two layers read the keys and values of those before them.
+_SHARED = dict(  # noqa: C408
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=6,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=VOCAB,
+)
 CONFIGS = {
     "llama": LlamaConfig(**_SHAPE),
     "qwen2": Qwen2Config(**_SHAPE),
@@ -73,6 +84,12 @@ CONFIGS = {
         **_SHAPE, **_HEADS_OF_8, sliding_window=6, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
     ),
     "gemma3": Gemma3TextConfig(**_SHAPE, **_HEADS_OF_8, sliding_window=6),
+    "gemma3n": Gemma3nTextConfig(
+        **_SHAPE | _HEADS_OF_8 | _SHARED | {"intermediate_size": [64] * 4},
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "gemma4": Gemma4TextConfig(**_SHAPE | _HEADS_OF_8 | _SHARED, global_head_dim=16),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=None, eos_token_id=None
     ),

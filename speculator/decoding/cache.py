@@ -12,6 +12,7 @@ keyword arguments given to a model do not reach its attention in every family (G
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -50,10 +51,10 @@ def packed(
         _documents.reset(token)
 
 
-def forms(cache: Cache) -> list[tuple[Form, Form]]:
-    """Of each layer's keys and of its values, in a cache that a model has filled."""
+def forms(cache: Cache) -> list[tuple[Form, ...]]:
+    """Of each layer's keys and of its values, in a cache that a model has filled; none where it reads another's."""
     layers: list[Any] = cache.layers
-    return [(_form(layer.keys), _form(layer.values)) for layer in layers]
+    return [() if layer.keys is None else (_form(layer.keys), _form(layer.values)) for layer in layers]
 
 
 def _form(buffer: Tensor) -> Form:
@@ -87,11 +88,11 @@ class _RowLayer(CacheLayerMixin):
         cache, extent = self.cache, self.cache.extent
         keys, values = self.keys[:, :, :extent], self.values[:, :, :extent]
         if cache.lone:  # a plain copy
-            keys[:, :, -cache.width :] = key_states
+            keys[:, :, -cache.width :] = key_states  # casts, as under autocast
             values[:, :, -cache.width :] = value_states
         else:  # into the whole buffer: a finished row may be longer than those that go on
-            self.keys[cache.rows, :, cache.slots] = key_states.transpose(1, 2)
-            self.values[cache.rows, :, cache.slots] = value_states.transpose(1, 2)
+            self.keys[cache.rows, :, cache.slots] = key_states.transpose(1, 2).to(keys.dtype)
+            self.values[cache.rows, :, cache.slots] = value_states.transpose(1, 2).to(values.dtype)
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -121,7 +122,7 @@ class RowCache(Cache):
         bucket: `reach` rounds `longest` up to a multiple of it. So shapes change once in so many tokens.
     """
 
-    def __init__(self, layers: Sequence[tuple[Form, Form]], rows: int, capacity: int, device: torch.device):
+    def __init__(self, layers: Sequence[tuple[Form, ...]], rows: int, capacity: int, device: torch.device):
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self._room(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
@@ -129,20 +130,22 @@ class RowCache(Cache):
         self.extent = self.width = 0
         self.rows = torch.arange(rows, device=device)[:, None]
         super().__init__(layers=[_RowLayer(self) for _ in layers])
-        self._forms = [form for layer in layers for form in layer]
+        self._forms = layers
+        counts = Counter(form for layer in layers for form in layer)
         self._share(
-            torch.zeros(self._forms.count(form), rows, form[0], self.capacity, form[1], dtype=form[2], device=form[3])
-            for form in dict.fromkeys(self._forms)
+            torch.zeros(count, rows, heads, self.capacity, size, dtype=dtype, device=place)
+            for (heads, size, dtype, place), count in counts.items()
         )
 
     def _share(self, stacks: Iterable[Tensor]) -> None:
         """Let the layers have the stacks' parts."""
         self.stacks = list(stacks)
-        parts = {form: iter(stack) for form, stack in zip(dict.fromkeys(self._forms), self.stacks, strict=True)}
-        buffers = (next(parts[form]) for form in self._forms)
-        for layer in self.layers:
+        distinct = dict.fromkeys(form for layer in self._forms for form in layer)
+        parts = {form: iter(stack) for form, stack in zip(distinct, self.stacks, strict=True)}
+        for layer, both in zip(self.layers, self._forms, strict=True):
             assert isinstance(layer, _RowLayer)
-            layer.keys, layer.values = next(buffers), next(buffers)
+            if both:
+                layer.keys, layer.values = (next(parts[form]) for form in both)
 
     @property
     def exact(self) -> bool:
@@ -155,7 +158,7 @@ class RowCache(Cache):
         return self.exact and self.rows.shape[0] == 1
 
     @property
-    def buffers(self) -> list[Tensor | None]:
+    def buffers(self) -> list[Tensor]:
         """What lasts from one write to the next: updated in place until the cache grows."""
         return [self.lengths, *self.stacks]
 
@@ -186,12 +189,13 @@ class RowCache(Cache):
         self.slots = self.positions = self.block[:, base:]
         if tree is not None:
             self.positions = self.lengths[:, None] + tree.depths[:, base : base + width]
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
         token = _writing.set(self)
         try:
             yield self.positions
         finally:
             _writing.reset(token)
+            self._masks.clear()
 
     def commit(self, counts: Tensor) -> None:  # [B]
         """Keep the first `counts` tokens of the last write in each row. The host owes `reach` before the next write."""
@@ -209,7 +213,7 @@ class RowCache(Cache):
     def grow(self, capacity: int) -> bool:
         """Have at least `capacity` slots a row; half as many again as before, so that growing stays rare.
 
-        Returns whether there were fewer: the buffers are others then.
+        Returns whether there were fewer: the buffers are others then, and for a moment both are held.
         """
         if self._room(capacity) <= self.capacity:
             return False
@@ -229,7 +233,7 @@ class RowCache(Cache):
         plain = self.lone and self.width == 1 and self.tree is None
         if plain and (window is None or self.extent <= window):
             return None
-        if (groups, window) not in self._masks:
+        if (groups, window, dtype) not in self._masks:
             slot = torch.arange(self.extent, device=self.lengths.device)
             if self.tree is None:
                 seen = slot <= self.slots[:, :, None]
@@ -246,8 +250,8 @@ class RowCache(Cache):
                     position = slot.repeat(self.rows.shape[0], 1).scatter(1, block, depths)[:, None]
                 seen &= position > self.positions[:, :, None] - window
                 seen |= ~seen.any(-1, keepdim=True)  # what a kernel gives a token that sees nothing may be no number
-            self._masks[groups, window] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
-        return self._masks[groups, window]
+            self._masks[groups, window, dtype] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
+        return self._masks[groups, window, dtype]
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:

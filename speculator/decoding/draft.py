@@ -53,7 +53,7 @@ class Draft:
         return cls(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
 
     def filled(self, tokens: Tensor, probs: Tensor | None) -> Draft:
-        """The same form with other tokens. What has been worked out of the form is not worked out again."""
+        """The same form with other tokens. What has been worked out of the form is shared: nobody writes to it."""
         draft = copy(self)
         draft.tokens, draft.probs = tokens, probs
         return draft

@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import Oracle, tiny_model
+from conftest import Oracle, tiny_head, tiny_model
 from transformers import AutoModelForCausalLM
 
 from speculator import (
     Chain,
+    FixedTree,
     HeadDrafter,
     ModelDrafter,
     NgramDrafter,
@@ -157,3 +158,15 @@ def test_a_draft_models_vocabulary_may_be_padded_otherwise(target, size):
         == generate(target, None, prompts, max_new_tokens=12).tokens
     )
     assert len(generate(target, drafter, prompts, Sampling(1.0), max_new_tokens=12).tokens[0]) == 12
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_target_may_be_cast_after_its_load_and_run_under_autocast(target, count):
+    drafter = HeadDrafter(tiny_head(), FixedTree([(0,), (1,), (0, 0)]))
+    prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9]][:count]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [len(row) for row in generate(target, drafter, prompts, max_new_tokens=8).tokens] == [8] * count
+    target.model.double()
+    drafter.head.double()
+    expected = generate(Target(tiny_model().double(), None), None, prompts, max_new_tokens=8).tokens
+    assert generate(target, drafter, prompts, max_new_tokens=8).tokens == expected
