@@ -53,3 +53,13 @@ def test_every_token_sees_something_in_a_window():
         mask = cache.mask(groups=1, window=4, dtype=torch.float32) == 0
     assert mask.any(-1).all()
     assert mask[1, 0].tolist() == [[True, True, True, True, False], [False, True, True, True, True]]
+
+
+def test_a_layer_of_another_dtype_has_a_mask_of_its_own():
+    """A bfloat16 model may keep a layer's attention in float32. Masks end with their write: a prefill's is large."""
+    cache = written([(SMALL, SMALL)], [4, 2], width=2)
+    with cache.writing(2):
+        masks = {dtype: cache.mask(groups=1, window=None, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+        assert all(mask.dtype == dtype for dtype, mask in masks.items())
+        assert cache.mask(groups=1, window=None, dtype=torch.bfloat16) is masks[torch.bfloat16]
+    assert not cache._masks
