@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -32,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from eval.costs import clock
 from eval.run import hardware
 from eval.shapes import PRESETS, matrix_rate, random_target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
@@ -106,7 +106,7 @@ def step_over_target(target: Target, heads: int, length: int, runs: int) -> list
         for warm_up in (training.forward, training.step):
             warm_up()
         # One after the other, so that both see the same machine; the ratio of each pair.
-        ratios = [_seconds(training.step) / _seconds(training.forward) for _ in range(runs)]
+        ratios = [clock(training.step)[0] / clock(training.forward)[0] for _ in range(runs)]
         operations = _operations(training.step) / _operations(training.forward)
         rows.append({"loss": name, "time": median(ratios), "operations": operations})
     return rows
@@ -182,7 +182,7 @@ def step_over_bound(preset: str, runs: int) -> list[dict]:
         training.step()  # makes the moments, so that they count as held and not as this step's
         peak = training.held + _height(training.step, target.device)
         operations = _operations(training.step)
-        seconds = median(_seconds(training.step) for _ in range(runs))
+        seconds = median(clock(training.step)[0] for _ in range(runs))
         rows.append(
             {
                 "loss": name,
@@ -194,15 +194,6 @@ def step_over_bound(preset: str, runs: int) -> list[dict]:
             }
         )
     return rows
-
-
-def _seconds(call: Callable) -> float:
-    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
-    wait()
-    begin = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - begin
 
 
 def _product(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -115,7 +115,7 @@ class RowCache(Cache):
         device: where the lengths live.
 
     Attributes:
-        stacks: the buffers [n, B, H, capacity, Dh]: those of one form lie in one tensor, so that a path moves at once.
+        stacks: by form, the buffers [n, B, H, capacity, Dh] in one tensor, so that a path moves at once.
         lengths: [B] of the rows, updated in place.
         longest: at least the most of `lengths` over the rows in use, known to the host without asking the device. It
             decides how many slots are read.
@@ -132,16 +132,16 @@ class RowCache(Cache):
         super().__init__(layers=[_RowLayer(self) for _ in layers])
         self._forms = layers
         counts = Counter(form for layer in layers for form in layer)
-        self._share(
-            torch.zeros(count, rows, heads, self.capacity, size, dtype=dtype, device=place)
-            for (heads, size, dtype, place), count in counts.items()
-        )
+        stacks = {}
+        for form, count in counts.items():
+            heads, size, dtype, place = form
+            stacks[form] = torch.zeros(count, rows, heads, self.capacity, size, dtype=dtype, device=place)
+        self._share(stacks)
 
-    def _share(self, stacks: Iterable[Tensor]) -> None:
+    def _share(self, stacks: dict[Form, Tensor]) -> None:
         """Let the layers have the stacks' parts."""
-        self.stacks = list(stacks)
-        distinct = dict.fromkeys(form for layer in self._forms for form in layer)
-        parts = {form: iter(stack) for form, stack in zip(distinct, self.stacks, strict=True)}
+        self.stacks = stacks
+        parts = {form: iter(stack) for form, stack in stacks.items()}
         for layer, both in zip(self.layers, self._forms, strict=True):
             assert isinstance(layer, _RowLayer)
             if both:
@@ -160,7 +160,7 @@ class RowCache(Cache):
     @property
     def buffers(self) -> list[Tensor]:
         """What lasts from one write to the next: updated in place until the cache grows."""
-        return [self.lengths, *self.stacks]
+        return [self.lengths, *self.stacks.values()]
 
     def reach(self, length: int) -> None:
         """Let the host know how long the rows in use are at most; with a single row this must be exact."""
@@ -204,7 +204,7 @@ class RowCache(Cache):
     def gather(self, path: Tensor) -> None:  # [B, n]
         """Put what the last write left at `path` to its front, in that order: the tokens of a tree that are kept."""
         source = self.lengths[:, None] + path
-        for stack in self.stacks:
+        for stack in self.stacks.values():
             if self.lone:
                 stack[:, :, :, self.longest : self.longest + path.shape[1]] = stack.index_select(3, source[0])
             else:
@@ -218,7 +218,8 @@ class RowCache(Cache):
         if self._room(capacity) <= self.capacity:
             return False
         capacity = self._room(max(capacity, self.capacity + self.capacity // 2))
-        self._share(nn.functional.pad(stack, (0, 0, 0, capacity - self.capacity)) for stack in self.stacks)
+        more = (0, 0, 0, capacity - self.capacity)
+        self._share({form: nn.functional.pad(stack, more) for form, stack in self.stacks.items()})
         self.capacity = capacity
         return True
 

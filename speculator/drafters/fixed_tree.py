@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,9 +46,9 @@ class FixedTree:
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
         # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these
         # offer, who is expanded, and the parents of these.
-        self._indices: list[list[int]] = []
+        self._levels: list[tuple[list[int], ...]] = []
         self._most: list[int] = []
-        self._placed: dict[tuple[int, torch.device], tuple[Draft, list[Tensor]]] = {}
+        self._placed: dict[tuple[int, torch.device], tuple[Draft, list[list[Tensor]]]] = {}
         expanded: list[tuple[int, ...]] = [()]
         for depth in range(1, self.depth + 1):
             level = [path for path in nodes if len(path) == depth]
@@ -55,7 +56,7 @@ class FixedTree:
             has_children = [i for i, path in enumerate(level) if (*path, 0) in known]
             most = 1 + max(path[-1] for path in level)
             places = [parent * most + path[-1] for parent, path in zip(parents, level, strict=True)]
-            self._indices += [parents, places, has_children, [parents[i] for i in has_children]]
+            self._levels.append((parents, places, has_children, [parents[i] for i in has_children]))
             self._most.append(most)
             expanded = [level[i] for i in has_children]
 
@@ -66,8 +67,8 @@ class FixedTree:
         all_tokens: list[Tensor] = []
         all_laws: list[Tensor] = []
         drafted = 0
-        for depth, most in enumerate(self._most, start=1):
-            parents, places, has_children, parents_of_these = levels[4 * depth - 4 : 4 * depth]
+        for depth, (most, level) in enumerate(zip(self._most, levels, strict=True), start=1):
+            parents, places, has_children, parents_of_these = level
             if sampling.greedy:
                 offered = logits.topk(most).indices  # [B, f, most]
             else:
@@ -84,15 +85,13 @@ class FixedTree:
             logits = source.next(depth, tokens.index_select(1, has_children), parents_of_these.expand(rows, -1))
         return form.filled(torch.cat(all_tokens, 1), torch.cat(all_laws, 1) if all_laws else None)
 
-    def _place(self, pending: Tensor) -> tuple[Draft, list[Tensor]]:
+    def _place(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
         """A draft of this form, whose tokens are yet to come, and the levels' indices, on the rows' device."""
         key = (len(pending), pending.device)
         if key not in self._placed:
-            parents, *levels = (
-                torch.tensor(index, dtype=torch.long, device=pending.device)
-                for index in (self._parents, *self._indices)
-            )
-            parents = parents.expand(len(pending), -1)
+            place = partial(torch.tensor, dtype=torch.long, device=pending.device)
+            levels = [[place(index) for index in level] for level in self._levels]
+            parents = place(self._parents).expand(len(pending), -1)
             full = torch.full_like(pending, self.nodes)
             form = Draft(parents, full, None, parents, depth=self.depth, width=self._width)
             _ = form.before, form.drafted, form.longest, form.paths  # worked out here, once

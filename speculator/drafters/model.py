@@ -77,17 +77,17 @@ class ModelDrafter:
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.lengths += back
         cache.longest = end
-        self._read, self._width, self._written = Draft.none(pending), 1, 1
+        self._read, self._width = Draft.none(pending), 1
         # The pending token stays uncommitted: the draft's verify position 0.
         self._session.texts = [list(text[:-1]) for text in self._known(texts)]
         return self._logits(take_at(hidden, back)[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        tree = None
+        tree, base = None, level
         if not isinstance(self.shape, Chain):
+            base = 1 + self._read.tokens.shape[1]
             tree = self._read = grown(self._read, tokens, parents, self._width)
-        base, self._width = self._written, tokens.shape[1]
-        self._written += self._width
+            self._width = tokens.shape[1]
         tokens = tokens.clamp(max=self.model.vocab_size - 1)
         return self._logits(self.model.extend(self._session.cache, tokens, tree, base))
 

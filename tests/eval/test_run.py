@@ -53,20 +53,11 @@ def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder
     head, out = tmp_path / "head", tmp_path / "out"
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(head)
     (head / "decoding.json").write_text('{"settings": [{"temperature": 0, "tree": [[0], [1], [2], [0, 0], [1, 0]]}]}')
-    command = [
-        "--target",
-        str(target_folder),
-        "--speculator",
-        str(head),
-        "--suite",
-        str(text_file),
-        "--output",
-        str(out),
-    ]
+    command = ["--target", str(target_folder), "--speculator", str(head), "--suite", str(text_file)]
     sizes = ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "1", "--temperature", "0"]
 
     def drafted(*flags) -> int:
-        assert main([*command, *sizes, *flags]) == 0
+        assert main([*command, *sizes, "--output", str(out), *flags]) == 0
         (row,) = (row for row in json.loads((out / "report.json").read_text())["suites"] if row["drafter"] == "head")
         return row["nodes"]
 

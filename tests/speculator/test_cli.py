@@ -81,9 +81,8 @@ def test_a_prompt_is_continued_on_the_terminal(target_folder):
     ],
 )
 def test_wrong_input_is_one_line(target_folder, monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_HUB_OFFLINE", True
-    )  # without a network its client tries for a minute
+    # Without a network the hub's client tries for a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["generate", "--target", str(target_folder), *flags]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -41,7 +41,7 @@ def test_a_path_moves_to_the_front_in_every_layer(layers, lengths, paths):
                 assert (buffer[row, :, : length + 3] == torch.tensor(expected)[:, None]).all()
     forms = {form for layer in layers for form in layer}
     assert len(cache.buffers) == 1 + len(forms)
-    assert sum(len(stack) for stack in cache.stacks) == 2 * len(layers)
+    assert sum(len(stack) for stack in cache.stacks.values()) == 2 * len(layers)
 
 
 def test_every_token_sees_something_in_a_window():

@@ -135,7 +135,7 @@ def test_sampled_text_follows_the_enumerated_law(number, name):
 
 
 @pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
-@pytest.mark.parametrize("name", ["none", "head-chain", "head-candidates"])
+@pytest.mark.parametrize("name", ["none", "head-chain", "model-candidates"])
 def test_every_warper_keeps_the_law(name, sampling):
     assert sampled_p_value(drafters()[name], sampling) > 1e-4
 
