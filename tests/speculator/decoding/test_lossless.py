@@ -321,3 +321,11 @@ def test_the_copy_counter_has_teeth():
     with Copies() as copies:
         torch.ones(3)[torch.tensor([True, False, True])].sum().item()
     assert len(copies.names) == 2
+
+
+@pytest.mark.parametrize("shape", [Chain(4), Tree((2, 2, 1, 1), nodes=14), Candidates((2, 1, 1, 1))])
+def test_a_model_that_drafts_for_itself_is_always_right(shape):
+    """Its draft's cache is read where it was written: else only the draft would suffer, and the text not tell."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    drafter = ModelDrafter(Target(tiny_model().double(), tokenizer=None), target, shape)
+    assert generate(target, drafter, PROMPTS, max_new_tokens=21).tokens_per_step == 5
