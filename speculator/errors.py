@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -45,6 +46,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def printable(text: str) -> str:
+    """Text that is safe on a terminal: control characters but tab and line end as their escapes, such as \\x1b."""
+    harmless = (c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs") for c in text)
+    return "".join(c if so else c.encode("unicode_escape").decode() for c, so in zip(text, harmless, strict=True))
+
+
 def check_text(where: str, text: str) -> None:
     """Refuse half of a surrogate pair, which JSON can spell and a shell can pass on, but no tokenizer takes.
 
@@ -68,7 +75,7 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{name}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

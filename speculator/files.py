@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,41 @@ def parse_json(text: str, where: str) -> Any:
         raise UserError(f"{where}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: JSON that can't be read: {first_line(error)}") from None
+
+
+def check_input(path: str | Path) -> Path:
+    """A file that can be read to its end: regular, not a folder, pipe or device.
+
+    Raises:
+        UserError: it is none, or not there.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError:
+        raise UserError(f"{path}: not a path: it has a NUL in it") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    refuse((not stat.S_ISREG(mode), f"{path}: {'a folder' if stat.S_ISDIR(mode) else 'a pipe or device'}, not a file"))
+    return Path(path)
+
+
+def read_text(path: str | Path, most: int = 64 << 20) -> str:
+    """A small text file, such as a config or a manifest.
+
+    Args:
+        most: bytes; a larger file is refused unread.
+
+    Raises:
+        UserError: no regular file, larger than that, not to be read, or not UTF-8.
+    """
+    file = check_input(path)
+    refuse((file.stat().st_size > most, f"{path}: {file.stat().st_size:,} bytes where at most {most:,} are expected"))
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def check_file(flag: str, file: Path | None) -> None:

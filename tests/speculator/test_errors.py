@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from speculator.errors import UserError, run_command
+from speculator.errors import UserError, printable, run_command
 from speculator.files import parse_json
 
 
@@ -51,3 +51,10 @@ def test_a_reader_that_has_gone_ends_it_quietly():
 def test_json_that_is_none_is_named(text):
     with pytest.raises(UserError, match=r"^rows\.jsonl:3: "):
         parse_json(text, "rows.jsonl:3")
+
+
+def test_what_would_steer_a_terminal_is_shown_as_its_escape(capsys):
+    assert printable("a\tb\n é 中 👩\u200d🔬") == "a\tb\n é 中 👩\u200d🔬"
+    assert printable("\x1b[2J\x9b\r\x07\ud800") == "\\x1b[2J\\x9b\\r\\x07\\ud800"
+    assert run_command("x", raising(UserError("a \x1b]0;title\x07"))) == 2
+    assert capsys.readouterr().err == "x: a \\x1b]0;title\\x07\n"

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from speculator.errors import UserError
-from speculator.files import make_folder, write_text
+from speculator.files import make_folder, read_text, write_text
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
@@ -40,3 +40,24 @@ def test_what_can_not_be_written_is_named(tmp_path):
     make_folder(tmp_path / "a" / "b")
     make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_only_a_regular_text_file_of_a_sane_size_is_read(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text("né")
+    assert read_text(file, most=3) == "né"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes("né".encode("latin-1"))
+    refused = {
+        tmp_path: "a folder",
+        tmp_path / "pipe": "a pipe or device",
+        "/dev/zero": "a pipe or device",
+        tmp_path / "none": "No such file",
+        tmp_path / "latin": "not UTF-8",
+        f"{file}\0": "NUL",
+    }
+    for path, reason in refused.items():
+        with pytest.raises(UserError, match=reason):
+            read_text(path)
+    with pytest.raises(UserError, match="3 bytes where at most 2"):
+        read_text(file, most=2)
