@@ -13,7 +13,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from speculator.errors import OneLineParser
+from speculator.errors import OneLineParser, start
 
 COMMANDS = ("prepare", "generate", "view")
 
@@ -31,4 +31,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    start()
     sys.exit(main())

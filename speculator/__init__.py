@@ -1,30 +1,36 @@
 """Draft heads that make a language model generate faster without changing what it says."""
 
-from speculator.custom_generate import speculative
-from speculator.decoding.generate import Generation, Step, generate
-from speculator.decoding.sampling import Sampling
-from speculator.decoding.session import Session
-from speculator.drafters import (
-    Candidates,
-    Chain,
-    Drafter,
-    FixedTree,
-    HeadDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    Paths,
-    Tree,
-)
-from speculator.errors import UserError
-from speculator.heads import (
-    LSTMSpeculator,
-    LSTMSpeculatorConfig,
-    MLPSpeculator,
-    MLPSpeculatorConfig,
-    Speculator,
-    load_head,
-)
-from speculator.target import Target
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speculator.custom_generate import speculative
+    from speculator.decoding.generate import Generation, Step, generate
+    from speculator.decoding.sampling import Sampling
+    from speculator.decoding.session import Session
+    from speculator.drafters import (
+        Candidates,
+        Chain,
+        Drafter,
+        FixedTree,
+        HeadDrafter,
+        ModelDrafter,
+        NgramDrafter,
+        Paths,
+        Tree,
+    )
+    from speculator.errors import UserError
+    from speculator.heads import (
+        LSTMSpeculator,
+        LSTMSpeculatorConfig,
+        MLPSpeculator,
+        MLPSpeculatorConfig,
+        Speculator,
+        load_head,
+    )
+    from speculator.target import Target
 
 __all__ = [
     "Candidates",
@@ -51,3 +57,45 @@ __all__ = [
     "load_head",
     "speculative",
 ]
+
+# A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
+_HOMES = {
+    "custom_generate": ["speculative"],
+    "decoding.generate": ["Generation", "Step", "generate"],
+    "decoding.sampling": ["Sampling"],
+    "decoding.session": ["Session"],
+    "drafters": [
+        "Candidates",
+        "Chain",
+        "Drafter",
+        "FixedTree",
+        "HeadDrafter",
+        "ModelDrafter",
+        "NgramDrafter",
+        "Paths",
+        "Tree",
+    ],
+    "errors": ["UserError"],
+    "heads": [
+        "LSTMSpeculator",
+        "LSTMSpeculatorConfig",
+        "MLPSpeculator",
+        "MLPSpeculatorConfig",
+        "Speculator",
+        "load_head",
+    ],
+    "target": ["Target"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"speculator.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'speculator' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

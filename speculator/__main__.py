@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from speculator.commands import export, generate, inspect, push
-from speculator.errors import OneLineParser, run_command
+from speculator.errors import OneLineParser, run_command, start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,6 +15,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> OneLineParser:
     """The commands and their flags."""
+    from speculator.commands import export, generate, inspect, push  # takes seconds: after `start`
+
     parser = OneLineParser(prog="python -m speculator")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in {"generate": generate, "export": export, "inspect": inspect, "push": push}.items():
@@ -24,4 +25,5 @@ def build_parser() -> OneLineParser:
 
 
 if __name__ == "__main__":
+    start()
     sys.exit(main())

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
+import signal
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -15,10 +20,25 @@ class UserError(Exception):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line."""
+    """An argument parser whose complaints are one line, and that takes flags by their whole names only."""
+
+    def __init__(self, *positional: Any, **settings: Any):
+        super().__init__(*positional, **{"allow_abbrev": False, **settings})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            if "\0" in word:
+                self.error(f"{word!r}: no text or path, there is a NUL in it")
+        return super().parse_known_args(words, namespace)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:  # to pathlib the current folder
+            raise argparse.ArgumentError(action, "the path is empty")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help explains)\n")
+        self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")
 
 
 def refuse(*faults: tuple[Any, str]) -> None:
@@ -64,26 +84,68 @@ def check_text(where: str, text: str) -> None:
         raise UserError(f"{where}: character {error.start + 1} is half of a surrogate pair, so not text") from None
 
 
+def start() -> None:
+    """Prepare a process for a command, before its imports, which take seconds.
+
+    Until `run_command` and after it Ctrl-C ends the process at once with 130. A standard stream that is closed becomes
+    /dev/null, else the next file to be opened would take its place; characters that one can't encode are escaped.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+        elif number and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(*_: Any) -> None:
+    os._exit(130)
+
+
 def run_command(name: str, work: Callable[[], int | None]) -> int:
     """Run a command; gives its exit code: what the work says, or 0.
 
-    One line on stderr and 2 for a UserError, and for a file that can't be read or written. Ctrl-C and a reader that has
-    gone, `head` for one, are 130 and 141, as a shell has them, without a word.
+    One line on stderr and 2 for a UserError, for a file that can't be read or written, and where memory or disk are
+    full. Ctrl-C and a reader that has gone, `head` for one, are 130 and 141, as a shell has them, without a word.
     """
+    started = signal.getsignal(signal.SIGINT) is _leave
+    if started:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = work() or 0
         sys.stdout.flush()
         return code
-    except UserError as error:
-        print(f"{name}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has no reader
         return 141
-    except OSError as error:
-        if error.filename is None or error.strerror is None:
+    except Exception as error:
+        line = _line(error)
+        if line is None:
             raise
-        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"{name}: {printable(' '.join(line.split()))}", file=sys.stderr)
         return 2
+    finally:
+        if started:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def _line(error: Exception) -> str | None:
+    """What to tell the user of an error; None for a defect."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"can't write: {error.strerror}"
+    # What torch raises on a CPU has no class of its own.
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
+        return f"out of memory: {first_line(error)}"
+    return None

@@ -1,34 +1,112 @@
-"""Writing files whole or not at all."""
+"""Files and folders that appear whole or not at all, and inputs that are read only if they can be."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from speculator.errors import UserError, first_line, refuse
 
 
 def write_text(path: Path, text: str) -> None:
+    """`write_bytes` of a text as UTF-8; half of a surrogate pair, which a path may have, as its escape."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file aside, flush it to disk, then rename it: under its name there is never half of it.
 
+    A symlink stays; what it leads to is written.
+
     Raises:
-        UserError: it can't be written.
+        UserError: it can't be written, or is a folder, pipe or device.
     """
-    scratch = path.with_name(f"{path.name}.partial")
+    scratch = None
     try:
-        with scratch.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        final = _destination(path)
+        # Processes that write the same file do not meet.
+        scratch = final.with_name(f"{final.name}.{os.getpid()}.partial")
+        with scratch.open("wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        scratch.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
-        raise UserError(f"can't write {path}: {error.strerror}") from None
+        scratch.replace(final)
+    except (OSError, ValueError) as error:
+        raise _unwritten(path, error) from None
+    finally:
+        if scratch:
+            with suppress(OSError):
+                scratch.unlink()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, that comes under its name, flushed to disk, when the block ends; if it raises, nothing is left.
+
+    Gives the folder to write to, beside the final one; what a kill has left there is removed first.
+
+    Raises:
+        UserError: it can't be written, or something but an empty folder has its name.
+    """
+    scratch = None
+    try:
+        final = _real(path)
+        scratch = final.with_name(f"{final.name}.partial")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        yield scratch
+        for parent, _, names in os.walk(scratch):
+            for name in names:
+                with open(os.path.join(parent, name), "rb") as stream:
+                    os.fsync(stream.fileno())
+        scratch.replace(final)
+    except (OSError, ValueError, SafetensorError) as error:
+        foreign = getattr(error, "filename", None)
+        if (isinstance(error, ValueError) and scratch) or (foreign and scratch and str(scratch) not in str(foreign)):
+            raise  # of what the block reads
+        raise _unwritten(path, error) from None
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _destination(path: Path) -> Path:
+    """The regular file that a name leads to, or will."""
+    final = _real(path)
+    refuse((final.exists() and not final.is_file(), f"can't write {path}: {_kind(final)}, not a file"))
+    return final
+
+
+def _real(path: Path) -> Path:
+    real = Path(os.path.realpath(path))
+    refuse((real.is_symlink(), f"can't write {path}: a symlink that leads to itself"))
+    return real
+
+
+def _kind(path: Path) -> str:
+    return "a folder" if path.is_dir() else "a pipe or device"
+
+
+def _unwritten(path: Path, error: Exception) -> UserError:
+    return UserError(f"can't write {path}: {getattr(error, 'strerror', None) or first_line(error)}")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    made = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            made.update(block)
+    return made.hexdigest()
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -84,14 +162,54 @@ def check_file(flag: str, file: Path | None) -> None:
     """Refuse a file that can't be written, before there is anything to write.
 
     Raises:
-        UserError: its folder is not there, or it is a folder itself.
+        UserError: its folder is not there, it is a folder, pipe or device itself, or it is where stdout or stderr go.
     """
-    if file is not None:
-        refuse(
-            (not file.parent.is_dir(), f"{flag} {file}: no folder {file.parent}"),
-            (file.is_dir(), f"{flag} {file} is a folder, not a file"),
-            (not os.access(file.parent, os.W_OK), f"{flag} {file}: the folder can't be written to"),
-        )
+    if file is None:
+        return
+    try:
+        final = _real(file)
+        there = final.stat() if final.exists() else None
+        parent, writable = final.parent.is_dir(), os.access(final.parent, os.W_OK)
+    except ValueError:
+        raise UserError(f"{flag} {file}: not a path: it has a NUL in it") from None
+    except OSError as error:
+        raise UserError(f"{flag} {file}: {error.strerror}") from None
+    refuse(
+        (not parent, f"{flag} {file}: no folder {final.parent}"),
+        (
+            there and _is_shown(there),
+            f"{flag} {file}: where this command prints to; take another file, or leave it out",
+        ),
+        (there and not final.is_file(), f"{flag} {file} is {_kind(final)}, not a file"),
+        (not writable, f"{flag} {file}: the folder can't be written to"),
+    )
+
+
+def _is_shown(file: os.stat_result) -> bool:
+    """Whether a file is this process's stdout or stderr, by whatever name."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(file, os.fstat(stream)):
+                return True
+    return False
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Refuse a name that can't be a folder's, before there is anything to write.
+
+    Raises:
+        UserError: it has a NUL, or is something else, or lies below something else.
+    """
+    try:
+        mode = os.stat(folder).st_mode
+    except FileNotFoundError:
+        return
+    except ValueError:
+        raise UserError(f"{flag} {folder}: not a path: it has a NUL in it") from None
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: {error.strerror}") from None
+    kind = "a file" if stat.S_ISREG(mode) else "a pipe or device"
+    refuse((not stat.S_ISDIR(mode), f"{flag} {folder} is {kind}, not a folder"))
 
 
 def make_folder(path: Path) -> None:
@@ -102,5 +220,7 @@ def make_folder(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"can't make the folder {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"can't make the folder {path}: {getattr(error, 'strerror', None) or first_line(error)}"
+        ) from None

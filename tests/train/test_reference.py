@@ -11,7 +11,7 @@ from conftest import tiny_tokenizer
 
 from data import readers
 from eval import tuning
-from eval.__main__ import build_parser
+from eval.command import build_parser
 from train import config, language_model, reference
 from train.language_model import Deadline, new_llama
 from train.reference import FULL, main, phases
