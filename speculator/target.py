@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from speculator.decoding.cache import ATTENTION, Form, RowCache, forms, packed
+from speculator.decoding.cache import ATTENTION, WINDOWS, Form, RowCache, forms, packed
 from speculator.decoding.draft import Draft
 from speculator.decoding.graphs import asks_device
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.linear import pack_linears
+from speculator.probing import neighbours_matter, original_context, read_windows
+from speculator.stored import CONFIG, check_headers, read_object
 
+_log = logging.getLogger(__name__)
+_SAMPLES = 8  # of each table's weights in a fingerprint
+_MOST_LAYERS, _MOST_PARTS = 2000, 10**6  # that a config may ask for: more would be built for ever
 _PROBE_LENGTH = 16
 # Of the logits' standard deviation: rounding stays below, a wrong mask or position does not.
 _PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -62,6 +67,9 @@ class Target:
     attending through `speculator.decoding.cache.attention`, which knows no padding; batches go through this class.
 
     Attributes:
+        attention: what the model attended through before, as `set_attn_implementation` takes it.
+        context_length: the longest sequence that the model has positions for; with longrope its original context, as
+            beyond it the factors of all positions follow the longest text of a batch.
         capturable: whether its forward pass asks the device nothing, seen in a probe at load. If so, it may be captured
             as a CUDA graph (mixtures of experts that route through the host, for one, may not).
 
@@ -74,6 +82,9 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
+        self.attention = _own_attention(model)
+        self.context_length = self._context()
+        _ = self.eos_token_ids  # refused now rather than at the first text's end
         pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
         self._output: nn.Module | None = None
@@ -104,21 +115,8 @@ class Target:
         place = resolve_device(device)
         # bf16 on a CPU without bf16 units is slower than fp32 and only less exact.
         wanted = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-        if (name.startswith((".", "/")) or Path(name).exists()) and not (Path(name) / "config.json").is_file():
-            raise UserError(f"{name}: no config.json there, so not a model folder")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, revision=revision, dtype=wanted, output_loading_info=True
-            )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = shorten(str(error), 300) or type(error).__name__
-            raise UserError(f"can't load the target {name!r}: {reason}") from None
-        model, found = loaded
-        if missing := sorted(found["missing_keys"]):
-            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-            raise UserError(f"can't load the target {name!r}: its files hold no {missing[0]}{others}")
-        return cls(model.to(place), tokenizer)  # type: ignore[arg-type]
+        tokenizer, model = _read(name, revision, wanted)
+        return cls(model.to(place), tokenizer)
 
     def _refuse_unsupported(self) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
@@ -131,13 +129,18 @@ class Target:
 
     @torch.no_grad()
     def _refuse_inexact(self) -> None:
-        """Compare this class's logits with the model's own: two rows of unequal prompts, then a verify pass."""
+        """Compare this class's logits with the model's own: two rows of unequal prompts, then a verify pass.
+
+        What so short a probe can't see is asked apart: windows, and rotary factors that follow the longest text.
+        """
         first, second = _PROBE_LENGTH // 2, _PROBE_LENGTH // 4
         texts = torch.arange(2 * _PROBE_LENGTH, device=self.device).view(2, -1) * 7 % self.vocab_size
         lengths = torch.tensor([first, second], device=self.device)
         width = _PROBE_LENGTH - first
         try:
             own = self.model(texts, use_cache=False).logits.float()
+            windows = read_windows(self.model, self.context_length)
+            WINDOWS.update(windows)
             self.model.set_attn_implementation(ATTENTION)
             cache = self.cache(2, _PROBE_LENGTH)
             hidden = self.extend(cache, texts[:, :first])
@@ -151,8 +154,13 @@ class Target:
             verify = self.logits(self.extend(cache, following)).float()
             asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
             self.capturable = not asks and len({weight.device for weight in self.model.parameters()}) == 1
+            moved = neighbours_matter(self._body, self.context_length, self.device)
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
+        refuse(
+            (not own.isfinite().all(), f"{self.name}: its logits are not finite: the weights are damaged"),
+            (own.std() == 0, f"{self.name}: its logits are all the same: the weights are empty"),
+        )
         expected = torch.stack([row[n : n + width] for row, n in zip(own, (first, second), strict=True)])
         gap = max((prefill - own[:, :first]).abs().max().item(), (verify - expected).abs().max().item())
         if not gap / own.std().item() < _PROBE_TOLERANCE[self.dtype]:
@@ -160,6 +168,42 @@ class Target:
                 f"{self.name}: {type(self.model).__name__} can't be verified exactly: its logits through a "
                 f"preallocated cache differ from its own by {gap / own.std().item():.2g} standard deviations"
             )
+        refuse(
+            (
+                not moved < _PROBE_TOLERANCE[self.dtype],
+                f"{self.name}: {type(self.model).__name__} can't be verified exactly: what it makes of a text depends "
+                "on how long the other texts of a batch are",
+            ),
+            (
+                self._has_window() and not any(windows.values()),
+                f"{self.name}: {type(self.model).__name__} can't be verified exactly: its sliding window of "
+                f"{getattr(self.config, 'sliding_window', None)} tokens is in none of the masks that are seen here",
+            ),
+        )
+
+    def _has_window(self) -> bool:
+        """Whether the config promises a sliding window that a text can outgrow."""
+        window, kinds = getattr(self.config, "sliding_window", None), getattr(self.config, "layer_types", None)
+        on = getattr(self.config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+        return bool(on and isinstance(window, int) and window < self.context_length)
+
+    def _context(self) -> int:
+        length = getattr(self.config, "max_position_embeddings", None)
+        original = original_context(self.config)
+        for value in (length, original):
+            refuse(
+                (
+                    value is not None and (type(value) is not int or value < 2),
+                    f"{self.name}: its config has a context of {value!r} tokens",
+                )
+            )
+        if original and (length is None or original < length):
+            _log.warning(
+                f"{self.name}: texts end at {original} tokens here: beyond its original context longrope makes a text "
+                "depend on the length of others in its batch"
+            )
+            return original
+        return length or 2**31
 
     @property
     def device(self) -> torch.device:
@@ -180,15 +224,33 @@ class Target:
         return self.config.hidden_size
 
     @property
-    def context_length(self) -> int:
-        """The longest sequence that the model has positions for."""
-        return getattr(self.config, "max_position_embeddings", None) or 2**31
+    def eos_token_ids(self) -> set[int]:
+        """The tokens that end a generation, from the generation config.
+
+        Raises:
+            UserError: they are no token ids.
+        """
+        ids = self.model.generation_config.eos_token_id
+        listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        refuse((any(type(each) is not int for each in listed), f"{self.name}: eos_token_id is {ids!r}, no token id"))
+        return set(listed)
 
     @property
-    def eos_token_ids(self) -> set[int]:
-        """The tokens that end a generation, from the generation config."""
-        ids = self.model.generation_config.eos_token_id
-        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    def fingerprint(self) -> str:
+        """What tells this target from others of its sizes: facts of its config and a few of its weights, in bfloat16.
+
+        Neither path, dtype, device nor the library's version is in it; see `same_target`.
+        """
+        facts = [self.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        tables = [part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if part]
+        samples = []
+        for table in tables:
+            # Spread over the whole table by a multiplier without a common factor with its size.
+            places = torch.arange(1, _SAMPLES + 1) * 2654435761 % table.numel()
+            rows, columns = places // table.shape[1], places % table.shape[1]
+            values = table.detach()[rows.to(table.device), columns.to(table.device)]
+            samples += values.to(torch.bfloat16).view(torch.int16).tolist()
+        return "-".join(map(str, facts)) + ":" + "".join(f"{value & 0xFFFF:04x}" for value in samples)
 
     def cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache of `rows` rows of `capacity` slots."""
@@ -247,6 +309,80 @@ class Target:
         return logits.view(*hidden.shape[:-1], -1)
 
 
+def same_target(one: str, other: str) -> bool:
+    """Whether two fingerprints are of the same target, rounding and a little further training allowed for."""
+    (facts, samples), (other_facts, others) = one.partition(":")[::2], other.partition(":")[::2]
+    pieces = [(samples[i : i + 4], others[i : i + 4]) for i in range(0, len(samples), 4)]
+    alike = sum(a == b for a, b in pieces)
+    return facts == other_facts and len(samples) == len(others) and 4 * alike >= 3 * len(pieces)
+
+
+def _own_attention(model: PreTrainedModel) -> Any:
+    """What a model attends through, by sub-config where it has some; its default where that was changed before."""
+    if model.config._attn_implementation == ATTENTION:
+        try:
+            model.set_attn_implementation("sdpa")
+        except ValueError:
+            model.set_attn_implementation("eager")
+    parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
+    own: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": model.config._attn_implementation, **own} if own else model.config._attn_implementation
+
+
+def _read(name: str, revision: str | None, dtype: str) -> tuple[PreTrainedTokenizerBase, Any]:
+    """Tokenizer and model of a hub id or folder. Code that comes with a model is not run.
+
+    Raises:
+        UserError: whatever is wrong with them.
+    """
+    refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
+    try:
+        folder = Path(name)
+        if name.startswith((".", "/")) or folder.exists():
+            _check_folder(folder)
+        own = {"revision": revision, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(name, **own)
+        model, found = AutoModelForCausalLM.from_pretrained(name, **own, dtype=dtype, output_loading_info=True)  # type: ignore[misc]
+        if missing := sorted(found["missing_keys"]):
+            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            raise UserError(f"its files hold no {missing[0]}{others}")
+        size = model.config.get_text_config().vocab_size
+        if tokenizer.vocab_size > size:
+            raise UserError(f"its tokenizer has {tokenizer.vocab_size} tokens, the model only {size}")
+    except Exception as error:  # a damaged folder fails anywhere in the libraries that read it
+        reason = shorten(str(error), 300) or type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code of its own, which is not run: only models that transformers knows are loaded"
+        raise UserError(f"can't load the target {name!r}: {reason}") from None
+    return tokenizer, model
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a model that is far larger than the files that it is to be read from, before anything of it is made.
+
+    Raises:
+        UserError: so it is; or no config or no weights, or damaged ones.
+    """
+    refuse((not (folder / CONFIG).is_file(), f"no {CONFIG} in {folder}, so not a model folder"))
+    _check_counts(read_object(folder / CONFIG))
+    stored = check_headers(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
+    # The smallest weights that are stored have half a byte; shared ones are stored once.
+    refuse((described > 8 * stored, f"its config describes {described:,} weights, but its files have {stored:,} bytes"))
+
+
+def _check_counts(config: dict[str, Any]) -> None:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif type(value) is int and key.startswith(("num_", "n_layer")):
+            most = _MOST_LAYERS if "layer" in key else _MOST_PARTS
+            refuse((value > most, f"{key} is {value} in its {CONFIG}"))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """As a user types it: float32."""
     return str(dtype).removeprefix("torch.")
@@ -256,12 +392,15 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """The device asked for, or the accelerator if there is one, else the CPU.
 
     Raises:
-        UserError: CUDA asked for where there is none.
+        UserError: no such device, or CUDA asked for where there is none.
     """
     if device is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator or torch.device("cpu")
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device {device!r}: torch knows no such device") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r} asked for, but this machine has no CUDA device")
     return place

@@ -32,6 +32,8 @@ BUCKETS = {"cuda": 256}
 """By kind of device: `RowCache.bucket`. Elsewhere 1, since dead slots cost time where nothing is captured."""
 _writing: ContextVar[RowCache | None] = ContextVar("_writing", default=None)
 _documents: ContextVar[Tensor | None] = ContextVar("_documents", default=None)
+WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+"""Sliding windows of attention layers by their models' own masks, which not all families pass on to `attention`."""
 
 
 @contextmanager
@@ -282,6 +284,7 @@ def attention(
     Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
     """
     cache = _writing.get()
+    sliding_window = WINDOWS.get(module, sliding_window)
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     if cache is None:

@@ -17,11 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculator.errors import UserError, first_line
-
-CONFIG = "config.json"
-# In the order in which transformers prefers them. An index lists the files of a checkpoint that was cut in several.
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-
+from speculator.stored import CONFIG, read_object, weight_files
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
@@ -32,7 +28,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"{folder}: no {CONFIG} there, so not a speculator's folder")
-    return _read_object(file)
+    return read_object(file)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -42,11 +38,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         UserError: no checkpoint, a shard that is missing or does not hold what the index says, a damaged file, or a
             pickle with anything but tensors in it.
     """
-    for name in _WEIGHTS:
-        file = folder / name
-        if file.is_file():
-            return _read_shards(file) if name.endswith(".index.json") else _read_file(file)
-    raise UserError(f"{folder}: no weights there; looked for {', '.join(_WEIGHTS)}")
+    tensors: dict[str, Tensor] = {}
+    for file, listed in weight_files(folder).items():
+        held = _read_file(file)
+        differing = set() if listed is None else set(held) ^ listed
+        if differing:
+            raise UserError(f"{folder}: {file.name} and the index disagree on {', '.join(sorted(differing)[:4])}")
+        tensors.update(held)
+    return tensors
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -56,34 +55,6 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
     weights = folder / "model.safetensors"
     save_file(own, weights, metadata={"format": "pt"})
     weights.chmod((folder / CONFIG).stat().st_mode)  # safetensors makes it the owner's alone; servers run as others
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not readable as JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise UserError(f"{file}: not a JSON object")
-    return read
-
-
-def _read_shards(index: Path) -> dict[str, Tensor]:
-    listed = _read_object(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(shard, str) for shard in listed.values()):
-        raise UserError(f"{index}: no weight_map from tensor names to file names in it")
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(listed.values())):
-        if Path(shard).name != shard:
-            raise UserError(f"{index}: {shard!r} is not a file name")
-        if not (index.parent / shard).is_file():
-            raise UserError(f"{index.parent}: the shard {shard} is missing")
-        held = _read_file(index.parent / shard)
-        differing = set(held) ^ {name for name, where in listed.items() if where == shard}
-        if differing:
-            raise UserError(f"{index.parent}: {shard} and the index disagree on {', '.join(sorted(differing))}")
-        tensors.update(held)
-    return tensors
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
