@@ -28,7 +28,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         UserError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision)
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
 

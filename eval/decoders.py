@@ -122,7 +122,8 @@ def _compile_config() -> CompileConfig:
 
 def _assistant(model: Target, length: int) -> dict:
     """A fixed draft length, as ours is: no confidence threshold, no schedule. A copy, which attends in its own way."""
-    assistant = AutoModelForCausalLM.from_pretrained(model.name, dtype=model.dtype).to(model.device)
+    assistant = AutoModelForCausalLM.from_pretrained(model.name, dtype=model.dtype, trust_remote_code=False)
+    assistant = assistant.to(model.device)
     fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)
     return {"assistant_model": assistant, **fixed}

@@ -163,11 +163,12 @@ class _FirstToken(BaseStreamer):
 
 @contextmanager
 def as_loaded(target: Target) -> Iterator[None]:
-    """The model as transformers would run it: its default attention, and no settings of a generation config."""
+    """The model as transformers would run it: the attention that it came with, and no settings of a generation config.
+    """
     settings = target.model.generation_config
-    target.model.generation_config = GenerationConfig()
-    target.model.set_attn_implementation("sdpa")
     try:
+        target.model.set_attn_implementation(target.attention)
+        target.model.generation_config = GenerationConfig()
         yield
     finally:
         target.model.generation_config = settings

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +135,7 @@ def generate(
     Args:
         target: the model that decides.
         drafter: who proposes; None decodes plainly.
-        prompts: token ids, one list a row, none empty. Rows may differ in length and finish at their own time.
+        prompts: token ids, one list or 1-D tensor a row, none empty. Rows may differ in length and finish at their own time.
         sampling: temperature and its kin, greedy by default: one for each row, or one for all, whose row r then draws
             from the stream `seed + r`.
         rule: a name from `speculator.decoding.rules.RULES` that fits the drafter; by default the drafter's own. At
@@ -146,11 +148,13 @@ def generate(
 
     Raises:
         UserError: no prompt, an empty prompt, one that fills the target's context or holds what is no token of it; a
-            rule that is unknown or does not fit the drafter; not one sampling for each row.
+            rule that is unknown or does not fit the drafter; not one sampling for each row; no new token asked for.
     """
     accept = _rule(drafter, rule)
+    prompts = check_prompts(target, prompts)
     settings = _each(sampling or Sampling(), len(prompts))
-    check_prompts(target, prompts)
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be an integer from 1 on, got {max_new_tokens!r:.40}")
     limits = [min(max_new_tokens, target.context_length - len(prompt)) for prompt in prompts]
     eos = target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
     stop = _StopStrings(stop_strings, target.tokenizer) if stop_strings else None
@@ -211,17 +215,18 @@ def _each(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
     return list(sampling)
 
 
-def check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse prompts that can't be continued.
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+    """The prompts as lists, refusing those that can't be continued.
 
     Raises:
         UserError: there is none, or one is empty, as long as the target's context, or no list of its tokens.
     """
-    if not prompts:
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
+        raise UserError(f"prompts are lists of token ids, not {prompts!r:.40}")
+    if not len(prompts):
         raise UserError("no prompt to continue")
-    for number, prompt in enumerate(prompts, start=1):
-        if isinstance(prompt, str | int):
-            raise UserError(f"prompt {number} is not a list of token ids: {prompt!r:.40}")
+    lists = [_tokens(number, prompt) for number, prompt in enumerate(prompts, start=1)]
+    for number, prompt in enumerate(lists, start=1):
         if not prompt:
             raise UserError(f"prompt {number} is empty: give it at least one token")
         if min(prompt) < 0 or max(prompt) >= target.vocab_size:
@@ -231,6 +236,18 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
             raise UserError(
                 f"prompt {number} of {len(prompt)} tokens leaves no room in the context of {target.context_length}"
             )
+    return lists
+
+
+def _tokens(number: int, prompt: Any) -> list[int]:
+    """A prompt as a list: what a tokenizer gives, a list, tuple, array or tensor of integers."""
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        if isinstance(listed, list | tuple | range) and not any(isinstance(token, bool) for token in listed):
+            return [index(token) for token in listed]
+    except TypeError:
+        pass
+    raise UserError(f"prompt {number} is not a list of token ids: {prompt!r:.40}")
 
 
 def first_token(target: Target, hidden: Tensor, counts: Tensor, sampling: RowSampling) -> Tensor:  # [B]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
+
+# Logits are divided by a temperature in float32, which has neither the quotient below nor the temperature above.
+_COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -17,14 +20,14 @@ class Sampling:
     """How a token is drawn from logits. The same settings shape the target's law p and a drafter's law q.
 
     Attributes:
-        temperature: 0 for greedy decoding.
+        temperature: 0 for greedy decoding; so is one below 1e-30, which float32 logits can't be divided by.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with this much probability.
         min_p: keep tokens at least this share as likely as the likeliest.
         seed: of the row's own stream of uniforms.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value out of range, or of another kind.
     """
 
     temperature: float = 0.0
@@ -34,18 +37,22 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be a number from 0 on, got {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must not be negative, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise UserError(f"min_p must be in [0, 1), got {self.min_p}")
+        kinds = {"temperature": Real, "top_k": Integral, "top_p": Real, "min_p": Real, "seed": Integral}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise UserError(f"{name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r:.40}")
+        refuse(
+            (not 0 <= self.temperature <= _HOTTEST, f"temperature must be in 0..{_HOTTEST:g}, got {self.temperature}"),
+            (self.top_k < 0, f"top_k must not be negative, got {self.top_k}"),
+            (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (not 0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
+            (not -(2**63) <= self.seed < 2**63, f"seed must be of 64 bits, got {self.seed}"),
+        )
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < _COLDEST
 
     def law(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
         """The law that a token is drawn from, in float32 at least; at temperature 0 all on the likeliest token."""
@@ -74,7 +81,7 @@ class RowSampling:
             return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None, None]
 
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
-        self.temperature = column(row.temperature or 1.0 for row in rows)
+        self.temperature = column(1.0 if row.greedy else row.temperature for row in rows)
         self.top_k = column(min(row.top_k or 2**31, 2**31) for row in rows).long()
         self.top_p = column(row.top_p for row in rows)
         self.min_p = column(row.min_p for row in rows)

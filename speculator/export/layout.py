@@ -170,8 +170,9 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
 def base_config(name: str | None) -> PreTrainedConfig | None:
     """The base model's text config, if it is a folder or in the hub's cache: nothing is fetched."""
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=True).get_text_config() if name else None
-    except (OSError, ValueError, KeyError):
+        known = {"local_files_only": True, "trust_remote_code": False}
+        return AutoConfig.from_pretrained(name, **known).get_text_config() if name else None
+    except Exception:  # whatever lies there, it is no config that can be read
         return None
 
 

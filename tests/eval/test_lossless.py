@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
 from eval.lossless import compare_texts, greedy_checks, sampled_checks
+from eval.speed import as_loaded
 from speculator import (
     Candidates,
     HeadDrafter,
@@ -21,7 +22,7 @@ from speculator import (
     Target,
     Tree,
 )
-from speculator.decoding.cache import RowCache
+from speculator.decoding.cache import ATTENTION, RowCache
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 SAMPLES = 2000
@@ -99,6 +100,21 @@ def test_a_cache_that_keeps_the_wrong_slots_fails(target, monkeypatch):
     assert not failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
     monkeypatch.setattr(RowCache, "gather", lambda self, path: None)
     assert "logits against plain decoding" in failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
+
+
+def test_a_target_that_has_no_sdpa_is_compared_with_its_own_attention():
+    """gpt-oss: it attends eagerly, and its settings are as they were whatever happens in between."""
+    target = Target(tiny_model("gpt_oss"), tokenizer=None)
+    target.model.generation_config.eos_token_id = 3
+    assert not failures(greedy_checks(target, HeadDrafter(tiny_head()), PROMPTS, max_new_tokens=16))
+    with pytest.raises(ZeroDivisionError), as_loaded(target):
+        assert target.model.config._attn_implementation == "eager"
+        raise ZeroDivisionError
+    target.attention = "nothing that there is"
+    with pytest.raises(ValueError, match="nothing that there is"), as_loaded(target):
+        pass
+    assert target.eos_token_ids == {3}
+    assert target.model.config._attn_implementation == ATTENTION
 
 
 def test_a_text_may_part_only_where_the_two_best_logits_are_close():

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from conftest import Oracle, tiny_head, tiny_model
@@ -69,11 +70,46 @@ def test_tokens_stream_in_order(target, head):
         ([[-1]], "has no token -1"),
         (["def"], "prompt 1 is not a list of token ids: 'def'"),
         ([1, 2], "prompt 1 is not a list of token ids: 1"),
+        ([[1], [1.0]], "prompt 2 is not a list of token ids"),
+        ([[True]], "prompt 1 is not a list of token ids"),
+        ([[[1]]], "prompt 1 is not a list of token ids"),
+        ([None], "prompt 1 is not a list of token ids: None"),
+        ([{1: 2}], "prompt 1 is not a list of token ids"),
+        ([torch.tensor([0.5])], "prompt 1 is not a list of token ids"),
+        ([torch.tensor([[1, 2]])], "prompt 1 is not a list of token ids"),
+        (torch.tensor([1, 2]), "prompt 1 is not a list of token ids"),
+        (torch.empty(0, 3, dtype=torch.long), "no prompt"),
+        ("def", "prompts are lists of token ids, not 'def'"),
+        (None, "prompts are lists of token ids, not None"),
+        (5, "prompts are lists of token ids, not 5"),
     ],
 )
 def test_bad_prompts_are_refused(target, prompts, message):
     with pytest.raises(UserError, match=message):
         generate(target, None, prompts)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple, lambda row: [np.int32(token) for token in row]])
+def test_prompts_may_be_tensors_arrays_and_tuples(target, kind):
+    expected = generate(target, None, PROMPTS, max_new_tokens=5).tokens
+    assert generate(target, None, [kind(prompt) for prompt in PROMPTS], max_new_tokens=5).tokens == expected
+
+
+def test_a_batch_may_be_one_tensor(target):
+    rows = [PROMPTS[0], PROMPTS[0][::-1]]
+    expected = generate(target, None, rows, max_new_tokens=5).tokens
+    assert generate(target, None, torch.tensor(rows), max_new_tokens=5).tokens == expected
+
+
+@pytest.mark.parametrize("count", [0, -5, 2.5, True, None, "8", float("nan")])
+def test_a_count_of_new_tokens_that_is_none_is_refused(target, count):
+    with pytest.raises(UserError, match="max_new_tokens must be an integer from 1 on"):
+        generate(target, None, PROMPTS, max_new_tokens=count)
+
+
+def test_the_last_seeds_streams_are_refused_in_one_line(target):
+    with pytest.raises(UserError, match="seed must be of 64 bits"):
+        generate(target, None, PROMPTS, Sampling(1.0, seed=2**63 - 2))
 
 
 def test_all_pairs_of_short_prompts_agree_with_themselves_alone(target):
