@@ -20,7 +20,6 @@ from eval.run import check_flags, evaluate
 from eval.suites import load_suite
 from speculator import Target, load_head
 from speculator.commands import drafting
-from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import OneLineParser, refuse, run_command
 
 
@@ -107,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
         draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
-        shapes=None if arguments.draft_length else tuned_shapes(arguments.speculator, head, temperatures),
+        tuned_in=None if arguments.draft_length else arguments.speculator,
         model=model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -20,11 +20,11 @@ from eval.plots import draw_plots
 from eval.report import write
 from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, Session, UserError
-from speculator.drafters.shapes import Shape
+from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import refuse, refuse_below
 from speculator.files import make_folder
 from speculator.heads import Speculator
-from speculator.target import Target, dtype_name
+from speculator.target import Target, dtype_name, hardware
 
 
 def evaluate(
@@ -39,7 +39,7 @@ def evaluate(
     seed: int = 0,
     batch_sizes: Sequence[int] = (1,),
     draft_lengths: Sequence[int] = (),
-    shapes: Mapping[float, Shape | None] | None = None,
+    tuned_in: str | Path | None = None,
     model: Target | None = None,
     baselines: Collection[str] = (),
     repeats: int = 1,
@@ -56,7 +56,7 @@ def evaluate(
         speculator_name: as the report calls the head.
         seed: of the sampling.
         draft_lengths: of the head's chains; default: all that it has.
-        shapes: by temperature, what the head drafts instead where no `draft_lengths` are given.
+        tuned_in: the head's folder: it drafts as was tuned there, where no `draft_lengths` are given.
         model: a draft model to compare with.
         baselines: beside the plain loop and transformers' generate: of `eval.decoders.OPTIONAL`.
         repeats: timings of every prompt, of which the median counts.
@@ -70,10 +70,11 @@ def evaluate(
     make_folder(output)
     rows: list[dict] = []
     skipped: dict[str, str] = {}
-    tuned = {} if draft_lengths else {t: HeadDrafter(head, shape) for t, shape in (shapes or {}).items() if shape}
     for batch_size in batch_sizes:
+        shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
         sessions: dict[int, Session] = {}
         default, unfit = decoders(target, head, lengths, model, baselines, batch_size, sessions)
+        tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
         swapped = {t: decoder_of(target, "head", drafter, sessions) for t, drafter in tuned.items()}
         skipped |= unfit
         for suite, temperature in product(suites, temperatures):
@@ -154,14 +155,3 @@ def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> No
             f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "
             f"context of {target.context_length}"
         )
-
-
-def hardware(device: torch.device) -> str:
-    """The machine in a line: GPU, or CPU and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"CPU {model or platform.machine()}, {torch.get_num_threads()} threads"

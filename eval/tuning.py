@@ -22,17 +22,16 @@ from eval.costs import Costs, measure, walk
 from eval.decoders import Decoder, decoder_of
 from eval.figures import row
 from eval.measuring import measure_suite
-from eval.run import check_flags, check_lengths, hardware
+from eval.run import check_flags, check_lengths
 from eval.suites import Suite, load_suite
 from eval.tree_shape import best_tree, expected_tokens
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
 from speculator.decoding.session import Session
 from speculator.drafters.shapes import Chain
-from speculator.drafters.tuned import TUNED, described
+from speculator.drafters.tuned import TUNED, described, place
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_text
 from speculator.heads import Speculator
-from speculator.target import dtype_name
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -115,9 +114,7 @@ def write_tuned(
         "schema": 1,
         "settings": settings,
         "target": target.name,
-        "hardware": hardware(target.device),
-        "dtype": dtype_name(target.dtype),
-        "batch_size": batch_size,
+        **place(target, batch_size),
         "suite": suite.name,
         "prompts": len(suite.prompts),
         "measured": rows,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import (
     EosTokenCriteria,
@@ -27,9 +27,11 @@ from speculator.decoding.cache import ATTENTION
 from speculator.decoding.generate import generate
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
+from speculator.drafters.tuned import tuned_drafter
 from speculator.errors import UserError
 from speculator.heads import Speculator, load_head
-from speculator.target import Target
+from speculator.linear import pack_linears, unpack_linears
+from speculator.target import Target, own_attention
 
 # In the order in which `Sampling` applies them, with the name that it has for each.
 _WARPERS = {
@@ -56,15 +58,17 @@ def speculative(
     `streamer` nor `assistant_model`: they do nothing.
 
     Args:
-        drafter: a drafter, a head, or a head's folder.
+        drafter: a drafter, a head, which drafts a chain of all it has, or a head's folder, which drafts as tuned (see
+            `speculator.drafters.tuned.tuned_drafter`).
         rule: the accept rule; default: the drafter's own.
         tokenizer: needed for stop strings alone.
 
     The function gives [B, S + new] as `generate` does: the prompts as they came, then the new tokens, padded on the
     right. It raises UserError for whatever else the call asks for: beams, penalties, constraints, other criteria or
-    processors, scores. The model is left as it was.
+    processors, scores. The model is given back as it came; copies of its weights for fast products on a CPU
+    (`speculator.linear`) stay with the function.
     """
-    known: tuple[Target, Drafter] | None = None
+    lent = _Lent(tokenizer)
 
     def decode(
         model: PreTrainedModel,
@@ -74,20 +78,15 @@ def speculative(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:  # [B, S + new]
-        nonlocal known
         _refuse_other_modes(generation_config)
         sampling = _sampling(logits_processor, generation_config)
         eos, stop_strings, max_length = _ends(stopping_criteria)
         mask = _mask(input_ids, model_kwargs)
         prompts = [row[kept].tolist() for row, kept in zip(input_ids, mask, strict=True)]
-        with _borrowed(model):
-            if known is None or known[0].model is not model:
-                target = Target(model, tokenizer)  # type: ignore[arg-type]
-                known = target, _drafter(drafter, target)
-            target, drafts = known
+        with lent.target(model) as target:
             generation = generate(
                 target,
-                drafts,
+                lent.drafter(drafter, sampling, len(prompts)),
                 prompts,
                 sampling,
                 rule=rule,
@@ -100,34 +99,54 @@ def speculative(
     return decode
 
 
-@contextmanager
-def _borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Lend the model to a `Target`, which freezes it and changes its attention; afterwards it is as it was."""
-    attention: Any = model.config._attn_implementation
-    parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
-    if parts:
-        own = {name: part._attn_implementation for name, part in parts.items() if part is not None}
-        attention = {"": attention, **own}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        model.set_attn_implementation(ATTENTION)
-        yield
-    finally:
-        model.set_attn_implementation(attention)
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
+class _Lent:
+    """The user's model as a `Target`, between one call and the next: made once, and the model is as it was in between.
 
+    What is kept is memory alone: the copies of the weights that fast products need.
+    """
 
-def _drafter(given: Drafter | Speculator | str | Path, target: Target) -> Drafter:
-    if isinstance(given, str | Path):
-        return HeadDrafter(load_head(given, target))
-    if isinstance(given, Speculator):
-        return HeadDrafter(given.to(target.device))  # type: ignore[arg-type]
-    return given
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
+        self._tokenizer = tokenizer
+        self._target: Target | None = None
+        self._copies: dict[nn.Module, Any] = {}
+        self._head: Speculator | None = None
+        self._drafters: dict[tuple[float, int], Drafter] = {}
+
+    @contextmanager
+    def target(self, model: PreTrainedModel) -> Iterator[Target]:
+        """A `Target` freezes a model, packs its matrices and changes its attention: undone at the end."""
+        if self._target is None or self._target.model is not model:
+            self._target, self._copies, self._head, self._drafters = None, {}, None, {}
+        attention = own_attention(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        training = [module for module in model.modules() if module.training]
+        packed = pack_linears(model, self._copies)
+        try:
+            if self._target is None:
+                self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
+            model.eval().requires_grad_(False)
+            model.set_attn_implementation(ATTENTION)
+            yield self._target
+        finally:
+            self._copies = unpack_linears(packed)
+            model.set_attn_implementation(attention)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            for module in training:
+                module.training = True
+
+    def drafter(self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int) -> Drafter:
+        """The drafter as given; a head's folder drafts as was tuned for this temperature and batch size."""
+        assert self._target is not None
+        if not isinstance(given, str | Path | Speculator):
+            return given
+        if isinstance(given, Speculator):
+            return HeadDrafter(given.to(self._target.device))  # type: ignore[arg-type]
+        key = (0.0 if sampling.greedy else sampling.temperature, rows)
+        if key not in self._drafters:
+            self._head = self._head or load_head(given, self._target)
+            self._drafters[key] = tuned_drafter(given, self._target, *key, head=self._head)
+        return self._drafters[key]
 
 
 def _refuse_other_modes(config: GenerationConfig) -> None:

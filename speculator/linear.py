@@ -8,6 +8,8 @@ the weights is kept for it. Small products, other dtypes and devices, and calls 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -83,9 +85,29 @@ class PackedLinear(nn.Linear):
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Make every `torch.nn.Linear` in a module one of these, in place: its parameters, hooks and identity stay."""
-    for part in module.modules():
-        # Weights made under inference mode don't say when they change.
-        if type(part) is nn.Linear and not part.weight.is_inference():
-            part.__class__ = PackedLinear
+def pack_linears(module: nn.Module, copies: dict[nn.Module, _Copy] | None = None) -> list[PackedLinear]:
+    """Make every `torch.nn.Linear` in a module one of these, in place: its parameters, hooks and identity stay.
+
+    Args:
+        module: where they are looked for.
+        copies: what `unpack_linears` gave when these were made plain again, so that they are not copied anew.
+
+    Gives those that were changed.
+    """
+    # Weights made under inference mode don't say when they change.
+    parts: list = [p for p in module.modules() if type(p) is nn.Linear and not p.weight.is_inference()]
+    for part in parts:
+        part.__class__ = PackedLinear
+        if copies and part in copies:
+            part._copy = copies[part]
+    return parts
+
+
+def unpack_linears(parts: Iterable[PackedLinear]) -> dict[nn.Module, _Copy]:
+    """Make them `torch.nn.Linear` again; gives the copies of their weights."""
+    copies: dict[nn.Module, _Copy] = {}
+    for part in parts:
+        if copy := part.__dict__.pop("_copy", None):
+            copies[part] = copy
+        part.__class__ = nn.Linear  # type: ignore[assignment]
+    return copies

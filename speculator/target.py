@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -82,7 +83,7 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
-        self.attention = _own_attention(model)
+        self.attention = own_attention(model)
         self.context_length = self._context()
         _ = self.eos_token_ids  # refused now rather than at the first text's end
         pack_linears(self.model)
@@ -317,7 +318,7 @@ def same_target(one: str, other: str) -> bool:
     return facts == other_facts and len(samples) == len(others) and 4 * alike >= 3 * len(pieces)
 
 
-def _own_attention(model: PreTrainedModel) -> Any:
+def own_attention(model: PreTrainedModel) -> Any:
     """What a model attends through, by sub-config where it has some; its default where that was changed before."""
     if model.config._attn_implementation == ATTENTION:
         try:
@@ -386,6 +387,17 @@ def _check_counts(config: dict[str, Any]) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """As a user types it: float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def hardware(device: torch.device) -> str:
+    """The machine in a line: GPU, or CPU and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"CPU {model or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:

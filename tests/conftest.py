@@ -10,6 +10,7 @@ import tarfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; torch reads it when it is imported
 
@@ -41,8 +42,9 @@ from transformers import (
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters import HeadDrafter
+from speculator.drafters.tuned import TUNED, place
 from speculator.heads import ARCHITECTURES, Speculator
-from speculator.target import Target
+from speculator.target import Target, resolve_device
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
@@ -131,6 +133,12 @@ def tiny_head(n_predict: int = 3, architecture: str = "mlp", draft_tokens: list[
     if draft_tokens:
         head.draft_tokens.copy_(torch.tensor(draft_tokens))
     return head
+
+
+def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
+    """A `decoding.json` as if measured here, in float32 and at batch size 1, but for what is given."""
+    here = place(SimpleNamespace(device=resolve_device(), dtype=torch.float32), 1)
+    (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
 
 
 class Oracle:

@@ -20,7 +20,7 @@ from eval.run import evaluate
 from eval.suites import Suite, from_text
 from eval.tuning import write_tuned
 from speculator import HeadDrafter
-from speculator.drafters.tuned import TUNED, tuned_shapes
+from speculator.drafters.tuned import TUNED, tuned_drafter
 from speculator.errors import run_command
 from speculator.export import load_any
 from speculator.export.card import write_card
@@ -107,7 +107,7 @@ def _run(config: RunConfig) -> None:
             best_head,
             [suites["held-out"]],
             folder / "eval",
-            shapes=tuned_shapes(head_folder, best_head, config.eval.temperatures),
+            tuned_in=head_folder,
             temperatures=config.eval.temperatures,
             max_new_tokens=config.eval.max_new_tokens,
             speculator_name=str(head_folder),
@@ -154,7 +154,9 @@ def generate_own_text(config: RunConfig, target: Target, head_folder: Path) -> d
     settings = config.stage2.generate
     return generate_rows(
         target,
-        HeadDrafter(load_head(head_folder, target), settings.draft_length or None),
+        HeadDrafter(load_head(head_folder, target), settings.draft_length)
+        if settings.draft_length
+        else tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size),
         prompts(
             config.data.sources,
             "train",

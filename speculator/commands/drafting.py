@@ -88,7 +88,8 @@ def drafter(arguments: argparse.Namespace, target: Target, temperature: float | 
         head = load_head(arguments.speculator, target)
         tuned = None
         if temperature is not None and not _given(arguments, *_CHAIN, *_TREE, "rule"):
-            tuned = tuned_shapes(arguments.speculator, head, [temperature])[temperature]
+            rows = getattr(arguments, "batch_size", 1)
+            tuned = tuned_shapes(arguments.speculator, target, head, [temperature], rows)[temperature]
         if tuned is None:
             return HeadDrafter(head, _shape(arguments, head.n_predict))
         print(f"{arguments.speculator}/{TUNED}: drafts {described(tuned)}", file=sys.stderr)

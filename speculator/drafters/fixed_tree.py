@@ -11,7 +11,7 @@ from torch import Tensor
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import LawSource, Texts
-from speculator.drafters.shapes import LOSSY, siblings
+from speculator.drafters.shapes import LOSSY, check_nodes, siblings
 from speculator.errors import UserError
 
 
@@ -31,10 +31,11 @@ class FixedTree:
 
     def __init__(self, paths: Iterable[Sequence[int]]):
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        check_nodes(len(nodes))
         known = {(), *nodes}
         for path in nodes:
             rank = path[-1] if path else -1
-            if rank < 0 or path[:-1] not in known or (rank > 0 and (*path[:-1], rank - 1) not in known):
+            if type(rank) is not int or rank < 0 or path[:-1] not in known or (rank > 0 and (*path[:-1], rank - 1) not in known):
                 raise UserError(f"tree: the node {list(path)} has no parent or no elder sibling in the tree")
         if not nodes:
             raise UserError("tree: no nodes")

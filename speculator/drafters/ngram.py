@@ -11,7 +11,7 @@ from speculator.decoding.cache import RowCache
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.base import Texts
-from speculator.errors import UserError
+from speculator.drafters.shapes import check_length
 
 
 class _Index:
@@ -49,8 +49,7 @@ class NgramDrafter:
     rules: tuple[str, ...] = ("walk", "token", "block", "typical-lossy")
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
-        if draft_length < 1:
-            raise UserError(f"draft length {draft_length} is not at least 1")
+        check_length(draft_length)
         self.draft_length = self.nodes = draft_length
         self.max_ngram = max_ngram
 

@@ -17,6 +17,8 @@ from speculator.drafters.base import LawSource, Texts
 from speculator.errors import UserError
 
 LOSSY = ("typical-lossy",)
+_MOST = 1024  # tokens of a draft: more never pay, and an absurd count would ask for all memory there is
+_MOST_OFFERED = 2**16
 
 
 class Shape(Protocol):
@@ -35,6 +37,29 @@ class Shape(Protocol):
         ...
 
 
+def check_length(length: int) -> None:
+    """Refuse a chain that is none, or longer than can be meant.
+
+    Raises:
+        UserError: so it is.
+    """
+    if type(length) is not int or length < 1:
+        raise UserError(f"draft length {length!r} is not at least 1")
+    check_nodes(length)
+
+
+def check_nodes(nodes: int, offered: int = 0) -> None:
+    """Refuse a draft that is larger than can be meant.
+
+    Raises:
+        UserError: so it is.
+    """
+    if nodes > _MOST:
+        raise UserError(f"a draft of {nodes:,} tokens: at most {_MOST:,} can be verified in a step")
+    if offered > _MOST_OFFERED:
+        raise UserError(f"branches offer {offered:,} tokens to choose from: at most {_MOST_OFFERED:,}")
+
+
 class Chain:
     """One token after the other.
 
@@ -46,8 +71,7 @@ class Chain:
     """
 
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
-        if length < 1:
-            raise UserError(f"draft length {length} is not at least 1")
+        check_length(length)
         self.depth = self.nodes = self.offered = length
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
@@ -97,6 +121,7 @@ class Candidates:
         self.replacement = replacement
         self.depth = len(self.branches)
         self.nodes = self.offered = sum(accumulate(self.branches, mul))
+        check_nodes(self.nodes)
         self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *LOSSY)
 
     def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
@@ -170,6 +195,7 @@ class Tree:
         self.offered, width = 0, 1
         for children in self.branches:
             self.offered, width = self.offered + width * children, min(beam, width * children)
+        check_nodes(nodes, self.offered)
         if not self.depth <= nodes <= self.offered:
             raise UserError(f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self.offered}")
 
@@ -194,6 +220,7 @@ class Paths:
         self.depth, self.nodes = len(self.branches), paths * len(self.branches)
         self.offered = sum(accumulate(self.branches, mul))
         self.rules: tuple[str, ...] = ("walk", *LOSSY)
+        check_nodes(self.nodes, self.offered)
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
 
@@ -251,4 +278,5 @@ def _selected(tokens: Tensor, parents: Tensor, keep: Tensor, lengths: Tensor, sh
 def _checked(branches: Sequence[int]) -> tuple[int, ...]:
     if not branches or min(branches) < 1:
         raise UserError(f"branches {tuple(branches)}: give at least one level, and at least one child on each")
+    check_nodes(len(branches))
     return tuple(branches)

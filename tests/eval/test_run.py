@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from conftest import VOCAB, tiny_head, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model, write_tuned
 
 from eval import decoders
 from eval.__main__ import main
@@ -12,7 +12,7 @@ from eval.report import markdown
 from eval.run import evaluate
 from eval.speed import Decoded, Timed, speedup
 from eval.suites import Suite
-from speculator import FixedTree, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -34,13 +34,14 @@ def test_report_files_agree_and_name_every_baseline(tmp_path):
 
 
 def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
-    shapes = {0.0: FixedTree([(0,), (1,), (0, 0)]), 1.0: None}
+    write_tuned(tmp_path, [{"temperature": 0.0, "tree": [[0], [1], [0, 0]]}])
 
     def drafted(**more) -> dict[float, tuple[int, int]]:
-        rows = report_of(tmp_path, shapes=shapes, **more)["suites"]
+        rows = report_of(tmp_path, tuned_in=tmp_path, **more)["suites"]
         return {row["temperature"]: (row["nodes"], row["draft_length"]) for row in rows if row["drafter"] == "head"}
 
     depth = tiny_head().n_predict
+    assert drafted(batch_sizes=[2]) == {0.0: (depth, depth), 1.0: (depth, depth)}, "measured at another batch size"
     assert drafted() == {0.0: (3, 2), 1.0: (depth, depth)}
     text = (tmp_path / "report.md").read_text()
     assert text.count("| speculator, tree of 3 |") == text.count("| speculator |") == 1
@@ -52,7 +53,7 @@ def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
 def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder, text_file, tmp_path):
     head, out = tmp_path / "head", tmp_path / "out"
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(head)
-    (head / "decoding.json").write_text('{"settings": [{"temperature": 0, "tree": [[0], [1], [2], [0, 0], [1, 0]]}]}')
+    write_tuned(head, [{"temperature": 0, "tree": [[0], [1], [2], [0, 0], [1, 0]]}])
     command = ["--target", str(target_folder), "--speculator", str(head), "--suite", str(text_file)]
     sizes = ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "1", "--temperature", "0"]
 

@@ -1,11 +1,19 @@
 import pytest
 import torch
 from conftest import tiny_head, tiny_model, tiny_tokenizer
-from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
-from speculator import HeadDrafter, NgramDrafter, Tree, UserError
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, NgramDrafter, Tree, UserError
 from speculator.custom_generate import speculative
+from speculator.linear import FAST_DTYPES, _Copy
 
 PAD = 0
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [1, 4, 1, 4, 2]]
@@ -124,14 +132,64 @@ def test_the_model_is_left_as_it_was(model):
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
-    before = [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]
-    attention = model.config._attn_implementation
+    before = state_of(model)
     ids = torch.tensor([PROMPTS[0]])
-    model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head()))
+    drafted = speculative(tiny_head())
+    for _ in range(2):
+        model.generate(ids, max_new_tokens=4, custom_generate=drafted)
+        assert state_of(model) == before
     with pytest.raises(UserError, match="does not fit"):
         model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head(), rule="walk"))
-    assert ([module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]) == before
-    assert model.config._attn_implementation == attention
+    assert state_of(model) == before
+    with pytest.raises(UserError, match="nowhere"):
+        model.generate(ids, max_new_tokens=4, custom_generate=speculative("nowhere"))
+    assert state_of(model) == before
+
+
+def state_of(model) -> list:
+    """All that a `Target` changes, and whatever else a module or the configs hold."""
+    modules = list(model.modules())
+    return [
+        [(type(module), module.training, sorted(vars(module))) for module in modules],
+        [(parameter.data_ptr(), parameter._version, parameter.requires_grad) for parameter in model.parameters()],
+        (model.config._attn_implementation, model.config.to_dict(), model.generation_config.to_dict()),
+    ]
+
+
+def test_a_model_that_is_refused_is_left_as_it_was():
+    model = tiny_model()
+    model.lm_head.weight.data.zero_()
+    before = state_of(model)
+    with pytest.raises(UserError, match="weights are empty"):
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4, custom_generate=speculative(tiny_head()))
+    assert state_of(model) == before
+
+
+def test_the_copies_for_fast_products_are_made_once(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=512, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    made = []
+    monkeypatch.setattr("speculator.linear._Copy.__init__", noting(made))
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=32, emb_dim=512, inner_dim=16, n_predict=2))
+    drafted = speculative(head)
+    ids = torch.tensor([PROMPTS[0]])
+    texts = [model.generate(ids, max_new_tokens=4, custom_generate=drafted).tolist() for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(made) == len(set(made)) == (8 if FAST_DTYPES else 0)
+    assert not any(hasattr(module, "_copy") for module in model.modules())
+
+
+def noting(made: list):
+    init = _Copy.__init__
+
+    def noted(self, weight):
+        made.append(weight.data_ptr())
+        init(self, weight)
+
+    return noted
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """A tree of any shape: equal to the uniform one where it is uniform, refused where it does not hang together."""
 
 import itertools
-import json
 
 import pytest
 import torch
-from conftest import tiny_head, tiny_model
+from conftest import tiny_head, tiny_model, write_tuned
 
 from speculator import Candidates, Chain, FixedTree, HeadDrafter, ModelDrafter, Sampling, Target, UserError, generate
-from speculator.drafters.tuned import tuned_shape
+from speculator.drafters.tuned import tuned_shapes
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -52,27 +51,30 @@ def test_what_does_not_hang_together_is_refused(paths):
         FixedTree(paths)
 
 
-def test_the_tuned_shape_for_a_temperature(tmp_path):
-    assert tuned_shape(tmp_path, 0.0) is None
+def test_the_tuned_shape_for_a_temperature(tmp_path, target, head):
+    def shapes(*temperatures):
+        return list(tuned_shapes(tmp_path, target, head, temperatures).values())
+
+    assert shapes(0.0) == [None]
     settings = [
         {"temperature": 0, "draft_length": 2},
         {"temperature": 0.5, "tree": [[0], [1], [0, 0]]},
         {"temperature": 1.0, "draft_length": 3},
     ]
-    (tmp_path / "decoding.json").write_text(json.dumps({"settings": settings}))
-    greedy, warm, hot = (tuned_shape(tmp_path, temperature) for temperature in (0.0, 0.1, 0.9))
+    write_tuned(tmp_path, settings)
+    greedy, warm, hot = shapes(0.0, 0.1, 0.9)
     assert isinstance(greedy, Chain)
     assert (greedy.depth, hot.depth) == (2, 3)
     assert warm.paths == ((0,), (1,), (0, 0))
-    (tmp_path / "decoding.json").write_text(json.dumps({"settings": settings[:1]}))
-    assert tuned_shape(tmp_path, 1.0) is None
+    write_tuned(tmp_path, settings[:1])
+    assert shapes(1.0) == [None]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"settings": [{}]}', '{"settings": [{"temperature": 0}]}', "1"])
-def test_a_damaged_file_is_one_line(tmp_path, text):
+def test_a_damaged_file_is_one_line(tmp_path, target, head, text):
     (tmp_path / "decoding.json").write_text(text)
     with pytest.raises(UserError, match="is not what `python -m eval tune` writes"):
-        tuned_shape(tmp_path, 0.0)
+        tuned_shapes(tmp_path, target, head, [0.0])
 
 
 def test_siblings_are_drawn_without_replacement(target):
