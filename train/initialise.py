@@ -36,6 +36,7 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
             vocab_size=target.vocab_size,
             emb_dim=target.hidden_size,
             base_model_name_or_path=config.target.name_or_path,
+            base_model_fingerprint=target.fingerprint,
             trained_length=config.data.seq_length,
             training_data=config.data.sources,
             draft_vocab_size=config.speculator.draft_vocab_size or None,

@@ -9,10 +9,8 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -62,8 +60,11 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle of more than weights, which is not opened") from None
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, BadZipFile, SafetensorError) as error:
+    except Exception as error:  # a damaged file fails anywhere in what reads it
         raise UserError(f"{file}: damaged: {first_line(error)}") from None
     if not isinstance(read, dict) or not all(isinstance(value, Tensor) for value in read.values()):
         raise UserError(f"{file}: not a plain mapping of names to tensors")
+    for name, tensor in read.items():  # a pickle may spread one number over any shape
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UserError(f"{file}: {name!r:.80} is {list(tensor.shape)}, but less than that is stored")
     return read

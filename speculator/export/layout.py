@@ -34,6 +34,7 @@ SHAPE: dict[str, type] = {
 }
 KEPT: dict[str, type] = {
     "base_model_name_or_path": str,
+    "base_model_fingerprint": str,
     "trained_length": int,
     "training_data": list,
     "draft_vocab_size": int,
@@ -115,8 +116,11 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, but this layout's are found bare only"))
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    with torch.device("meta"):  # no memory and no time for weights that are replaced at once
-        head = layout.head(config)
+    try:
+        with torch.device("meta"):  # no memory and no time for weights that are replaced at once
+            head = layout.head(config)
+    except (RuntimeError, TypeError, OverflowError):
+        raise UserError(f"{folder / files.CONFIG}: no tensor can have the sizes that it says") from None
     _check_tensors(folder, head, tensors)
     head.load_state_dict({name: tensors[name] for name in table(head)}, assign=True)
     return head.eval()

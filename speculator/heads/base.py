@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _EPS = 1e-6
+_MOST_STEPS = 256
 
 
 class SpeculatorConfig(PreTrainedConfig):
@@ -42,11 +43,12 @@ class SpeculatorConfig(PreTrainedConfig):
         scale_input: normalise the hidden state before the first step.
         draft_vocab_size: V_d, how many tokens it drafts from; None for all. Which ones: `Speculator.draft_tokens`.
         base_model_name_or_path: the target that the head was trained for.
+        base_model_fingerprint: that target's `Target.fingerprint`.
         trained_length: the longest context, in tokens, that it was trained on.
         training_data: the sources that it was trained on.
 
     Raises:
-        ValueError: `n_predict` < 1, tied weights with a single step, or `draft_vocab_size` not in 1..V.
+        ValueError: `n_predict` not in 1..256, tied weights with a single step, or `draft_vocab_size` not in 1..V.
     """
 
     attribute_map = {"hidden_size": "emb_dim"}  # noqa: RUF012 (transformers reads it so)
@@ -59,6 +61,7 @@ class SpeculatorConfig(PreTrainedConfig):
     scale_input: bool = True
     draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
+    base_model_fingerprint: str | None = None
     trained_length: int | None = None
     training_data: list[str] | None = None
 
@@ -66,6 +69,8 @@ class SpeculatorConfig(PreTrainedConfig):
         self.inner_dim = self.inner_dim or self.emb_dim
         if self.n_predict < 1:
             raise ValueError(f"n_predict must be at least 1, not {self.n_predict}")
+        if self.n_predict > _MOST_STEPS:
+            raise ValueError(f"n_predict must be at most {_MOST_STEPS}, not {self.n_predict}")
         if self.tie_weights and self.n_predict == 1:
             raise ValueError("tie_weights needs n_predict of at least 2: there is nothing to tie")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:

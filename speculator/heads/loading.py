@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.linear import pack_linears
-from speculator.target import Target
+from speculator.target import Target, same_target
+
+_log = logging.getLogger(__name__)
 
 
 def load_head(folder: str | Path, target: Target) -> Speculator:
     """Load a head of any checkpoint layout to draft with: frozen, in the target's dtype, on its device.
+
+    One that was trained for another target of the same sizes drafts badly: a line on stderr says so.
 
     Raises:
         UserError: no head there, missing, surplus or damaged tensors, or a head for another hidden size or vocabulary.
@@ -28,6 +33,12 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     if config.vocab_size != target.vocab_size:
         raise UserError(
             f"{folder} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
+        )
+    trained_for = config.base_model_fingerprint
+    if trained_for and not same_target(trained_for, target.fingerprint):
+        _log.warning(
+            f"{folder} was trained for other weights ({config.base_model_name_or_path}) than {target.name} has: what it "
+            "drafts is accepted less often, the text stays the target's"
         )
     head.to(target.device, target.dtype).requires_grad_(False)
     pack_linears(head)
