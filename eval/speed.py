@@ -163,8 +163,7 @@ class _FirstToken(BaseStreamer):
 
 @contextmanager
 def as_loaded(target: Target) -> Iterator[None]:
-    """The model as transformers would run it: the attention that it came with, and no settings of a generation config.
-    """
+    """The model as transformers would run it: its own attention, and no settings of a generation config."""
     settings = target.model.generation_config
     try:
         target.model.set_attn_implementation(target.attention)

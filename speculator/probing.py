@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from speculator.decoding.cache import attention
-from speculator.errors import UserError
 
 _PROBE = "speculator_probe"
 _FAR = 2**20  # positions; further out nothing is looked at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -243,7 +244,9 @@ class Target:
         Neither path, dtype, device nor the library's version is in it; see `same_target`.
         """
         facts = [self.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
-        tables = [part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if part]
+        tables = [
+            part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if part
+        ]
         samples = []
         for table in tables:
             # Spread over the whole table by a multiplier without a common factor with its size.
@@ -343,7 +346,8 @@ def _read(name: str, revision: str | None, dtype: str) -> tuple[PreTrainedTokeni
             _check_folder(folder)
         own = {"revision": revision, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(name, **own)
-        model, found = AutoModelForCausalLM.from_pretrained(name, **own, dtype=dtype, output_loading_info=True)  # type: ignore[misc]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **own, dtype=dtype, output_loading_info=True)
+        model, found = loaded
         if missing := sorted(found["missing_keys"]):
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             raise UserError(f"its files hold no {missing[0]}{others}")
@@ -368,7 +372,8 @@ def _check_folder(folder: Path) -> None:
     _check_counts(read_object(folder / CONFIG))
     stored = check_headers(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     described = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
     # The smallest weights that are stored have half a byte; shared ones are stored once.

@@ -95,7 +95,9 @@ def _known_config(config: RunConfig) -> PreTrainedConfig | None:
     """The target's own config, where it is on this machine."""
     target = config.target
     try:
-        return AutoConfig.from_pretrained(target.name_or_path, revision=target.revision, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            target.name_or_path, revision=target.revision, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError):
         return None
 

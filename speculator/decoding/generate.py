@@ -135,7 +135,8 @@ def generate(
     Args:
         target: the model that decides.
         drafter: who proposes; None decodes plainly.
-        prompts: token ids, one list or 1-D tensor a row, none empty. Rows may differ in length and finish at their own time.
+        prompts: token ids, one list or 1-D tensor a row, none empty. Rows may differ in length and finish at their own
+            time.
         sampling: temperature and its kin, greedy by default: one for each row, or one for all, whose row r then draws
             from the stream `seed + r`.
         rule: a name from `speculator.decoding.rules.RULES` that fits the drafter; by default the drafter's own. At

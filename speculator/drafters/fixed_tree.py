@@ -35,7 +35,8 @@ class FixedTree:
         known = {(), *nodes}
         for path in nodes:
             rank = path[-1] if path else -1
-            if type(rank) is not int or rank < 0 or path[:-1] not in known or (rank > 0 and (*path[:-1], rank - 1) not in known):
+            elder = (*path[:-1], rank - 1) if type(rank) is int and rank > 0 else ()
+            if type(rank) is not int or rank < 0 or not {path[:-1], elder} <= known:
                 raise UserError(f"tree: the node {list(path)} has no parent or no elder sibling in the tree")
         if not nodes:
             raise UserError("tree: no nodes")

@@ -1,4 +1,4 @@
-"""`decoding.json` beside a head: what it drafts fastest, as `python -m eval tune` found, and where that was measured."""
+"""`decoding.json` beside a head: what it drafts fastest, as `python -m eval tune` found, and where it was measured."""
 
 from __future__ import annotations
 

@@ -59,7 +59,10 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
     widths = {name: str(read.get(name)) for name in _WIDTHS}
     refuse(
         ("input_hidden_dim" not in read, f"{file}: no input_hidden_dim in it"),
-        (not all(re.fullmatch("[0-9]{1,9}", width) and int(width) for width in widths.values()), f"{file}: no single width: {widths}"),
+        (
+            not all(re.fullmatch("[0-9]{1,9}", width) and int(width) for width in widths.values()),
+            f"{file}: no single width: {widths}",
+        ),
         (len(set(widths.values())) > 1, f"{file}: the widths of an LSTM head have to be one: {widths}"),
     )
     return {**read, "inner_dim": int(widths["inner_dim"]), "emb_dim": read["input_hidden_dim"]}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from speculator.errors import UserError, first_line
 from speculator.stored import CONFIG, read_object, weight_files
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
@@ -57,7 +59,9 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     try:
-        read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unusual pickles
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle of more than weights, which is not opened") from None
     except Exception as error:  # a damaged file fails anywhere in what reads it

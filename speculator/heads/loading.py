@@ -37,8 +37,8 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     trained_for = config.base_model_fingerprint
     if trained_for and not same_target(trained_for, target.fingerprint):
         _log.warning(
-            f"{folder} was trained for other weights ({config.base_model_name_or_path}) than {target.name} has: what it "
-            "drafts is accepted less often, the text stays the target's"
+            f"{folder} was trained for other weights ({config.base_model_name_or_path}) than {target.name} has: fewer "
+            "of its drafts will be accepted; the text stays the target's"
         )
     head.to(target.device, target.dtype).requires_grad_(False)
     pack_linears(head)

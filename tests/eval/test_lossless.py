@@ -107,9 +107,8 @@ def test_a_target_that_has_no_sdpa_is_compared_with_its_own_attention():
     target = Target(tiny_model("gpt_oss"), tokenizer=None)
     target.model.generation_config.eos_token_id = 3
     assert not failures(greedy_checks(target, HeadDrafter(tiny_head()), PROMPTS, max_new_tokens=16))
-    with pytest.raises(ZeroDivisionError), as_loaded(target):
+    with as_loaded(target):
         assert target.model.config._attn_implementation == "eager"
-        raise ZeroDivisionError
     target.attention = "nothing that there is"
     with pytest.raises(ValueError, match="nothing that there is"), as_loaded(target):
         pass

@@ -98,7 +98,10 @@ DAMAGE = {
         lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "end"}'),
         "eos_token_id is 'end'",
     ),
-    "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"version": "1.0", "model"'), "can't load the target"),
+    "tokenizer cut": (
+        lambda f: (f / "tokenizer.json").write_text('{"version": "1.0", "model"'),
+        "can't load the target",
+    ),
     "tokenizer of a list": (lambda f: (f / "tokenizer.json").write_text("[1]"), "can't load the target"),
     "no tokenizer": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], "tokenizer"),
     "another tokenizer": (lambda f: tiny_tokenizer(400).save_pretrained(f), "has 400 tokens, the model only 300"),
@@ -111,7 +114,7 @@ DAMAGE = {
     "a shard missing": (lambda f: as_shards(f, x="model-00002-of-00002.safetensors"), "is missing"),
     "a shard elsewhere": (lambda f: as_shards(f, x="../target/config.json"), "is not a file name"),
     "an index of nothing": (as_shards, "no weight_map"),
-    "a pickle of more": (lambda f: as_pickle(f, {"w": Touch()}), "can't load the target"),
+    "a pickle of more": (lambda f: as_pickle(f, {"w": Touch(), "x": "0" * 10**6}), "can't load the target"),
     "a pickle of less": (lambda f: as_pickle(f, {}), "can't load the target"),
 }
 
@@ -149,7 +152,7 @@ def with_code(folder, tmp_path, monkeypatch):
     """A model with code of its own; whoever is asked says yes."""
     monkeypatch.setattr("builtins.input", lambda *given: "y")
     code = f"open({str(tmp_path / 'executed')!r}, 'w')\nfrom transformers import PretrainedConfig as Own\n"
-    code += "from transformers import LlamaForCausalLM as OwnModel\nfrom transformers import LlamaTokenizer as OwnTokenizer\n"
+    code += "from transformers import LlamaForCausalLM as OwnModel, LlamaTokenizer as OwnTokenizer\n"
     (folder / "own.py").write_text(code)
     auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}
     edit(folder, model_type="own", auto_map=auto)

@@ -36,7 +36,9 @@ FAR = {
     "phimoe": PhimoeConfig(**_SHAPE, **_EXPERTS, sliding_window=24),
     "qwen2": Qwen2Config(**_SHAPE, use_sliding_window=True, max_window_layers=1, sliding_window=24),
     "gemma2": Gemma2Config(**_SHAPE, **_HEADS, sliding_window=24),
-    "gemma3": Gemma3TextConfig(**_SHAPE, **_HEADS, sliding_window=24, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3": Gemma3TextConfig(
+        **_SHAPE, **_HEADS, sliding_window=24, layer_types=["sliding_attention", "full_attention"]
+    ),
     "gpt_oss": GptOssConfig(**_SHAPE, **_HEADS, **_EXPERTS, sliding_window=24),
     "dynamic": LlamaConfig(
         **{**_SHAPE, "max_position_embeddings": 72},

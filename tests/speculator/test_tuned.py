@@ -1,7 +1,5 @@
 """`generate` drafts as `tune` found best, unless it is told how."""
 
-import json
-
 import pytest
 import torch
 from conftest import write_tuned
@@ -132,5 +130,5 @@ def test_a_folder_given_to_generate_of_transformers_drafts_as_tuned(target_folde
 )
 def test_a_file_that_tune_did_not_write_is_refused(target_folder, tuned_folder, settings):
     write_tuned(tuned_folder, settings)
-    with pytest.raises(UserError, match="decoding.json is not what `python -m eval tune` writes"):
+    with pytest.raises(UserError, match=r"decoding\.json is not what `python -m eval tune` writes"):
         tuned_drafter(tuned_folder, Target.load(str(target_folder)), 0.0)

@@ -71,7 +71,10 @@ _NAN = float("nan")
 @pytest.mark.parametrize(
     "bad",
     [
-        *({"temperature": value} for value in (-1, -1e-45, _NAN, float("inf"), 1e39, True, "1", None, torch.tensor(1.0))),
+        *(
+            {"temperature": value}
+            for value in (-1, -1e-45, _NAN, float("inf"), 1e39, True, "1", None, torch.tensor(1.0))
+        ),
         *({"top_p": value} for value in (0, -0.1, 1.1, _NAN, True, None)),
         *({"top_k": value} for value in (-2, 2.0, _NAN, True, "3")),
         *({"min_p": value} for value in (1, -0.1, _NAN, False)),
