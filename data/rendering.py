@@ -29,7 +29,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     """
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged one fails anywhere in the libraries that read it
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
 
 

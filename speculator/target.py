@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -340,17 +341,23 @@ def _read(name: str, revision: str | None, dtype: str) -> tuple[PreTrainedTokeni
         UserError: whatever is wrong with them.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
+    own = {"revision": revision, "trust_remote_code": False}
     try:
         folder = Path(name)
-        if name.startswith((".", "/")) or folder.exists():
-            _check_folder(folder)
-        own = {"revision": revision, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(name, **own)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **own, dtype=dtype, output_loading_info=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, on the way to an error that says it in a line
+            if name.startswith((".", "/")) or folder.exists():
+                _check_folder(folder)
+            tokenizer = AutoTokenizer.from_pretrained(name, **own)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, **own, dtype=dtype, output_loading_info=True)
         model, found = loaded
         if missing := sorted(found["missing_keys"]):
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             raise UserError(f"its files hold no {missing[0]}{others}")
+        layers = model.config.get_text_config().num_hidden_layers
+        stored = re.compile(rf"{model.base_model_prefix}\.(?:layers|h)\.(\d+)\.")
+        if any((layer := stored.match(key)) and int(layer[1]) >= layers for key in found["unexpected_keys"]):
+            raise UserError(f"its files hold more layers than the {layers} of its {CONFIG}")
         size = model.config.get_text_config().vocab_size
         if tokenizer.vocab_size > size:
             raise UserError(f"its tokenizer has {tokenizer.vocab_size} tokens, the model only {size}")
@@ -369,11 +376,14 @@ def _check_folder(folder: Path) -> None:
         UserError: so it is; or no config or no weights, or damaged ones.
     """
     refuse((not (folder / CONFIG).is_file(), f"no {CONFIG} in {folder}, so not a model folder"))
-    _check_counts(read_object(folder / CONFIG))
+    for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
+        if (folder / name).exists():  # transformers goes on without the last two where it can't read them
+            _check_counts(read_object(folder / name))
     stored = check_headers(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    text = config.get_text_config()
+    refuse((min(text.hidden_size, text.vocab_size) < 1, "its config describes a model of size 0"))
+    with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     described = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
     # The smallest weights that are stored have half a byte; shared ones are stored once.
@@ -386,7 +396,7 @@ def _check_counts(config: dict[str, Any]) -> None:
             _check_counts(value)
         elif type(value) is int and key.startswith(("num_", "n_layer")):
             most = _MOST_LAYERS if "layer" in key else _MOST_PARTS
-            refuse((value > most, f"{key} is {value} in its {CONFIG}"))
+            refuse((value > most, f"{key} is {value} in its config"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

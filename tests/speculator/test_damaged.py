@@ -94,6 +94,19 @@ DAMAGE = {
     "larger than 64 bits": (lambda f: edit(f, vocab_size=10**30), "can't load the target"),
     "context of 1": (lambda f: edit(f, max_position_embeddings=1), "a context of 1 tokens"),
     "context below 0": (lambda f: edit(f, max_position_embeddings=-5), "a context of -5 tokens"),
+    "fewer layers than stored": (lambda f: edit(f, num_hidden_layers=1), "more layers than the 1 of its config.json"),
+    "hidden of 0": (lambda f: edit(f, hidden_size=0), "a model of size 0"),
+    "context of 0": (lambda f: edit(f, max_position_embeddings=0), "a context of 0 tokens"),
+    "generation config of a list": (
+        lambda f: (f / "generation_config.json").write_text("[]"),
+        "generation_config.json",
+    ),
+    "generation config of nothing": (lambda f: (f / "generation_config.json").write_text(""), "generation_config.json"),
+    "generation config of bytes": (
+        lambda f: (f / "generation_config.json").write_bytes(b"\xff\xfe"),
+        "generation_config.json: not UTF-8",
+    ),
+    "tokenizer config of a list": (lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json"),
     "end token of a text": (
         lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "end"}'),
         "eos_token_id is 'end'",
@@ -161,6 +174,13 @@ def with_code(folder, tmp_path, monkeypatch):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     yield folder
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", "{}", '{"model": {"type": "nonesuch"}}'])
+def test_a_damaged_tokenizer_alone_is_one_line(folder, text):
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(UserError, match="can't load the tokenizer"):
+        load_tokenizer(str(folder))
 
 
 def test_code_of_a_target_is_not_run_whoever_is_asked(with_code, capsys):
