@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Paths,
         Tree,
     )
+    from speculator.drafters.tuned import tuned_drafter
     from speculator.errors import UserError
     from speculator.heads import (
         LSTMSpeculator,
@@ -56,6 +57,7 @@ __all__ = [
     "generate",
     "load_head",
     "speculative",
+    "tuned_drafter",
 ]
 
 # A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
@@ -75,6 +77,7 @@ _HOMES = {
         "Paths",
         "Tree",
     ],
+    "drafters.tuned": ["tuned_drafter"],
     "errors": ["UserError"],
     "heads": [
         "LSTMSpeculator",

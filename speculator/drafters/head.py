@@ -18,7 +18,8 @@ class HeadDrafter:
 
     Args:
         head: the trained head.
-        shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict.
+        shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict, whatever was tuned
+            (that is `tuned_drafter`).
 
     Raises:
         UserError: the shape is deeper than the head, or offers more children than it has tokens to draft from.

@@ -10,7 +10,8 @@ from conftest import tiny_head
 from eval.__main__ import main
 from eval.tree_shape import best_tree, expected_tokens
 from eval.tuning import rank_acceptance
-from speculator import Candidates, FixedTree, HeadDrafter, Sampling, generate
+from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, tuned_drafter
+from speculator.drafters.tuned import place
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
@@ -77,6 +78,13 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
     assert main(["tune", *command, *sizes]) == 0
     tuned = json.loads((folder / "decoding.json").read_text())
     assert [each["temperature"] for each in tuned["settings"]] == [0.0, 1.0]
+    target = Target.load(str(target_folder))
+    assert place(target, 1).items() <= tuned.items()
+    assert "hardware" in tuned
+    for setting in tuned["settings"]:
+        shape = tuned_drafter(folder, target, setting["temperature"]).shape
+        drafted = [list(path) for path in shape.paths] if "tree" in setting else shape.depth
+        assert drafted == setting.get("tree", setting.get("draft_length"))
     for setting in tuned["settings"]:
         rows = [row for row in tuned["measured"] if row["temperature"] == setting["temperature"]]
         assert [row["draft_length"] for row in rows if row["tree"] is None] == [1, 2, 3]
