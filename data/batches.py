@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import accelerator
 from tqdm import tqdm
 
 from speculator.errors import UserError
+from speculator.files import digest, make_folder, new_folder, parse_json, read_text, write_text
 
 _FEATURES = Features({"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))})
 _POLL_SECONDS = 0.2
@@ -38,6 +40,8 @@ class Batches:
     network, and find out about each other by its files alone: waiting for a slow process takes part in no collective,
     so it can't run into a time-out. A process that dies takes the others with it by way of the launcher.
 
+    All files have checksums. A damaged batch is made anew; a finished folder that is damaged is refused.
+
     Args:
         folder: made if need be.
         record: what the rows depend on, as JSON takes it: the same work goes on, other work is refused.
@@ -45,27 +49,33 @@ class Batches:
         progress: show a bar over this process's share, if it is the main one.
 
     Raises:
-        UserError: the folder holds something else, or was made with another record.
+        UserError: the folder holds something else, was made with another record, or is damaged or can't be written.
     """
 
     def __init__(self, folder: Path, record: dict[str, Any], rows: list[list[int]], progress: bool = True):
         self.folder, self.record, self.rows = folder, record, rows
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         began = self._work / "record.json"
+        self._seal = json.dumps(record, sort_keys=True)
         made = next((file for file in (self._manifest, began) if file.exists()), None)
         if made:
-            known = json.loads(made.read_text())
+            try:
+                known = _read_object(made)
+            except UserError as error:
+                raise UserError(f"{error}: damaged; remove {folder}, and it is made anew") from None
             for name, value in record.items():
                 if known.get(name) != value:
                     raise UserError(
                         f"{folder} was made with {name} {json.dumps(known.get(name))}, not {json.dumps(value)}: "
                         "take another folder, or remove that one"
                     )
+            if made == self._manifest:
+                self._check_finished(known)
         elif folder.exists() and any(folder.iterdir()) and not self._work.exists():
             raise UserError(f"{folder} holds other files: take another folder")
         else:
-            self._work.mkdir(parents=True, exist_ok=True)
-            _write(began, record)
+            make_folder(self._work)
+            write_text(began, self._seal)
         hidden = not progress or not state().is_main_process or self._manifest.exists()
         self._bar = tqdm(desc="generating", unit="row", disable=hidden)
 
@@ -78,7 +88,7 @@ class Batches:
     def todo(self) -> list[int]:
         """The unfinished batches of this process."""
         share = range(state().process_index, len(self.rows), state().num_processes)
-        left = [batch for batch in share if not (self._manifest.exists() or self._file(batch).exists())]
+        left = [] if self._manifest.exists() else [batch for batch in share if not self._is_kept(batch)]
         total = sum(len(self.rows[batch]) for batch in share)
         self._bar.reset(total)
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
@@ -86,7 +96,8 @@ class Batches:
 
     def write(self, batch: int, continuations: list[list[int]], **facts: Any) -> None:
         """Keep what a batch gave: new tokens, in the order of its rows, and some facts for the manifest."""
-        _write(self._file(batch), {"continuations": continuations, **facts})
+        content = {"continuations": continuations, **facts}
+        write_text(self._file(batch), json.dumps({**content, "sha256": self._sum(content)}))
         self._bar.update(len(continuations))
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
@@ -102,7 +113,6 @@ class Batches:
         self._bar.close()
         if state().is_main_process:
             if not self._manifest.exists():
-                _wait_for(*map(self._file, range(len(self.rows))))
                 self._assemble(prompts, summary)
             shutil.rmtree(self._work, ignore_errors=True)
         _wait_for(self._manifest)
@@ -112,7 +122,7 @@ class Batches:
         made: dict[int, array] = {}
         facts = []
         for batch, rows in enumerate(self.rows):
-            written = json.loads(self._file(batch).read_text())
+            written = self._wait_for(batch)
             made |= zip(rows, (array("i", tokens) for tokens in written.pop("continuations")), strict=True)
             facts.append(written)
 
@@ -121,30 +131,79 @@ class Batches:
                 mask = [0] * len(prompt) + [1] * len(made[row])
                 yield {"input_ids": [*prompt, *made[row]], "loss_mask": mask}
 
-        cache, scratch, final = self._work / "cache", self._work / "rows", self.folder / "rows"
-        for leftover in (cache, scratch, final):
+        cache, final = self._work / "cache", self.folder / "rows"
+        for leftover in (cache, final):
             shutil.rmtree(leftover, ignore_errors=True)
-        rows = Dataset.from_generator(rows_in_order, features=_FEATURES, cache_dir=str(cache), fingerprint="generated")
-        rows.save_to_disk(str(scratch))
-        scratch.rename(final)
+        with new_folder(final) as scratch:
+            table = Dataset.from_generator(
+                rows_in_order, features=_FEATURES, cache_dir=str(cache), fingerprint="generated"
+            )
+            table.save_to_disk(str(scratch))
         tokens = sum(map(len, made.values()))
-        _write(self._manifest, {**self.record, "tokens": tokens, **summary(facts)}, indent=2)
+        manifest = {**self.record, "tokens": tokens, **summary(facts), "files": _sums(final)}
+        write_text(self._manifest, json.dumps({**manifest, "sha256": self._sum(manifest)}, indent=2))
+
+    def _check_finished(self, manifest: dict[str, Any]) -> None:
+        """Refuse a finished folder whose files are not what was written."""
+        found = {"manifest.json": manifest.pop("sha256", None) == self._sum(manifest)}
+        if found["manifest.json"]:
+            now = _sums(self.folder / "rows")
+            names = sorted({*now, *manifest["files"]})
+            found |= {f"rows/{name}": now.get(name) == manifest["files"].get(name) for name in names}
+        for name, whole in found.items():
+            if not whole:
+                raise UserError(f"{self.folder}/{name} is damaged: remove {self.folder}, and it is made anew")
+
+    def _sum(self, content: dict[str, Any]) -> str:
+        """A checksum of what is written, and of what it was made for."""
+        return hashlib.sha256((self._seal + json.dumps(content, sort_keys=True)).encode()).hexdigest()
+
+    def _kept(self, batch: int) -> dict[str, Any] | None:
+        """What a batch's file says; None if it is damaged."""
+        try:
+            content = _read_object(self._file(batch))
+        except UserError:
+            return None
+        return content if content.pop("sha256", None) == self._sum(content) else None
+
+    def _is_kept(self, batch: int) -> bool:
+        """Whether a batch is there and whole; if it is damaged, it goes."""
+        file = self._file(batch)
+        if not file.exists():
+            return False
+        if self._kept(batch) is None:
+            print(f"{file}: damaged, so this batch is made anew", file=sys.stderr)
+            file.unlink()
+            return False
+        return True
+
+    def _wait_for(self, batch: int) -> dict[str, Any]:
+        """What a batch's file says, once it is there; a damaged one is another process's to replace."""
+        while True:
+            _wait_for(self._file(batch))
+            content = self._kept(batch)
+            if content is not None:
+                return content
+            if state().num_processes == 1:
+                raise UserError(f"{self._file(batch)} was damaged meanwhile: run the same again")
+            time.sleep(_POLL_SECONDS)
 
     def _file(self, batch: int) -> Path:
         return self._work / f"{batch:06d}.json"
 
 
-def _wait_for(*files: Path) -> None:
-    for file in files:
-        while not file.exists():
-            time.sleep(_POLL_SECONDS)
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(_POLL_SECONDS)
 
 
-def _write(file: Path, content: dict[str, Any], indent: int | None = None) -> None:
-    """Aside, then renamed: a file that is there is whole. Processes that write the same one don't meet."""
-    scratch = file.with_name(f"{file.name}.{os.getpid()}")
-    with scratch.open("w") as stream:
-        json.dump(content, stream, indent=indent)
-        stream.flush()
-        os.fsync(stream.fileno())
-    scratch.rename(file)
+def _read_object(file: Path) -> dict[str, Any]:
+    content = parse_json(read_text(file, most=1 << 30), str(file))
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return content
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """The checksums of a folder's files, by their names."""
+    return {str(file.relative_to(folder)): digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}

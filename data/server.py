@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-import threading
+import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError, check_text, first_line, refuse
+from speculator.export.layout import base_config
+from speculator.files import parse_json
 
 CONCURRENCY = 32
 """Requests at a time."""
 _TRIES = 8
 _FIRST_DELAY = 0.5  # seconds; doubled from try to try, so a server may be gone for a minute
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+_CONNECT_SECONDS = 10.0
+_FIRST_SECONDS = 30.0  # until a server that was not heard of has said which models it has
+_ANSWER_SECONDS = 600.0  # from a request to the last byte of its answer
+_MOST_BYTES = 1 << 20  # of an answer, beside those of its tokens
+_BYTES_PER_TOKEN = 1 << 10
+_FAULT_BYTES = 4096  # of an error's text, of which a line is shown
 _NOT_SO = (400, 404, 405, 415, 422, 501)  # what servers say of a path, a prompt or a field that they don't know
 _PROBE_TOKENS = 32
 _PROBE_PROMPTS = 4
@@ -85,8 +94,9 @@ def fetch_rows(
         concurrency: requests at a time.
 
     Raises:
-        UserError: a server that can't be reached, takes a prompt in no form, reads it as another number of tokens,
-            does not sample, or refuses a prompt; a folder that was made otherwise.
+        UserError: no URL, or a key that no header can hold; a server that can't be reached, takes a prompt in no form,
+            reads it as another number of tokens, does not sample, refuses a prompt, or answers too slowly, too much,
+            or otherwise than OpenAI's interface; a folder that was made otherwise.
     """
     refuse(
         (not prompts, "no prompt to continue"),
@@ -99,18 +109,40 @@ def fetch_rows(
     unknown = {"tokens_per_step": None, "tokens_per_second": {"speculative": None, "same_loop": None}}
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
         if todo := work.todo():
-            server = _Server(url, target, tokenizer, sampling, max_new_tokens, concurrency)
-            pool = ThreadPoolExecutor(concurrency)
-            try:
-                server.probe(prompts, seed)
-                # All requests queue at once: a slow answer keeps no other row waiting, whichever batch it is in.
-                asked = [[pool.submit(server.ask, row, prompts[row], seed + row) for row in rows[i]] for i in todo]
-                for batch, answers in zip(todo, asked, strict=True):
-                    work.write(batch, [answer.result() for answer in answers])
-            finally:
-                server.close()
-                pool.shutdown(cancel_futures=True)
+            server = _Server(url, target, tokenizer, sampling, max_new_tokens)
+            asyncio.run(_fetch(server, work, {batch: rows[batch] for batch in todo}, prompts, seed, concurrency))
         return work.finish(ids, lambda _: unknown)
+
+
+async def _fetch(
+    server: _Server,
+    work: Batches,
+    batches: dict[int, list[int]],
+    prompts: Sequence[Prompt],
+    seed: int,
+    concurrency: int,
+) -> None:
+    """Ask for all rows, so many at a time: a slow answer keeps no other row waiting, whichever batch it is in."""
+    queue = iter([(batch, row) for batch, rows in batches.items() for row in rows])
+    left = {batch: len(rows) for batch, rows in batches.items()}
+    answers: dict[int, list[int]] = {}
+
+    async def ask() -> None:
+        for batch, row in queue:
+            answers[row] = await server.ask(row, prompts[row], seed + row)
+            left[batch] -= 1
+            if not left[batch]:
+                work.write(batch, [answers.pop(row) for row in batches[batch]])
+
+    async with server.client:
+        await server.probe(prompts, seed)
+        tasks = [asyncio.ensure_future(ask()) for _ in range(min(concurrency, len(prompts)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Server:
@@ -120,81 +152,84 @@ class _Server:
     """
 
     def __init__(
-        self,
-        url: str,
-        target: str,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        max_new_tokens: int,
-        connections: int,
+        self, url: str, target: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
     ):
-        self.url, self.tokenizer = url.rstrip("/").removesuffix("/v1"), tokenizer
-        self.sampling, self.max_new_tokens = sampling, max_new_tokens
-        key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=connections),
-        )
-        self._reached = False
-        self._closed = threading.Event()
+        self._base, self.url = _checked(url)  # with the password of the URL, and without
+        key = _key()
+        self._secrets = [secret for secret in (key, httpx.URL(self._base).password) if len(secret) >= 4]
+        self.tokenizer, self.sampling, self.max_new_tokens = tokenizer, sampling, max_new_tokens
+        # Answers come as they are: what is compressed may be a thousand times as large as it looks.
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        try:
+            self.client = httpx.AsyncClient(
+                headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
+                timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+                limits=httpx.Limits(max_connections=None),
+            )
+        except (ValueError, OSError, httpx.InvalidURL) as error:
+            raise UserError(
+                f"the environment's proxy or certificates can't be used: {self._said(first_line(error))}"
+            ) from None
+        self._reached = self._answered = False
         self._forms: dict[bool, _Form] = {}
+        self._ends: dict[bool, int | None] = {}
         self._target = target
         self._model = ""
+        vocab_size = getattr(base_config(tokenizer.name_or_path or None), "vocab_size", 0)
+        self._vocab_size = max(len(tokenizer), vocab_size)
 
-    def close(self) -> None:
-        """Give up what is under way."""
-        self._closed.set()
-        self._client.close()
-
-    def probe(self, prompts: Sequence[Prompt], seed: int) -> None:
+    async def probe(self, prompts: Sequence[Prompt], seed: int) -> None:
         """Find out the model's name, the form of prompt to use, and whether the server samples."""
         try:
-            names = [model["id"] for model in self._answer("GET", "models", tries=3)["data"]]
-        except (UserError, KeyError, TypeError):
+            listed = await self._answer("GET", "models", tries=3, seconds=_FIRST_SECONDS)
+        except UserError:
             if not self._reached:
                 raise
-            names = []  # some servers have no list, or fail to make it
-        self._model = names[0] if len(names) == 1 else self._target
+            listed = None  # some servers have no list, or fail to make it
+        models = listed.get("data") if isinstance(listed, dict) else None
+        names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+        self._model = names[0] if len(names) == 1 and isinstance(names[0], str) else self._target
         for chat in (False, True):
             of_kind = [prompt for prompt in prompts if bool(prompt.messages) == chat][:_PROBE_PROMPTS]
             if of_kind:
-                self._forms[chat] = self._form(of_kind[0], seed)
-                if self.sampling.temperature >= _WARM and not self._samples(of_kind, self._forms[chat], seed):
+                self._ends[chat] = end_of_answer(self.tokenizer, of_kind[0].messages)
+                self._forms[chat] = await self._form(of_kind[0], seed)
+                if self.sampling.temperature >= _WARM and not await self._samples(of_kind, self._forms[chat], seed):
                     raise UserError(
                         f"{self.url} gives the same texts under two seeds, so it does not sample at temperature "
                         f"{self.sampling.temperature:g} (transformers serve samples where the model's "
                         "generation_config.json has do_sample)"
                     )
 
-    def ask(self, row: int, prompt: Prompt, seed: int) -> list[int]:
+    async def ask(self, row: int, prompt: Prompt, seed: int) -> list[int]:
         """The new tokens of a row."""
         try:
-            return self._continue(prompt, self._forms[bool(prompt.messages)], seed, self.max_new_tokens)
+            return await self._continue(prompt, self._forms[bool(prompt.messages)], seed, self.max_new_tokens)
         except _RefusedError as error:
             raise UserError(f"prompt {row + 1}: {error}") from None
 
-    def _form(self, prompt: Prompt, seed: int) -> _Form:
+    async def _form(self, prompt: Prompt, seed: int) -> _Form:
         """The most exact form that the server takes: ids leave no doubt about the context."""
         asked = self.sampling.top_k or self.sampling.min_p
         last = None
         for kind in ("ids", "messages" if prompt.messages else "text"):
             for extended in (True,) if asked else (True, False):
                 try:
-                    self._continue(prompt, _Form(kind, extended), seed, _PROBE_TOKENS)
+                    await self._continue(prompt, _Form(kind, extended), seed, _PROBE_TOKENS)
                     return _Form(kind, extended)
                 except _RefusedError as error:
                     last = error
         which = "top_k or min_p" if asked else "the first prompt in any form"
         raise UserError(f"{self.url} does not take {which}; its last answer was: {last}")
 
-    def _samples(self, prompts: Sequence[Prompt], form: _Form, seed: int) -> bool:
-        return any(
-            self._continue(prompt, form, seed, _PROBE_TOKENS) != self._continue(prompt, form, seed + 1, _PROBE_TOKENS)
-            for prompt in prompts
-        )
+    async def _samples(self, prompts: Sequence[Prompt], form: _Form, seed: int) -> bool:
+        for prompt in prompts:
+            first, second = [await self._continue(prompt, form, own, _PROBE_TOKENS) for own in (seed, seed + 1)]
+            if first != second:
+                return True
+        return False
 
-    def _continue(self, prompt: Prompt, form: _Form, seed: int, count: int) -> list[int]:
+    async def _continue(self, prompt: Prompt, form: _Form, seed: int, count: int) -> list[int]:
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": count,
@@ -206,63 +241,192 @@ class _Server:
             top_k = self.sampling.top_k or -1
             body |= {"top_k": top_k, "min_p": self.sampling.min_p, "repetition_penalty": 1.0, "return_token_ids": True}
         if form.kind == "messages":
-            answer = self._answer("POST", "chat/completions", {**body, "messages": prompt.messages})
+            path, body["messages"] = "chat/completions", prompt.messages
         else:
             # A tokenizer puts special tokens in front of a text itself, here and there.
             text = self.tokenizer.decode(prompt.ids, skip_special_tokens=True)
-            answer = self._answer("POST", "completions", {**body, "prompt": prompt.ids if form.kind == "ids" else text})
-        try:
-            choice = answer["choices"][0]
-            message = choice.get("message") or {"content": choice.get("text")}
-            read = (answer.get("usage") or {}).get("prompt_tokens")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise _RefusedError(f"an answer without a choice: {answer!r:.200}") from None
-        if form.kind != "text" and read is not None and read != len(prompt.ids):
+            path, body["prompt"] = "completions", prompt.ids if form.kind == "ids" else text
+        answer = await self._answer("POST", path, body, most=_MOST_BYTES + count * _BYTES_PER_TOKEN)
+        return self._read(answer, prompt, form, count)
+
+    def _read(self, answer: Any, prompt: Prompt, form: _Form, count: int) -> list[int]:
+        """The new tokens of an answer: those that it gives, or else those of its text."""
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        message = (choice.get("message") or {"content": choice.get("text")}) if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(message, dict):
+            raise _RefusedError(f"an answer without a choice: {self._said(f'{answer!r:.200}')}")
+        usage = answer.get("usage")
+        read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        if form.kind != "text" and isinstance(read, int) and read != len(prompt.ids):
             raise UserError(
-                f"{self.url} reads a prompt of {len(prompt.ids)} tokens as {read}: another tokenizer or chat template"
+                f"{self.url} reads a prompt of {len(prompt.ids)} tokens as {str(read)[:20]}: another tokenizer or "
+                "chat template"
             )
         if message.get("reasoning_content") or message.get("reasoning"):
             raise _RefusedError("reasoning apart from the answer: start the server without a reasoning parser")
-        return choice.get("token_ids") or self._tokens(prompt.ids, message["content"], choice.get("finish_reason"))
-
-    def _tokens(self, prompt: list[int], text: str | None, finish_reason: str | None) -> list[int]:
-        """The tokens of a text that follows the prompt, and EOS where it ended by itself."""
-        before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
-        whole = self.tokenizer(before + (text or ""), add_special_tokens=False, verbose=False)["input_ids"]
-        if whole[: len(prompt)] == prompt:
-            new = whole[len(prompt) :]
-        else:  # the text's beginning would merge with the prompt's end
-            new = self.tokenizer(text or "", add_special_tokens=False, verbose=False)["input_ids"]
-        if finish_reason == "stop" and self.tokenizer.eos_token_id is not None:
-            new = [*new, self.tokenizer.eos_token_id]
+        if tokens := choice.get("token_ids"):
+            if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocab_size for t in tokens):
+                raise _RefusedError(f"token_ids that are no tokens of the target: {tokens!r:.80}")
+            if len(tokens) > count:
+                raise _RefusedError(f"{len(tokens)} tokens where at most {count} were asked for")
+            return tokens
+        text = message.get("content") or ""
+        if not isinstance(text, str):
+            raise _RefusedError(f"an answer whose text is none: {text!r:.80}")
+        try:
+            check_text("the answer", text)
+        except UserError as error:
+            raise _RefusedError(str(error)) from None
+        end = self._ends[bool(prompt.messages)] if choice.get("finish_reason") == "stop" else None
+        new = self._tokens(prompt.ids, text) + ([] if end is None else [end])
         if not new:
             raise _RefusedError("an empty answer")
-        return new
+        # Tokenised anew a text may have some tokens more than the server counted, but not twice as many.
+        if len(new) > 2 * count + 1:
+            raise _RefusedError(f"a text of {len(new)} tokens where at most {count} were asked for")
+        return new[:count]
 
-    def _answer(
-        self, method: str, path: str, body: dict[str, Any] | None = None, tries: int = _TRIES
-    ) -> dict[str, Any]:
+    def _tokens(self, prompt: list[int], text: str) -> list[int]:
+        """The tokens of a text that follows the prompt."""
+        before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        whole = self.tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
+        if whole[: len(prompt)] == prompt:
+            return whole[len(prompt) :]
+        # The text's beginning would merge with the prompt's end.
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        tries: int = _TRIES,
+        seconds: float | None = None,
+        most: int = _MOST_BYTES,
+    ) -> Any:
         """The JSON that the server answers; tried again while the fault may pass."""
-        fault = ""
+        where, seconds = f"{self.url}/v1/{path}", _ANSWER_SECONDS if seconds is None else seconds
+        fault, late = "", 0
         for attempt in range(tries):
             if attempt:
-                self._closed.wait(_FIRST_DELAY * 2 ** (attempt - 1))
-            if self._closed.is_set():
-                break
+                await asyncio.sleep(_FIRST_DELAY * 2 ** (attempt - 1))
             try:
-                response = self._client.request(method, f"{self.url}/v1/{path}", json=body)
-                self._reached = True
-                if response.is_success:
-                    return response.json()
-                fault = f"{response.status_code} {response.text[:200]}"
-                if response.status_code in _NOT_SO:
-                    raise _RefusedError(fault)
-                if response.status_code != 429 and response.status_code < 500:
+                response, content = await asyncio.wait_for(self._exchange(method, path, body, most), seconds)
+            except asyncio.TimeoutError:
+                fault, late = f"no whole answer within {seconds:g} seconds", late + 1
+                if late > self._answered:  # of a server that works one answer may be lost; a stuck one stays so
                     break
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise UserError(f"--server {self.url}: {error}") from None
-            except (httpx.TransportError, ValueError) as error:
+                continue
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
+                raise UserError(f"--server {self.url}: {self._said(first_line(error))}") from None
+            except (httpx.TransportError, OSError) as error:
+                fault = first_line(error)
                 if not self._reached:
-                    raise UserError(f"no server at {self.url}: {error}") from None
-                fault = str(error) or type(error).__name__
-        raise UserError(f"{self.url}/v1/{path}: {fault}")
+                    break
+                continue
+            text = content.decode("utf-8", "replace")
+            if response.is_success:
+                try:
+                    answer = parse_json(text, "an answer")
+                except UserError as error:
+                    fault = str(error)
+                    continue
+                self._answered |= body is not None
+                return answer
+            fault = f"{response.status_code} {text[:200]}"
+            if response.has_redirect_location:
+                fault = f"{response.status_code}, a redirect to {response.headers['location'][:200]}: name that"
+            if response.status_code in _NOT_SO:
+                raise _RefusedError(self._said(fault))
+            if response.status_code != 429 and response.status_code < 500:
+                break
+        raise UserError(self._said(f"{where}: {fault}" if self._reached else f"no server at {self.url}: {fault}"))
+
+    async def _exchange(
+        self, method: str, path: str, body: dict[str, Any] | None, most: int
+    ) -> tuple[httpx.Response, bytes]:
+        """One request; gives the response and its body, of an error's the beginning."""
+        content = None if body is None else json.dumps(body).encode()
+        async with self.client.stream(method, f"{self._base}/v1/{path}", content=content) as response:
+            self._reached = True
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise UserError(f"{self.url}: compresses its answers, though it was asked not to")
+            read = bytearray()
+            async for part in response.aiter_raw():
+                read += part
+                if not response.is_success and len(read) >= _FAULT_BYTES:
+                    break
+                refuse((len(read) > most, f"{self.url}: an answer of more than {most:,} bytes"))
+            return response, bytes(read)
+
+    def _said(self, text: str) -> str:
+        """What the server or a library says, without the key and the password."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def _checked(url: str) -> tuple[str, str]:
+    """A server's URL without /v1, and the same without a password, to be shown.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        parsed = httpx.URL(url.strip())
+        port = parsed.port or 80
+    except (httpx.InvalidURL, ValueError) as error:
+        raise UserError(f"--server is no URL: {first_line(error)}") from None
+    bare = parsed.copy_with(username=None, password=None) if parsed.userinfo else parsed
+    refuse(
+        (not url.strip(), "--server is empty: give the server's URL, as http://127.0.0.1:8000"),
+        (parsed.scheme not in ("http", "https") or not parsed.host, f"--server {bare}: not as http://127.0.0.1:8000"),
+        (not 0 < port < 1 << 16, f"--server {bare}: no port {port}"),
+        (parsed.query or parsed.fragment, f"--server {bare.copy_with(query=None, fragment=None)}: no ? or # behind it"),
+    )
+    base, shown = (str(each).rstrip("/").removesuffix("/v1").rstrip("/") for each in (parsed, bare))
+    return base, shown
+
+
+def _key() -> str:
+    """The key that the environment has; empty without one.
+
+    Raises:
+        UserError: no header can hold it. It is not shown.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    wrong = key and not re.fullmatch(r"[!-~]+", key)
+    refuse((wrong, "$OPENAI_API_KEY holds a line end, space or other character that no key has: set it anew"))
+    return key
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | None) -> int | None:
+    """The token with which a target ends an answer: of a chat often another than the tokenizer's EOS, as for Gemma.
+
+    It is one that the generation config beside the tokenizer names, if there is one. Of a chat it is the first of those
+    that the template writes behind an answer, or without a config the first special token there.
+    """
+    ends: list[int] = []
+    if tokenizer.name_or_path:
+        try:
+            named = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
+            ends = [end for end in (named if isinstance(named, list) else [named]) if isinstance(end, int)]
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass  # none there, or none that can be read
+    if messages:
+        mark = "the answer"
+        try:
+            written = tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": mark}], tokenize=False
+            ).rpartition(mark)[2]
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            written = ""
+        behind = tokenizer(written, add_special_tokens=False)["input_ids"]
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        known = ends or special | set(tokenizer.all_special_ids)
+        found = next((token for token in behind if token in known), None)
+        if found is not None:
+            return found
+    eos = tokenizer.eos_token_id
+    return ends[0] if ends and eos not in ends else eos

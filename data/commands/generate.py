@@ -19,6 +19,7 @@ from speculator.commands.prompts import encode, prompt_of, read_rows
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, refuse, run_command
+from speculator.files import check_folder
 from speculator.heads import load_head
 from speculator.target import Target
 
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     processes = state()  # before the target is loaded: it says which device is whose
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
     how = {"sampling": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
-    if arguments.server:
+    if arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target)
         prompts = _prompts(arguments, tokenizer)
         concurrency = arguments.batch_size or CONCURRENCY
@@ -91,10 +92,12 @@ def _check(arguments: argparse.Namespace) -> None:
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
     refuse(
         (low, f"{', '.join(low)}: at least 1"),
+        (arguments.speculator == "", "--speculator is empty: give the folder of a trained head"),
+        (arguments.server == "", "--server is empty: give the server's URL, as http://127.0.0.1:8000"),
         (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
-        (arguments.output.is_file(), f"--output {arguments.output} is a file, not a folder"),
     )
+    check_folder("--output", arguments.output)
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
 
 

@@ -1,6 +1,8 @@
 """Text by the target through the decoder: its law, its order, the same rows whatever interrupts or shares the work."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +110,7 @@ def test_whatever_write_is_the_last_the_same_call_makes_the_same_rows(target, tm
             return call
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", ending(Path.rename))
+            patch.setattr(Path, "replace", ending(Path.replace))
             patch.setattr(batches.shutil, "rmtree", ending(batches.shutil.rmtree))
             try:
                 assert made(target, folder) == expected
@@ -135,10 +137,92 @@ def test_a_finished_batch_is_not_made_again(target, tmp_path, monkeypatch):
             made(target, tmp_path)
     first, second = sorted((tmp_path / "batches").glob("0*.json"))[0], tmp_path / "batches" / "000001.json"
     assert not second.exists()
-    written = json.loads(first.read_text())
-    first.write_text(json.dumps({**written, "continuations": [[30, 31], *written["continuations"][1:]]}))
+    record, written = json.loads((first.parent / "record.json").read_text()), json.loads(first.read_text())
+    del written["sha256"]
+    work = batches.Batches(tmp_path, record, [[]], progress=False)
+    work.write(0, **{**written, "continuations": [[30, 31], *written["continuations"][1:]]})
     longest = PROMPTS.index([9] * 7)
     assert made(target, tmp_path)[longest]["input_ids"] == [9] * 7 + [30, 31]
+
+
+def flip(file: Path) -> None:
+    """Where there is a digit, another: still JSON, still of the right types."""
+    content = bytearray(file.read_bytes())
+    content[next((i for i in range(len(content) // 2, len(content)) if chr(content[i]) in "12345678"), 0)] ^= 1
+    file.write_bytes(content)
+
+
+HARMS = {
+    "flipped": flip,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "emptied": lambda file: file.write_bytes(b""),
+    "a list": lambda file: file.write_text("[1]"),
+    "other keys": lambda file: file.write_text('{"continuations": [[1], [2.5]], "steps": null}'),
+    "nested": lambda file: file.write_text("[" * 100_000),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_damaged_batch_is_made_anew_and_said(target, tmp_path, monkeypatch, capsys, harm):
+    expected = made(target, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(batches.Batches, "finish", lambda *_: (_ for _ in ()).throw(Cut))
+        with pytest.raises(Cut):
+            made(target, tmp_path / "cut")
+    harm(tmp_path / "cut" / "batches" / "000002.json")
+    assert made(target, tmp_path / "cut") == expected
+    told = capsys.readouterr().err
+    assert "000002.json: damaged, so this batch is made anew" in told
+    assert told.count(": damaged, so") == 1
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    made(Target(tiny_model(), None), folder)
+    return folder
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+@pytest.mark.parametrize("name", ["manifest.json", "rows/state.json", "rows/data-00000-of-00001.arrow"])
+def test_a_finished_folder_that_is_damaged_is_refused_in_a_line(target, tmp_path, finished, harm, name):
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    harm(folder / name)
+    with pytest.raises(UserError, match=rf"({name}.*damaged|was made with).* remove"):
+        made(target, folder)
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_damaged_record_of_unfinished_work_is_refused_in_a_line(target, tmp_path, harm):
+    work = batches.Batches(tmp_path, {"seed": 1123, "rows": 7}, [[0]], progress=False)
+    work.write(0, [[1]])
+    harm(tmp_path / "batches" / "record.json")
+    with pytest.raises(UserError, match=r"(was made with|record\.json: ).*remove"):
+        batches.Batches(tmp_path, {"seed": 1123, "rows": 7}, [[0]], progress=False)
+
+
+def test_a_full_disk_is_one_line_and_the_same_call_goes_on_when_there_is_room(target, tmp_path, monkeypatch):
+    expected = made(target, tmp_path / "whole")
+    fsync, left = os.fsync, iter(range(100))
+
+    def full(number):
+        if next(left) == 3:
+            raise OSError(28, "No space left on device")
+        fsync(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"can't write .*00000\d\.json: No space left on device"):
+            made(target, tmp_path / "out")
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(
+            batches.Dataset, "save_to_disk", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
+        with pytest.raises(UserError, match=r"can't write .*rows: No space left on device"):
+            made(target, tmp_path / "out")
+    assert made(target, tmp_path / "out") == expected
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
 
 
 @pytest.fixture

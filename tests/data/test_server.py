@@ -1,5 +1,6 @@
 """Text from a server: a stand-in that speaks OpenAI's interface, in the dialects and with the faults of real ones."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 from conftest import tiny_tokenizer
 from datasets import load_from_disk
+from transformers import AutoTokenizer
 
 from data import server as module
 from data.commands.generate import main
-from data.server import Prompt, fetch_rows
+from data.server import Prompt, end_of_answer, fetch_rows
 from speculator import Sampling, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,7 @@ class StandIn(ThreadingHTTPServer):
         misread: tokens too many in the usage.
         delay: seconds for each answer.
         lists: whether it can tell its models.
+        rogue: answers prompts in its place, with the handler.
     """
 
     daemon_threads = True
@@ -50,16 +53,18 @@ class StandIn(ThreadingHTTPServer):
         misread=0,
         delay=0.0,
         lists=True,
+        rogue=None,
     ):
         super().__init__(("127.0.0.1", 0), Handler)
         self.takes, self.extended, self.faults, self.samples = takes, extended, list(faults), samples
         self.misread, self.delay, self.lists, self.lock = misread, delay, lists, threading.Lock()
+        self.rogue, self.gone = rogue, threading.Event()
         self.tokenizer = tiny_tokenizer()
         self.tokenizer.chat_template = TEMPLATE
         self.bodies: list[tuple[str, dict]] = []
         self.busy = self.most = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, request, client_address):
         pass
@@ -67,6 +72,7 @@ class StandIn(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes, which else wait for each other
 
     def log_message(self, *args):
         pass
@@ -99,6 +105,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)
             elif fault != 200:
                 self.reply(fault, {"error": {"message": "not now"}})
+            elif server.rogue:
+                server.rogue(self)
             else:
                 self.answer(server, body)
         finally:
@@ -117,11 +125,15 @@ class Handler(BaseHTTPRequestHandler):
         else:
             ids = body["prompt"] if kind == "ids" else server.tokenizer(body["prompt"])["input_ids"]
         text = continuation(server.tokenizer.decode(ids), body["seed"] if server.samples else 0)
+        tokens = [*server.tokenizer(text)["input_ids"], 0]
+        reason = "stop" if len(tokens) <= body["max_tokens"] else "length"
+        tokens = tokens[: body["max_tokens"]]
+        text = server.tokenizer.decode(tokens, skip_special_tokens=True)
         choice = {"message": {"content": text}} if chat else {"text": text}
         if body.get("return_token_ids"):
-            choice["token_ids"] = [*server.tokenizer(text)["input_ids"], 0]
+            choice["token_ids"] = tokens
         usage = {"prompt_tokens": len(ids) + server.misread}
-        self.reply(200, {"choices": [{**choice, "finish_reason": "stop"}], "usage": usage})
+        self.reply(200, {"choices": [{**choice, "finish_reason": reason}], "usage": usage})
 
 
 def continuation(prompt: str, seed: int) -> str:
@@ -142,6 +154,7 @@ def serve(monkeypatch):
 
     yield start
     for server in started:
+        server.gone.set()
         server.shutdown()
         server.server_close()
 
@@ -278,3 +291,261 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     prompts = [Prompt(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)
     assert json.loads((output / "manifest.json").read_text())["rows"] == len(texts)
+
+
+# ---- bounds
+
+
+def begin(handler, status=200, **headers) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+
+
+def refused(server, tokenizer, folder, url=None, **settings) -> str:
+    with pytest.raises(UserError) as raised:
+        fetch_rows(url or server.url, "t", tokenizer, text_prompts(tokenizer), folder, progress=False, **settings)
+    return str(raised.value)
+
+
+def test_an_endless_answer_is_cut_off(serve, tokenizer, tmp_path):
+    sent = []
+
+    def rogue(handler):
+        begin(handler)
+        for _ in range(200):
+            handler.wfile.write(b"x" * (1 << 20))
+            sent.append(1)
+
+    assert "an answer of more than 1,081,344 bytes" in refused(serve(rogue=rogue), tokenizer, tmp_path)
+    assert len(sent) < 20
+
+
+@pytest.mark.parametrize("silent", ["headers", "body"])
+def test_an_answer_that_drips_or_never_comes_is_not_waited_for(serve, tokenizer, tmp_path, monkeypatch, silent):
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.3)
+
+    def rogue(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        if silent == "body":
+            handler.wfile.write(b"x\r\nContent-Length: 1000\r\n\r\n")
+        while not handler.server.gone.wait(0.05):
+            handler.wfile.write(b"x")
+
+    started = time.monotonic()
+    assert "no whole answer within 0.3 seconds" in refused(serve(rogue=rogue), tokenizer, tmp_path)
+    assert time.monotonic() - started < 5
+
+
+def test_a_lost_answer_of_a_server_that_works_is_asked_for_once_more(serve, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.5)
+    server, asked = serve(), []
+
+    def rogue(handler):
+        asked.append(1)
+        if len(asked) == 5:
+            server.gone.wait()
+        handler.answer(server, server.bodies[-1][1])
+
+    server.rogue = rogue
+    check(fetched(server, tokenizer, tmp_path, concurrency=1), tokenizer, text_prompts(tokenizer))
+
+
+def test_what_listens_and_says_nothing_is_no_server(serve, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert refused(None, tokenizer, tmp_path, url) == f"no server at {url}: no whole answer within 0.3 seconds"
+
+
+def test_a_compressed_answer_is_not_opened(serve, tokenizer, tmp_path):
+    """A gigabyte of zeros is a megabyte of gzip."""
+
+    def rogue(handler):
+        begin(handler, Content_Encoding="gzip", Content_Length="4")
+        handler.wfile.write(b"bomb")
+
+    assert "compresses its answers" in refused(serve(rogue=rogue), tokenizer, tmp_path)
+
+
+def test_a_redirect_is_named_and_not_followed(serve, tokenizer, tmp_path):
+    server = serve(rogue=lambda handler: begin(handler, 307, Location="http://elsewhere/v1", Content_Length="0"))
+    assert "307, a redirect to http://elsewhere/v1: name that" in refused(server, tokenizer, tmp_path)
+
+
+def test_tls_to_a_plain_port_is_one_line(serve, tokenizer, tmp_path):
+    url = serve().url.replace("http", "https")
+    assert refused(None, tokenizer, tmp_path, url).startswith(f"no server at {url}: ")
+
+
+OK = {"text": "x", "finish_reason": "stop"}
+ODD = [None, True, 0, -1, 1.5, "x", [], [1], {}, {"a": 1}, [[]], [{}], [None], "\ud800", [1.5], ["x"], [10**6], [-1]]
+ODD += [[True], list(range(99)), "x" * 5000, {"content": [1]}, {"content": {"a": 1}}, 10**400]
+
+
+def test_json_of_any_type_is_one_line(serve, tokenizer, tmp_path):
+    answers = [*ODD, *({"choices": odd} for odd in ODD), *({"choices": [odd]} for odd in ODD)]
+    answers += [{"choices": [{**OK, name: odd}]} for name in ("text", "token_ids", "message") for odd in ODD]
+    answers += [{"choices": [OK], "usage": {"prompt_tokens": odd}} for odd in ODD]
+    raw = [json.dumps(answer).encode() for answer in answers]
+    raw += [b"", b"{", b"[" * 100_000, b"\xff\xfe", b"NaN", b'{"choices": [NaN]}', b"9" * 5000]
+    body = []
+
+    def rogue(handler):
+        begin(handler, Content_Length=str(len(body[0])))
+        handler.wfile.write(body[0])
+
+    async def ask(client: module._Server) -> list[str]:
+        said = []
+        async with client.client:
+            client._forms, client._ends, client._reached = {False: module._Form("ids", False)}, {False: 0}, True
+            for content in raw:
+                body[:] = [content]
+                try:
+                    new = await client.ask(0, prompt, 0)
+                    said.append("")
+                except UserError as error:
+                    new = [0]
+                    said.append(str(error))
+                # Nothing but a proper text or list of tokens may come of it.
+                assert 0 < len(new) <= 8
+                assert all(type(token) is int and 0 <= token < 300 for token in new)
+        return said
+
+    prompt = text_prompts(tokenizer)[0]
+    client = module._Server(serve(rogue=rogue).url, "t", tokenizer, Sampling(0.0), 8)
+    said = asyncio.run(ask(client))
+    assert max(map(len, said)) < 400
+    assert said.count("") < 80  # a usage, or token ids, that are none are passed over
+
+
+def test_the_list_of_models_may_be_anything(serve, tokenizer, tmp_path, monkeypatch):
+    content = []
+    monkeypatch.setattr(Handler, "do_GET", lambda handler: handler.reply(200, content[0]))
+    server = serve()
+
+    async def probe(client: module._Server) -> None:
+        async with client.client:
+            for odd in [*ODD, *({"data": odd} for odd in ODD), {"data": [{"id": 3}]}]:
+                content[:] = [odd]
+                await client.probe(text_prompts(tokenizer), 0)
+                assert client._model == "target"
+
+    asyncio.run(probe(module._Server(server.url, "target", tokenizer, Sampling(0.0), 8)))
+
+
+@pytest.mark.parametrize("key", ["sk-very\nsecret", "sk-very secret", "sk-véry"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(serve, tokenizer, tmp_path, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    told = refused(serve(), tokenizer, tmp_path)
+    assert "$OPENAI_API_KEY" in told
+    assert "sk-" not in told
+
+
+def test_a_key_is_stripped_and_never_shown_though_the_server_repeats_it(serve, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", " sk-secret\n")
+    seen = []
+
+    def rogue(handler):
+        seen.append(handler.headers["Authorization"])
+        handler.reply(401, {"error": f"Incorrect API key provided: {seen[0]}, {handler.path}"})
+
+    told = refused(serve(rogue=rogue), tokenizer, tmp_path)
+    assert seen[0] == "Bearer sk-secret"
+    assert "Incorrect API key provided: Bearer ***" in told
+    assert "sk-secret" not in told
+
+
+def test_a_password_in_the_url_is_used_and_not_shown(serve, tokenizer, tmp_path):
+    seen = []
+
+    def rogue(handler):
+        seen.append(handler.headers["Authorization"])
+        handler.reply(403, {"error": "not hunter2"})
+
+    server = serve(rogue=rogue)
+    told = refused(server, tokenizer, tmp_path, server.url.replace("//", "//me:hunter2@"))
+    assert seen[0].startswith("Basic ")
+    assert "403" in told
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "--server is empty"),
+        ("  ", "--server is empty"),
+        ("localhost:8000", "not as http"),
+        ("127.0.0.1", "not as http"),
+        ("ftp://me:hunter2@host", "not as http"),
+        ("http://", "not as http"),
+        ("http://host:99999", "no port 99999"),
+        ("http://host:x", "no URL"),
+        ("http://host\x00", "no URL"),
+        ("http://me:hunter2@host?key=x", r"no \? or #"),
+        ("http://" + "a" * 100, "--server|no server"),
+        ("http://[::1", "no URL"),
+    ],
+)
+def test_what_is_no_url_is_one_line(tokenizer, tmp_path, url, message):
+    with pytest.raises(UserError, match=message) as raised:
+        fetch_rows(url, "t", tokenizer, text_prompts(tokenizer), tmp_path, progress=False)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_ctrl_c_leaves_32_waiting_requests_at_once(serve, tmp_path, target_folder):
+    server = serve()
+    server.rogue = lambda handler: (
+        handler.answer(server, server.bodies[-1][1]) if len(server.bodies) < 4 else server.gone.wait()
+    )
+    file, interrupted = tmp_path / "prompts.jsonl", []
+    file.write_text("".join(json.dumps({"prompt": f"def f{n}"}) + "\n" for n in range(40)))
+
+    def interrupt():
+        while server.busy < 32:
+            time.sleep(0.01)
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    flags = ["--target", str(target_folder), "--server", server.url, "--prompts", str(file)]
+    assert main([*flags, "--output", str(tmp_path / "out")]) == 130
+    assert time.monotonic() - interrupted[0] < 2
+
+
+# ---- ends
+
+
+def gemma_like(folder: Path, ends: list[int] | None):
+    """EOS ends texts, and another token the turns of a chat."""
+    made = tiny_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<turn>", "<end_of_turn>"]})
+    made.chat_template = (
+        "{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+    )
+    made.save_pretrained(folder)
+    if ends:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_chats_answer_ends_as_the_target_ends_its_turns(serve, tmp_path, named):
+    eos, turn, end = 0, 300, 301
+    tokenizer = gemma_like(tmp_path / "target", [eos, end] if named else None)
+    assert tokenizer.convert_tokens_to_ids(["<eos>", "<turn>", "<end_of_turn>"]) == [eos, turn, end]
+    for make, last in ((chat_prompts, end), (text_prompts, eos)):
+        server = serve(takes=("messages", "text"), extended=False)
+        server.tokenizer = tokenizer
+        rows = fetched(server, tokenizer, tmp_path / make.__name__, make(tokenizer))
+        assert {row["input_ids"][-1] for row in rows} == {last}
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [null]}', "null"])
+def test_a_generation_config_that_is_none_leaves_the_template_to_say(tmp_path, content):
+    tokenizer = gemma_like(tmp_path, None)
+    (tmp_path / "generation_config.json").write_text(content)
+    assert end_of_answer(tokenizer, [{"role": "user", "content": "x"}]) == 301
+    assert end_of_answer(tokenizer, None) == 0
