@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError, check_text, first_line, refuse
+from speculator.errors import UserError, check_secret, check_text, first_line, hide, refuse
 from speculator.export.layout import base_config
 from speculator.files import parse_json
 
@@ -156,7 +155,7 @@ class _Server:
     ):
         self._base, self.url = _checked(url)  # with the password of the URL, and without
         key = _key()
-        self._secrets = [secret for secret in (key, httpx.URL(self._base).password) if len(secret) >= 4]
+        self._secrets = key, httpx.URL(self._base).password
         self.tokenizer, self.sampling, self.max_new_tokens = tokenizer, sampling, max_new_tokens
         # Answers come as they are: what is compressed may be a thousand times as large as it looks.
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
@@ -362,9 +361,7 @@ class _Server:
 
     def _said(self, text: str) -> str:
         """What the server or a library says, without the key and the password."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+        return hide(text, *self._secrets)
 
 
 def _checked(url: str) -> tuple[str, str]:
@@ -396,8 +393,7 @@ def _key() -> str:
         UserError: no header can hold it. It is not shown.
     """
     key = os.environ.get("OPENAI_API_KEY", "").strip()
-    wrong = key and not re.fullmatch(r"[!-~]+", key)
-    refuse((wrong, "$OPENAI_API_KEY holds a line end, space or other character that no key has: set it anew"))
+    check_secret("$OPENAI_API_KEY", key)
     return key
 
 

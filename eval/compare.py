@@ -7,13 +7,13 @@ independent measurements: where both reports read the same prompts it is wider t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from eval.bootstrap import shown
-from speculator.errors import OneLineParser, UserError
+from speculator.errors import OneLineParser, UserError, show
+from speculator.files import parse_json, read_text
 
 _KEY = ("name", "temperature", "batch_size", "drafter", "draft_length")
 
@@ -28,7 +28,7 @@ def build_parser() -> OneLineParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table."""
-    print(table(_read(arguments.a), _read(arguments.b)))
+    show(table(_read(arguments.a), _read(arguments.b)))
 
 
 def table(a: dict, b: dict) -> str:
@@ -92,12 +92,40 @@ def _key(row: dict) -> tuple:
 
 
 def _read(path: Path) -> dict:
+    """A report, with all that is compared where and what it should be.
+
+    Raises:
+        UserError: no such file, or other JSON.
+    """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        for row in report["suites"]:
-            _key(row), row["drafter"] == "none" or _figures(row)
-        return {**report, "settings": {**report["settings"]}}
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        text = read_text(path)
+    except UserError as error:
+        raise UserError(f"can't read {error}") from None
+    try:
+        report = parse_json(text, "")
+        for name in ("target", "speculator", "hardware"):
+            _expect(report[name], str)
+        _expect(report["settings"], dict)
+        for row in _expect(report["suites"], list):
+            for name in ("name", "drafter"):
+                _expect(row[name], str)
+            for name in ("temperature", "batch_size", "draft_length"):
+                _expect(row.get(name, 1), int, float)
+            _expect(row["temperature"], int, float)
+            _expect(row["acceptance_by_position"], list)
+            for figure in _figures(row).values() if row["drafter"] != "none" else ():
+                _expect(figure["value"], int, float)
+                if figure["low"] is not None or figure["high"] is not None:
+                    _expect(figure["low"], int, float)
+                    _expect(figure["high"], int, float)
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is not a report.json of `python -m eval`") from None
+    return report
+
+
+def _expect(value: Any, *kinds: type) -> Any:
+    """A value of one of these types; of numbers a finite one that a float can hold."""
+    number = isinstance(value, int | float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or (number and not abs(value) < 1e300):
+        raise ValueError(value)
+    return value

@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import unicodedata
@@ -72,6 +73,11 @@ def printable(text: str) -> str:
     return "".join(c if so else c.encode("unicode_escape").decode() for c, so in zip(text, harmless, strict=True))
 
 
+def show(text: str, end: str = "\n") -> None:
+    """Print on stdout: on a terminal nothing that would steer it, into a file or pipe the text as it is."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
 def check_text(where: str, text: str) -> None:
     """Refuse half of a surrogate pair, which JSON can spell and a shell can pass on, but no tokenizer takes.
 
@@ -105,6 +111,28 @@ def start() -> None:
 
 def _leave(*_: Any) -> None:
     os._exit(130)
+
+
+def check_secret(where: str, secret: str) -> None:
+    """Refuse a key that no header can hold: libraries would show it when they complain.
+
+    Raises:
+        UserError: it has a line end, space or other such character.
+    """
+    refuse(
+        (
+            not re.fullmatch(r"[!-~]*", secret),
+            f"{where} has a line end, a space or another character in it that no key has: set it anew",
+        )
+    )
+
+
+def hide(text: str, *secrets: str) -> str:
+    """A text without these, to be shown."""
+    for secret in secrets:
+        if len(secret) >= 4:  # a shorter one would take other words with it
+            text = text.replace(secret, "***")
+    return text
 
 
 def run_command(name: str, work: Callable[[], int | None]) -> int:

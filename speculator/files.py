@@ -175,7 +175,7 @@ def check_file(flag: str, file: Path | None) -> None:
     except OSError as error:
         raise UserError(f"{flag} {file}: {error.strerror}") from None
     refuse(
-        (not parent, f"{flag} {file}: no folder {final.parent}"),
+        (not parent, f"{flag} {file}: no folder {file.parent}"),
         (
             there and _is_shown(there),
             f"{flag} {file}: where this command prints to; take another file, or leave it out",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from speculator.errors import printable
+
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 LEGEND = f"{_GREEN}green{_PLAIN}: draft tokens that the target accepted; uncoloured: tokens that it gave itself"
 
@@ -65,6 +67,8 @@ class Detokenizer:
 class TextStream:
     """Prints one text on stdout while it is generated: give it to `generate` as `on_step`, then call `finish`.
 
+    On a terminal control characters are shown as escapes.
+
     Args:
         tokenizer: of the target.
         lead: printed before the first token's text.
@@ -77,15 +81,20 @@ class TextStream:
 
     def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:
         """A step's new tokens, of which the first `drafted` were drafted."""
-        text, self.lead = self.lead, ""
+        text, self.lead = _safe(self.lead), ""
         for place, token in enumerate(tokens):
-            piece = self.detokenizer.push(token)
+            piece = _safe(self.detokenizer.push(token))
             text += f"{_GREEN}{piece}{_PLAIN}" if piece and self.colours and place < drafted else piece
         _write(text)
 
     def finish(self) -> None:
         """Print what was held back, and end the line."""
-        _write(self.detokenizer.finish() + "\n")
+        _write(_safe(self.detokenizer.finish()) + "\n")
+
+
+def _safe(text: str) -> str:
+    """On a terminal nothing that would steer it; into a file or pipe the text goes as it is."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _write(text: str) -> None:

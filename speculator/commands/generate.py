@@ -18,7 +18,7 @@ from speculator.commands.prompts import encode, prompt_of, read_rows
 from speculator.decoding.generate import Generation, Step, check_prompts, generate, tokens_per_step
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.session import Session
-from speculator.errors import OneLineParser, UserError, refuse
+from speculator.errors import OneLineParser, UserError, check_text, refuse, show
 from speculator.files import check_file, write_text
 from speculator.streaming import LEGEND, TextStream, decode
 from speculator.target import Target
@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Generate for every prompt, or converse; print or write the texts, then say how it went."""
     _check(arguments)
     rows = [{"prompt": arguments.prompt}] if arguments.prompts is None else read_rows(arguments.prompts)
+    for number, row in enumerate(rows, start=1):
+        refuse((not _is_json(row), f"--prompts {arguments.prompts}, row {number}: NaN or Infinity, which is not JSON"))
     conversation = arguments.chat and arguments.prompt is None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         max_new_tokens=arguments.max_new_tokens,
         stop_strings=arguments.stop,
     )
-    tally = _Tally()
+    tally = _Tally(target.context_length, arguments.max_new_tokens)
     if arguments.show_drafts:
         print(LEGEND, file=sys.stderr)
     if conversation:
@@ -101,6 +103,8 @@ def _check(arguments: argparse.Namespace) -> None:
             "--show-drafts colours text as it comes: not with --output, nor with a --batch_size above 1",
         ),
     )
+    for stop in arguments.stop:
+        check_text(f"--stop {stop[:20]!r}", stop)
     check_file("--output", arguments.output)
     _sampling(arguments, 0)
     drafting.check(arguments, show_drafts=arguments.show_drafts)
@@ -115,23 +119,32 @@ def _sampling(arguments: argparse.Namespace, stream: int) -> Sampling:
 
 @dataclass
 class _Tally:
-    """What the generations of this call came to."""
+    """What the generations of this call came to, with the target's context and the new tokens that were asked for."""
 
+    context: int
+    wanted: int
     steps: list[Step] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+    full: int = 0
 
-    def add(self, generation: Generation) -> None:
+    def add(self, prompts: list[list[int]], generation: Generation) -> None:
         self.steps += [step for row in generation.steps for step in row]
         self.tokens += sum(map(len, generation.tokens))
         self.seconds += generation.prefill_seconds + generation.decode_seconds
+        for prompt, new in zip(prompts, generation.tokens, strict=True):
+            self.full += len(new) < self.wanted and len(prompt) + len(new) >= self.context
 
     def __str__(self) -> str:
         if not self.tokens:
             return "no tokens"
         mean = tokens_per_step(self.steps)
         per_step = "" if math.isnan(mean) else f"{mean:.2f} tokens per step, "
-        return f"{per_step}{self.tokens / self.seconds:.1f} tokens/s, prefill included"
+        speed = f"{per_step}{self.tokens / self.seconds:.1f} tokens/s, prefill included"
+        if not self.full:
+            return speed
+        texts = "1 text" if self.full == 1 else f"{self.full} texts"
+        return f"{texts} ended at the context of {self.context} tokens, not at --max_new_tokens {self.wanted}\n{speed}"
 
 
 def _continue_rows(
@@ -147,10 +160,9 @@ def _continue_rows(
         streams = arguments.batch_size == 1 and not arguments.output
         stream = TextStream(target.tokenizer, leads[0], arguments.show_drafts) if streams else None
         session.forget()
-        generation = continue_(
-            ids[start : start + len(batch)], _sampling(arguments, start), on_step=stream, session=session
-        )
-        tally.add(generation)
+        prompts = ids[start : start + len(batch)]
+        generation = continue_(prompts, _sampling(arguments, start), on_step=stream, session=session)
+        tally.add(prompts, generation)
         if stream:
             stream.finish()
         for row, lead, tokens, steps in zip(batch, leads, generation.tokens, generation.steps, strict=True):
@@ -158,9 +170,17 @@ def _continue_rows(
             row_mean = None if math.isnan(mean) else mean  # JSON has no nan
             written.append({**row, "text": text, "tokens": tokens, "tokens_per_step": row_mean})
             if not stream and not arguments.output:
-                print(lead + text, flush=True)
+                show(lead + text)
     if arguments.output:
-        write_text(arguments.output, "".join(json.dumps(row) + "\n" for row in written))
+        write_text(arguments.output, "".join(json.dumps(row, allow_nan=False) + "\n" for row in written))
+
+
+def _is_json(row: dict) -> bool:
+    """Whether a row that Python has read is JSON to others too."""
+    try:
+        return bool(json.dumps(row, allow_nan=False))
+    except ValueError:
+        return False
 
 
 def _converse(continue_: Continue, target: Target, arguments: argparse.Namespace, tally: _Tally) -> None:
@@ -174,7 +194,7 @@ def _converse(continue_: Continue, target: Target, arguments: argparse.Namespace
             sampling = _sampling(arguments, len(messages) // 2)
             generation = continue_([ids], sampling, on_step=stream, session=session)
             stream.finish()
-            tally.add(generation)
+            tally.add([ids], generation)
             messages.append({"role": "assistant", "content": decode(target.tokenizer, generation.tokens[0])})
     print(file=sys.stderr)
 

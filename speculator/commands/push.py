@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
 
-from speculator.errors import OneLineParser, UserError, refuse
+from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
 from speculator.export import load_any
 from speculator.export.card import NAME, write_card
 
@@ -29,15 +29,22 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the head, so that what is pushed can be loaded, then make the repository and upload."""
     folder, repo = arguments.speculator, arguments.repo_id
     load_any(folder)
-    refuse((get_token() is None, "no token for the hub: `hf auth login` stores one, or set HF_TOKEN"))
-    if not (folder / NAME).is_file():
-        write_card(folder)
-    api = HfApi()
+    token = get_token() or ""
+    refuse((not token, "no token for the hub: `hf auth login` stores one, or set HF_TOKEN"))
+    check_secret("the hub's token", token)
+    api, card, pushed = HfApi(), folder / NAME, False
+    own = card.exists()
     try:
+        if not own:
+            write_card(folder)
         api.create_repo(repo, private=arguments.private or None, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, allow_patterns=_FILES, commit_message=f"Draft head from {folder.name}"
         )
+        pushed = True
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"can't push to {repo} at {api.endpoint}: {error}") from None
+        raise UserError(f"can't push to {repo} at {api.endpoint}: {hide(str(error), token)}") from None
+    finally:
+        if not (own or pushed):
+            card.unlink(missing_ok=True)
     print(f"{folder}: pushed to {commit.repo_url}")

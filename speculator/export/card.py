@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from speculator.errors import UserError
 from speculator.export import LAYOUTS, load_any
+from speculator.files import write_text
 from speculator.heads.base import Speculator, SpeculatorConfig
 
 NAME = "README.md"
@@ -39,13 +40,8 @@ def write_card(folder: str | Path, run: str | Path | None = None) -> Path:
     """
     folder = Path(folder)
     head = load_any(folder)
-    text = card(head, *read_run(Path(run) if run else folder.resolve().parent))
-    scratch = folder / f"{NAME}.partial"
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        return scratch.rename(folder / NAME)
-    except OSError as error:
-        raise UserError(f"can't write {folder / NAME}: {error}") from None
+    write_text(folder / NAME, card(head, *read_run(Path(run) if run else folder.resolve().parent)))
+    return folder / NAME
 
 
 def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -66,3 +66,44 @@ def test_the_command(tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+NUMBERS = [None, True, "2", [2], {}, float("nan"), float("inf"), 10**400, -(10**400)]
+
+
+def odd_reports():
+    """Other JSON, and reports of which one thing is not as it should be."""
+    yield from ([], [REPORT], None, 3, "x", True, {}, {"suites": []}, {"suites": {}}, {"suites": [REPORT]})
+    for name in REPORT:
+        yield {key: value for key, value in REPORT.items() if key != name}
+        yield from ({**REPORT, name: odd} for odd in (None, 3, ["x"], [[]], [None], {"a": []}) if name != "settings")
+    yield from ({**REPORT, "settings": odd} for odd in (None, 3, "x", [], [["a", 1]]))
+    for name in ("name", "drafter", "temperature", "acceptance_by_position", "tokens_per_step", "speedup"):
+        yield {**REPORT, "suites": [{key: value for key, value in ROW.items() if key != name}]}
+    for name in ("temperature", "batch_size", "draft_length", "tokens_per_step"):
+        yield from (changed(**{name: odd}) for odd in NUMBERS)
+    for name in ("name", "drafter"):
+        yield from (changed(**{name: odd}) for odd in (None, 1, [], {}, ["x"]))
+    for odd in (None, 3, [], "x", {}, {"low": 1.0}, *({"low": odd, "high": 1.0} for odd in NUMBERS)):
+        yield changed(tokens_per_step_interval=odd)
+    for odd in (None, 3, "x", [1], {"same_loop": 1.5}, {"same_loop": {}}, {"same_loop": [1]}):
+        yield changed(speedup=odd)
+    for name in ("value", "low", "high"):
+        yield from (changed(speedup={"same_loop": {"value": 1, "low": 1, "high": 1, name: odd}}) for odd in NUMBERS)
+
+
+def test_other_json_is_one_line(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(REPORT))
+    texts = [json.dumps(report) for report in odd_reports()]
+    texts += ["", "{", "[" * 100_000, '{"suites":' * 50_000, "9" * 5000, "NaN"]
+    for text in texts:
+        (tmp_path / "b.json").write_text(text)
+        for pair in (("a", "b"), ("b", "a")):
+            code = main(["compare", *(str(tmp_path / f"{name}.json") for name in pair)])
+            assert code == 2, text[:400]
+            error = capsys.readouterr().err
+            assert "b.json is not a report.json" in error, text[:400]
+            assert error.count("\n") == 1
+    (tmp_path / "b.json").write_bytes(json.dumps(REPORT).encode("utf-16"))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+    assert "not UTF-8" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from speculator import Candidates, Chain, Paths, Sampling, Session, Tree
 from speculator.__main__ import main
 from speculator.commands import generate as command
+from speculator.errors import printable
 from speculator.streaming import Detokenizer, TextStream, decode
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -124,6 +126,12 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--max_new_tokens", "0"], "--max_new_tokens"),
         ([*TEXT, "--seed", str(2**70)], "--seed"),
         ([*TEXT, "--stop", ""], "--stop"),
+        ([*TEXT, "--stop", "x\udcff"], "--stop 'x\\udcff': character 2 is half of a surrogate pair"),
+        ([*TEXT, "--output", "pipe"], "--output pipe is a pipe or device"),
+        ([*TEXT, "--output", ""], "argument --output: the path is empty"),
+        ([*TEXT, "--output", "a\0b"], "there is a NUL in it"),
+        ([*TEXT, "--max_new", "3"], "unrecognized arguments: --max_new"),
+        (["--prompts", "nan.jsonl"], "nan.jsonl, row 2: NaN or Infinity"),
         ([*TEXT, "--show-drafts"], "--show_drafts: give a drafter"),
         ([*TEXT, "--ngram", "--show-drafts", "--output", "out.jsonl"], "--show-drafts"),
         (["--prompts", "in.jsonl", "--ngram", "--show-drafts", "--batch_size", "2"], "--show-drafts"),
@@ -152,6 +160,8 @@ TEXT = ["--prompt", "x"]
 def test_bad_combinations_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nan.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "score": NaN}\n')
     try:
         code = main(["generate", "--target", "no_target_there", *flags])
     except SystemExit as error:
@@ -298,6 +308,38 @@ def test_text_appears_as_it_comes(target_folder, tmp_path, monkeypatch):
         assert terminal.getvalue() == "".join(f"{p}{text}\n" for p, text in zip(prompts, expected, strict=True))
         assert sum(map(bool, terminal.writes)) > 5 * len(prompts)
         assert "\x1b" not in terminal.getvalue()
+
+
+def test_on_a_terminal_nothing_steers_it_and_a_pipe_has_the_text_as_it_is(target_folder, tmp_path, monkeypatch):
+    prompt = "\x1b]0;title\x07x\x9b2J"
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    argv = ["generate", "--target", str(target_folder), "--max_new_tokens", "4"]
+    for source in (["--prompt", prompt], ["--prompts", str(tmp_path / "in.jsonl"), "--batch_size", "2"]):
+        shown = []
+        for is_terminal in (True, False):
+            monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+            monkeypatch.setattr(terminal, "isatty", lambda is_terminal=is_terminal: is_terminal)
+            assert main([*argv, *source]) == 0
+            shown.append(terminal.getvalue())
+        assert shown[1].startswith(prompt)
+        assert shown[0] == printable(shown[1])
+        assert shown[0].startswith("\\x1b]0;title\\x07x\\x9b2J")
+
+
+def test_a_text_that_ends_at_the_context_is_said(target_folder, capsys):
+    argv = ["generate", "--target", str(target_folder), "--prompt", "x\n" * 60]
+    assert main([*argv, "--max_new_tokens", "2000"]) == 0
+    assert "1 text ended at the context of 128 tokens, not at --max_new_tokens 2000\n" in capsys.readouterr().err
+    assert main([*argv, "--max_new_tokens", "3"]) == 0
+    assert "context" not in capsys.readouterr().err
+
+
+def test_output_goes_through_a_symlink(target_folder, tmp_path):
+    (tmp_path / "link").symlink_to("out.jsonl")
+    argv = ["generate", "--target", str(target_folder), "--prompt", "x", "--max_new_tokens", "2"]
+    assert main([*argv, "--output", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "out.jsonl").read_text())["prompt"] == "x"
 
 
 def test_show_drafts_colours_what_was_drafted(target_folder, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -108,6 +109,10 @@ def push(folder, *flags) -> int:
     return main(["push", "--speculator", str(folder), "--repo_id", "org/name", *flags])
 
 
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def refused(capsys, code: int) -> str:
     shown = capsys.readouterr()
     lines = [line for line in shown.err.splitlines() if line.startswith("speculator: ")]
@@ -160,10 +165,50 @@ def test_a_damaged_head_is_not_pushed(hub, head, capsys):
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_refusal_is_one_line(hub, head, capsys, status):
     hub.refuse_with = status
+    before = contents(head)
     line = refused(capsys, push(head))
     assert f"can't push to org/name at {hub.url}" in line
     assert str(status) in line
     assert not hub.files
+    assert contents(head) == before
+
+
+def test_a_push_that_is_interrupted_leaves_the_folder_as_it_was(hub, head, monkeypatch):
+    before = contents(head)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("speculator.commands.push.HfApi.upload_folder", interrupt)
+    assert push(head) == 130
+    assert contents(head) == before
+
+
+def test_a_card_that_can_not_be_written_leaves_nothing(hub, head, capsys, monkeypatch):
+    before = contents(head)
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "README.md: No space left on device" in refused(capsys, push(head))
+    assert contents(head) == before
+
+
+@pytest.mark.parametrize("token", ["hf_sec\nret", "hf_sec ret"])
+def test_a_token_that_no_header_can_hold_is_not_shown(hub, head, capsys, monkeypatch, token):
+    monkeypatch.setattr("speculator.commands.push.get_token", lambda: token)
+    line = refused(capsys, push(head))
+    assert "the hub's token has a line end" in line
+    assert "sec" not in line
+
+
+def test_a_refusal_that_repeats_the_token_does_not_show_it(hub, head, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("bad: Bearer hf_secret")
+
+    monkeypatch.setattr("speculator.commands.push.HfApi.create_repo", refuse)
+    assert refused(capsys, push(head)).endswith("bad: Bearer ***")
 
 
 def test_no_hub_there_is_one_line(head, capsys, monkeypatch):
