@@ -40,10 +40,11 @@ _WARM = 0.5  # from this temperature on, texts that are alike under two seeds we
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the messages that they were rendered from, if they were."""
+    """Token ids to continue, and the messages and tools that they were rendered from, if they were."""
 
     ids: list[int]
     messages: list[dict] | None = None
+    tools: list[dict] | None = None
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,8 @@ class _Server:
             top_k = self.sampling.top_k or -1
             body |= {"top_k": top_k, "min_p": self.sampling.min_p, "repetition_penalty": 1.0, "return_token_ids": True}
         if form.kind == "messages":
-            path, body["messages"] = "chat/completions", prompt.messages
+            path = "chat/completions"
+            body |= {"messages": prompt.messages} | ({"tools": prompt.tools} if prompt.tools else {})
         else:
             # A tokenizer puts special tokens in front of a text itself, here and there.
             text = self.tokenizer.decode(prompt.ids, skip_special_tokens=True)

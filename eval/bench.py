@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from eval.run import check_flags, check_lengths, hardware
 from eval.suites import held_out
 from speculator import Target
 from speculator.errors import OneLineParser, UserError
-from speculator.files import make_folder, write_text
+from speculator.files import make_folder, write_json, write_text
 from speculator.target import dtype_name
 
 
@@ -85,5 +84,5 @@ def write(
         **measured,
     }
     write_text(arguments.output / f"{name}.md", markdown(report))
-    write_text(arguments.output / f"{name}.json", json.dumps(report, indent=1))
+    write_json(arguments.output / f"{name}.json", report)
     print(markdown(report))

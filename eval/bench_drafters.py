@@ -3,7 +3,9 @@
     python -m eval.bench_drafters --target T --speculator S [--draft_model M] --output DIR
 
 Writes drafters.json and drafters.md. A batch of prompts goes through every decoder before the next batch comes, in an
-order that rotates. Intervals are 95% paired bootstraps over batches.
+order that rotates. Of a row `tokens_per_step` is over all its steps, as in every report; the table has means over
+batches, as a difference of decoders is the mean of those that each batch shows. Intervals are 95% paired bootstraps
+over batches.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ def measure(
                 "batch_size": batch_size,
                 "nodes": decoder.drafter.nodes if decoder.drafter else 0,
                 "tokens_per_step": tokens_per_step(timed[i].steps),
+                "mean_tokens_per_step": statistics.fmean(steps[i]),
                 "tokens_per_step_over_head_chain": _difference(steps[i], steps[chain]),
                 "tokens_per_second": timed[i].tokens_per_second,
                 "speedup": speedup(timed[i], timed[0]),
@@ -123,7 +126,8 @@ def markdown(report: dict) -> str:
         "",
         f"Target `{report['target']}`, {report['hardware']}, {report['dtype']}, batch size {report['batch_size']}, "
         f"{report['prompts']} prompts of {report['prompt_tokens']} tokens, {report['max_new_tokens']} new ones each.",
-        "Speedup is decode-only, over plain decoding by the same loop; intervals are 95%.",
+        "Tokens per step are means over batches, and so are their differences from the head chain's. Speedup is",
+        "decode-only, over plain decoding by the same loop. Intervals are 95%.",
         "",
         "| temperature | decoder | rule | tokens per step | less the head chain's | tokens/s | speedup |",
         "|---|---|---|---|---|---|---|",
@@ -131,7 +135,7 @@ def markdown(report: dict) -> str:
     for row in report["rows"]:
         gain, speed = row["tokens_per_step_over_head_chain"], row["speedup"]
         lines.append(
-            f"| {row['temperature']:g} | {row['decoder']} | {row['rule']} | {row['tokens_per_step']:.2f} "
+            f"| {row['temperature']:g} | {row['decoder']} | {row['rule']} | {row['mean_tokens_per_step']:.2f} "
             f"| {shown(gain, '+.2f')} | {row['tokens_per_second']:.0f} "
             f"| {shown(speed)} |"
         )

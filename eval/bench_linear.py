@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from eval.costs import clock
 from eval.run import hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
-from speculator.files import make_folder, write_text
+from speculator.files import make_folder, write_json, write_text
 from speculator.linear import FAST_DTYPES, pack_linears
 from speculator.target import dtype_name
 
@@ -119,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
         ],
     }
     if arguments.output:
-        write_text(arguments.output / "linear.json", json.dumps(report, indent=1))
+        write_json(arguments.output / "linear.json", report)
         write_text(arguments.output / "linear.md", markdown(report))
     print(markdown(report))
 

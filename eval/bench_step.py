@@ -11,7 +11,6 @@ the speedup at an acceptance that others published is a projection, and is calle
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from eval.run import hardware
 from eval.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
-from speculator.files import make_folder, write_text
+from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator
 from speculator.target import dtype_name
 
@@ -150,7 +149,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         name = f"step-{arguments.preset}"
         write_text(arguments.output / f"{name}.md", markdown(report))
-        write_text(arguments.output / f"{name}.json", json.dumps(report, indent=1))
+        write_json(arguments.output / f"{name}.json", report)
     print(markdown(report))
 
 

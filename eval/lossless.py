@@ -10,7 +10,6 @@ the two samples.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 
@@ -29,7 +28,7 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.rules import RULES
 from speculator.decoding.session import common_prefix
 from speculator.errors import refuse_below
-from speculator.files import check_file, write_text
+from speculator.files import check_file, write_json
 from speculator.target import dtype_name
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
@@ -342,7 +341,7 @@ def run(arguments: argparse.Namespace) -> bool:
         settings = {name: value for name, value in vars(arguments).items() if name != "output"}
         report = {"schema": 1, "lossless": not failed, "rule": rule, "dtype": dtype, "settings": settings}
         report["checks"] = [asdict(check) for check in checks]
-        write_text(arguments.output, json.dumps(report, indent=1))
+        write_json(arguments.output, report)
     return not failed
 
 

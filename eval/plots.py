@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib import pyplot as plt
 
 from eval.decoders import BASELINES
 from eval.report import groups, head_lengths, label, plots
+from speculator.files import write_bytes
 
 _COLOURS = {"head": "#1f6feb", "ngram": "#d9822b", "model": "#8250df"}
 _SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # of one head's draft lengths
@@ -53,7 +55,9 @@ def draw_plots(report: dict, folder: Path) -> None:
             axis.set_title(heading, fontsize=9)
             axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=150)
+        write_bytes(folder / f"{name}.png", drawn.getvalue())
         plt.close(figure)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from eval.bootstrap import shown
 from eval.decoders import BASELINES
-from speculator.files import write_text
+from speculator.files import write_json, write_text
 
 _LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model"}
 _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
@@ -26,8 +25,8 @@ def _is_tree(row: dict) -> bool:
 
 def write(report: dict, folder: Path) -> None:
     """Write both files, each whole or not at all; report.json last, since it marks an evaluation as done."""
-    for name, text in (("report.md", markdown(report)), ("report.json", json.dumps(report, indent=1))):
-        write_text(folder / name, text)
+    write_text(folder / "report.md", markdown(report))
+    write_json(folder / "report.json", report)
 
 
 def groups(report: dict) -> dict[str, list[dict]]:

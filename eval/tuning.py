@@ -8,7 +8,6 @@ turns. The one with the highest predicted speed E / (G c + v) wins, all of it me
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from speculator.decoding.session import Session
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuned import TUNED, described, place
 from speculator.errors import OneLineParser, UserError
-from speculator.files import check_file, write_text
+from speculator.files import check_file, write_json
 from speculator.heads import Speculator
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
@@ -119,7 +118,7 @@ def write_tuned(
         "prompts": len(suite.prompts),
         "measured": rows,
     }
-    write_text(output, json.dumps(report, indent=1))
+    write_json(output, report)
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -20,6 +21,23 @@ from speculator.errors import UserError, first_line, refuse
 def write_text(path: Path, text: str) -> None:
     """`write_bytes` of a text as UTF-8; half of a surrogate pair, which a path may have, as its escape."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_text` of JSON, in which what is no finite number is null: JSON has no NaN."""
+    try:
+        text = json.dumps(content, indent=1, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(content), indent=1)
+    write_text(path, text)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write_bytes(path: Path, content: bytes) -> None:

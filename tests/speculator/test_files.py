@@ -1,10 +1,20 @@
+import json
 import os
 
 import pytest
 from safetensors import SafetensorError
 
 from speculator.errors import UserError
-from speculator.files import check_file, check_folder, make_folder, new_folder, read_text, write_bytes, write_text
+from speculator.files import (
+    check_file,
+    check_folder,
+    make_folder,
+    new_folder,
+    read_text,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
@@ -91,6 +101,14 @@ def test_what_is_no_regular_file_is_left_as_it_is(tmp_path):
     with pytest.raises(UserError, match="NUL"):
         check_file("--output", tmp_path / "a\0b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["device", "loop", "pipe"]
+
+
+def test_json_has_no_nan(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), "x")], "b": {"c": -float("inf")}})
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == {
+        "a": [1.5, None, [None, "x"]],
+        "b": {"c": None},
+    }
 
 
 def test_the_file_that_stdout_goes_to_is_refused(tmp_path, monkeypatch):
