@@ -43,7 +43,7 @@ class Batches:
     All files have checksums. A damaged batch is made anew; a finished folder that is damaged is refused.
 
     Args:
-        folder: made if need be.
+        folder: made if need be, with the first batch: what fails before leaves nothing.
         record: what the rows depend on, as JSON takes it: the same work goes on, other work is refused.
         rows: the prompts' indices, batch by batch.
         progress: show a bar over this process's share, if it is the main one.
@@ -55,9 +55,9 @@ class Batches:
     def __init__(self, folder: Path, record: dict[str, Any], rows: list[list[int]], progress: bool = True):
         self.folder, self.record, self.rows = folder, record, rows
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
-        began = self._work / "record.json"
+        self._record = self._work / "record.json"
         self._seal = json.dumps(record, sort_keys=True)
-        made = next((file for file in (self._manifest, began) if file.exists()), None)
+        made = next((file for file in (self._manifest, self._record) if file.exists()), None)
         if made:
             try:
                 known = _read_object(made)
@@ -73,9 +73,6 @@ class Batches:
                 self._check_finished(known)
         elif folder.exists() and any(folder.iterdir()) and not self._work.exists():
             raise UserError(f"{folder} holds other files: take another folder")
-        else:
-            make_folder(self._work)
-            write_text(began, self._seal)
         hidden = not progress or not state().is_main_process or self._manifest.exists()
         self._bar = tqdm(desc="generating", unit="row", disable=hidden)
 
@@ -96,6 +93,9 @@ class Batches:
 
     def write(self, batch: int, continuations: list[list[int]], **facts: Any) -> None:
         """Keep what a batch gave: new tokens, in the order of its rows, and some facts for the manifest."""
+        if not self._record.exists():
+            make_folder(self._work)
+            write_text(self._record, self._seal)
         content = {"continuations": continuations, **facts}
         write_text(self._file(batch), json.dumps({**content, "sha256": self._sum(content)}))
         self._bar.update(len(continuations))

@@ -356,7 +356,9 @@ def test_what_listens_and_says_nothing_is_no_server(serve, tokenizer, tmp_path, 
     monkeypatch.setattr(module, "_FIRST_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert refused(None, tokenizer, tmp_path, url) == f"no server at {url}: no whole answer within 0.3 seconds"
+        told = refused(None, tokenizer, tmp_path / "out", url)
+    assert told == f"no server at {url}: no whole answer within 0.3 seconds"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_compressed_answer_is_not_opened(serve, tokenizer, tmp_path):
@@ -492,6 +494,7 @@ def test_what_is_no_url_is_one_line(tokenizer, tmp_path, url, message):
     with pytest.raises(UserError, match=message) as raised:
         fetch_rows(url, "t", tokenizer, text_prompts(tokenizer), tmp_path, progress=False)
     assert "hunter2" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_leaves_32_waiting_requests_at_once(serve, tmp_path, target_folder):
