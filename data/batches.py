@@ -116,7 +116,7 @@ class Batches:
                 self._assemble(prompts, summary)
             shutil.rmtree(self._work, ignore_errors=True)
         _wait_for(self._manifest)
-        return Dataset.load_from_disk(str(self.folder / "rows"))
+        return Dataset.load_from_disk(str((self.folder / "rows").resolve()))  # datasets reads "~" as a shell does
 
     def _assemble(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> None:
         made: dict[int, array] = {}

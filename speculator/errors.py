@@ -34,9 +34,14 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if action.type is Path and not arg_string:  # to pathlib the current folder
-            raise argparse.ArgumentError(action, "the path is empty")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        # An empty name would be taken for no name, an empty path for the current folder.
+        name = (action.option_strings or [action.dest])[0]
+        if not arg_string and action.type in (None, Path) and action.dest != "prompt":
+            self.error(f"{name} is empty")
+        value = super()._get_value(action, arg_string)  # type: ignore[misc]
+        if isinstance(value, int) and not abs(value) < 2**62:
+            self.error(f"{name} must be below 2**62 in size")
+        return value
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")

@@ -18,7 +18,7 @@ from data.sources import prompts
 from speculator.commands.prompts import encode, prompt_of, read_rows
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
-from speculator.errors import OneLineParser, UserError, refuse, run_command
+from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
 from speculator.files import check_folder
 from speculator.heads import load_head
 from speculator.target import Target
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer)]
         generate_rows(target, drafter, prompts, arguments.output, batch_size=arguments.batch_size or BATCH_SIZE, **how)
     if processes.is_main_process:
-        print(_told(arguments.output), file=sys.stderr)
+        print(printable(_told(arguments.output)), file=sys.stderr)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -92,11 +92,10 @@ def _check(arguments: argparse.Namespace) -> None:
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
     refuse(
         (low, f"{', '.join(low)}: at least 1"),
-        (arguments.speculator == "", "--speculator is empty: give the folder of a trained head"),
-        (arguments.server == "", "--server is empty: give the server's URL, as http://127.0.0.1:8000"),
         (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
     )
+    check_text(f"--output {arguments.output}", str(arguments.output))  # datasets takes no other names
     check_folder("--output", arguments.output)
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
 

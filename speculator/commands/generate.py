@@ -99,6 +99,10 @@ def _check(arguments: argparse.Namespace) -> None:
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (not all(arguments.stop), "--stop: the string is empty"),
         (
+            arguments.revision is not None and Path(arguments.target).is_dir(),
+            f"--revision: {arguments.target} is a folder, which has no revisions",
+        ),
+        (
             arguments.show_drafts and printed_late,
             "--show-drafts colours text as it comes: not with --output, nor with a --batch_size above 1",
         ),

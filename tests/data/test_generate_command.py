@@ -68,6 +68,9 @@ def test_prompts_come_from_a_file(target_folder, tmp_path, name):
         (["--target", "./nowhere"], "nowhere"),
         (["--server", "http://127.0.0.1:9"], "no server at http://127.0.0.1:9"),
         (["--server", "127.0.0.1"], "127.0.0.1"),
+        (["--server", "http://127.0.0.1:99999"], "no port 99999"),
+        (["--output", "out\udcff"], "half of a surrogate pair"),
+        (["--output", "/dev/null"], "--output /dev/null is a pipe or device, not a folder"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tmp_path, capsys, flags, message):
@@ -78,10 +81,23 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
     assert len(told) == 1
     assert message in told[0]
-    assert not (tmp_path / "out" / "rows").exists()
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flags", [[], ["--sources", "x", "--prompts", "y"], ["--sources", "x", "--frobnicate"]])
+def test_a_folder_whose_name_a_shell_would_change_is_that_folder(target_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    flags = ["--target", str(target_folder), "--prompts", "in.jsonl", "--max_new_tokens", "2"]
+    for name in ("~", "a\x1b[2J"):
+        assert main([*flags, "--output", name]) == 0
+        assert (tmp_path / name / "rows").is_dir()
+    assert "a\\x1b[2J: 1 rows, 2 new tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--sources", "x", "--prompts", "y"], ["--sources", "x", "--frobnicate"], ["--sources", "x", "--server", ""]],
+)
 def test_flags_that_do_not_parse_are_one_line(tmp_path, capsys, flags):
     with pytest.raises(SystemExit) as ended:
         main(["--target", "t", "--output", str(tmp_path / "out"), *flags])

@@ -71,7 +71,9 @@ def test_what_would_steer_a_terminal_is_shown_as_its_escape(capsys):
     ("argv", "message"),
     [
         (["--fil", "x"], "unrecognized arguments: --fil x"),
-        (["--file", ""], "argument --file: the path is empty"),
+        (["--file", ""], "--file is empty"),
+        (["--name", ""], "--name is empty"),
+        (["--count", str(2**62)], "--count must be below 2**62 in size"),
         (["--file", "a\0b"], "there is a NUL in it"),
         (["--count", "1\x1b[2J\n2"], "invalid int value: '1\\x1b[2J\\n2'"),
         (["a\x1b[2J\nb"], "unrecognized arguments: a\\x1b[2J b"),
@@ -81,6 +83,7 @@ def test_flags_are_taken_by_their_whole_names_and_complaints_are_one_safe_line(a
     parser = OneLineParser(prog="it")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--count", type=int)
+    parser.add_argument("--name")
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(argv)
     assert ended.value.code == 2
