@@ -31,6 +31,7 @@ _FIRST_SECONDS = 30.0  # until a server that was not heard of has said which mod
 _ANSWER_SECONDS = 600.0  # from a request to the last byte of its answer
 _MOST_BYTES = 1 << 20  # of an answer, beside those of its tokens
 _BYTES_PER_TOKEN = 1 << 10
+_MOST_OF_ALL = 32 << 20
 _FAULT_BYTES = 4096  # of an error's text, of which a line is shown
 _NOT_SO = (400, 404, 405, 415, 422, 501)  # what servers say of a path, a prompt or a field that they don't know
 _PROBE_TOKENS = 32
@@ -247,7 +248,7 @@ class _Server:
             # A tokenizer puts special tokens in front of a text itself, here and there.
             text = self.tokenizer.decode(prompt.ids, skip_special_tokens=True)
             path, body["prompt"] = "completions", prompt.ids if form.kind == "ids" else text
-        answer = await self._answer("POST", path, body, most=_MOST_BYTES + count * _BYTES_PER_TOKEN)
+        answer = await self._answer("POST", path, body, most=min(_MOST_BYTES + count * _BYTES_PER_TOKEN, _MOST_OF_ALL))
         return self._read(answer, prompt, form, count)
 
     def _read(self, answer: Any, prompt: Prompt, form: _Form, count: int) -> list[int]:
@@ -256,7 +257,7 @@ class _Server:
         choice = choices[0] if isinstance(choices, list) and choices else None
         message = (choice.get("message") or {"content": choice.get("text")}) if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not isinstance(message, dict):
-            raise _RefusedError(f"an answer without a choice: {self._said(f'{answer!r:.200}')}")
+            raise _RefusedError(f"an answer without a choice: {self._said(_brief(answer))}")
         usage = answer.get("usage")
         read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         if form.kind != "text" and isinstance(read, int) and read != len(prompt.ids):
@@ -268,13 +269,13 @@ class _Server:
             raise _RefusedError("reasoning apart from the answer: start the server without a reasoning parser")
         if tokens := choice.get("token_ids"):
             if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocab_size for t in tokens):
-                raise _RefusedError(f"token_ids that are no tokens of the target: {tokens!r:.80}")
+                raise _RefusedError(f"token_ids that are no tokens of the target: {_brief(tokens)}")
             if len(tokens) > count:
                 raise _RefusedError(f"{len(tokens)} tokens where at most {count} were asked for")
             return tokens
         text = message.get("content") or ""
         if not isinstance(text, str):
-            raise _RefusedError(f"an answer whose text is none: {text!r:.80}")
+            raise _RefusedError(f"an answer whose text is none: {_brief(text)}")
         try:
             check_text("the answer", text)
         except UserError as error:
@@ -364,6 +365,14 @@ class _Server:
     def _said(self, text: str) -> str:
         """What the server or a library says, without the key and the password."""
         return hide(text, *self._secrets)
+
+
+def _brief(value: Any) -> str:
+    """The beginning of some JSON."""
+    try:
+        return repr(value)[:100]
+    except RecursionError:
+        return "deeply nested JSON"
 
 
 def _checked(url: str) -> tuple[str, str]:
