@@ -2,9 +2,14 @@
 
 import sys
 
-from train.config import parse
+from speculator.errors import start
+from train import interrupts
 
 if __name__ == "__main__":
+    interrupts.install()  # before all that takes time
+    start()
+    from train.config import parse
+
     config = parse(sys.argv[1:])
     # Only now: importing torch takes seconds, and a mistyped key should not.
     from train.run import main

@@ -1,23 +1,26 @@
-"""Which checkpoints are whole: a manifest of checksums, written last."""
+"""Which checkpoints are whole: a manifest of checksums, written last. Copies under other names are left alone."""
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from speculator.files import write_text
+from safetensors import SafetensorError
+
+from speculator.errors import UserError, first_line
+from speculator.files import digest, parse_json, read_text, write_text
 
 MANIFEST = "checksums.json"
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+METRIC = "eval_tokens_per_step"
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def seal(folder: str | Path) -> None:
@@ -29,7 +32,7 @@ def seal(folder: str | Path) -> None:
     folder = Path(folder)
     sums = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
-        sums[file.relative_to(folder).as_posix()] = _sha256(file)
+        sums[file.relative_to(folder).as_posix()] = digest(file)
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
     write_text(folder / MANIFEST, json.dumps(sums, indent=1))
@@ -39,28 +42,89 @@ def seal(folder: str | Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None if it is whole."""
+    """What is wrong with a sealed folder, in words; None if all that was sealed is as it was."""
+    if not (folder / MANIFEST).exists():
+        return f"it has no {MANIFEST}: it was cut off while being written"
     try:
-        sums = json.loads((folder / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError):
-        return "it was cut off while being written"
+        sums = parse_json(read_text(folder / MANIFEST), MANIFEST)
+    except UserError:
+        sums = None
+    if not (isinstance(sums, dict) and sums and all(isinstance(value, str) for value in sums.values())):
+        return f"its {MANIFEST} is damaged"
     for name, expected in sums.items():
         try:
-            found = _sha256(folder / name)
-        except OSError:
+            found = digest(folder / name)
+        except (OSError, ValueError):
             return f"{name} is missing"
         if found != expected:
             return f"{name} does not match its checksum"
     return None
 
 
-def newest(stage: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a stage's folder, and a line for each newer one that is not whole."""
+def numbered(stage: Path) -> dict[int, Path]:
+    """The checkpoints in a stage's folder by their step, the newest first."""
+    found = {match[1]: path for path in stage.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    return {int(step): found[step] for step in sorted(found, key=int, reverse=True) if found[step].is_dir()}
+
+
+def _first_whole(folders: list[Path]) -> tuple[Path | None, list[str]]:
     passed_over: list[str] = []
-    folders = sorted(stage.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
     for folder in folders:
         problem = damage(folder)
         if problem is None:
             return folder, passed_over
         passed_over.append(f"passing over {folder}: {problem}")
     return None, passed_over
+
+
+def newest(stage: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a stage's folder, and a line for each newer one that is not whole."""
+    return _first_whole(list(numbered(stage).values()))
+
+
+def best(stage: Path, history: list[dict[str, Any]], save_steps: int, max_steps: int) -> tuple[Path | None, list[str]]:
+    """The whole checkpoint with the most tokens per step, the earliest of equals, and a line for each better one.
+
+    Only planned checkpoints count, so that one which a signal asked for does not change what a run gives.
+
+    Args:
+        history: of the stage's evaluations, as trainer_state.json has it: where the run's folder lies does not matter.
+    """
+    figures = {entry["step"]: entry[METRIC] for entry in history if METRIC in entry}
+    there = numbered(stage)
+    steps = [step for step in there if step in figures and planned(step, save_steps, max_steps)]
+    return _first_whole([there[step] for step in sorted(steps, key=lambda step: (-figures[step], step))])
+
+
+def planned(step: int, save_steps: int, max_steps: int) -> bool:
+    """Whether a run that nobody stops has a checkpoint of this step."""
+    return step % save_steps == 0 or step == max_steps
+
+
+def rotate(stage: Path, limit: int, best_step: int | None) -> None:
+    """Delete old checkpoints until `limit` are left, the best among them."""
+    there = numbered(stage)
+    kept = [best_step] * (best_step in there)
+    kept += [step for step in there if step != best_step][: limit - len(kept)]
+    for step in there.keys() - set(kept):
+        shutil.rmtree(there[step], ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A disk that is full, or takes no more, becomes one line that names the path.
+
+    Raises:
+        UserError: it does; whichever library found out.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM and "disk space" not in str(error):
+            raise
+        reason = error.strerror or first_line(error)
+        raise UserError(f"can't write {error.filename or path}: {reason}; the same command goes on from here") from None
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's writer
+            raise
+        raise UserError(f"can't write {path}: {first_line(error)}; the same command goes on from here") from None

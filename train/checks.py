@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import datasets
+import torch
 from pyarrow import compute
 
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.target import Target
 from train.config import GenerateConfig, RunConfig, StageConfig
+from train.initialise import parameters
 
 
 def settings(config: RunConfig) -> None:
@@ -23,6 +27,9 @@ def settings(config: RunConfig) -> None:
             raise UserError(f"stage2.generate.draft_length must be in 0..{head.n_predict}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: its rows are too short for {head.n_predict} heads")
+    _positive("data", config.data, "seq_length", "max_package_bytes")
+    if config.data.max_tokens is not None:
+        _positive("data", config.data, "max_tokens")
     _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
     if head.tie_weights and head.n_predict == 1:
         raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
@@ -41,10 +48,14 @@ def settings(config: RunConfig) -> None:
         raise UserError("eval.temperatures is empty: name one at least")
     for temperature in config.eval.temperatures:
         Sampling(temperature)
+        if config.eval.temperatures.count(temperature) > 1:
+            raise UserError(f"eval.temperatures: {temperature} is given twice")
     if not 0 <= config.seed < 2**32:
         raise UserError("seed must be in 0..4294967295")
     if head.inner_dim < 0:
         raise UserError("speculator.inner_dim must not be negative; 0 takes the target's size")
+    if head.draft_vocab_size < 0:
+        raise UserError("speculator.draft_vocab_size must not be negative; 0 drafts from all tokens")
     if config.loss.lk_eta < 0:
         raise UserError("loss.lk_eta must not be negative")
     if config.eval.max_new_tokens < 2:
@@ -93,6 +104,7 @@ def fits_target(config: RunConfig, target: Target) -> None:
             f"speculator.draft_vocab_size {drafted} is neither 0 nor in {least}..{target.vocab_size}: no fewer than "
             f"the tokens that end a text, no more than {target.name} has"
         )
+    _fits_memory(config, target)
     longest = {
         "data.seq_length": config.data.seq_length,
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
@@ -105,6 +117,20 @@ def fits_target(config: RunConfig, target: Target) -> None:
     for name, length in longest.items():
         if length > target.context_length:
             raise UserError(f"{name} is {length}, but {target.name} has a context of {target.context_length}")
+
+
+def _fits_memory(config: RunConfig, target: Target) -> None:
+    """A head alone that can't be trained: float32 weights, their gradients and two moments of Adam."""
+    weights = parameters(config.speculator, target.vocab_size, target.hidden_size)
+    if target.device.type == "cuda":
+        where, memory = "this GPU", torch.cuda.get_device_properties(target.device).total_memory
+    else:
+        where, memory = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 16 * weights > memory:
+        raise UserError(
+            f"speculator: a head of {weights:,} weights needs {16 * weights / 1e9:,.0f} GB to train, and {where} has "
+            f"{memory / 1e9:,.0f}; take a smaller inner_dim or n_predict, or tie_weights"
+        )
 
 
 def own_laws(generate: GenerateConfig) -> list[Sampling]:

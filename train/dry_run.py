@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -28,11 +27,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from data.readers import PYTHON_SOURCES, hub_id
 from data.sources import parse
-from speculator.heads import ARCHITECTURES
-from train import checks
+from speculator.errors import UserError
+from train import checks, interrupts
 from train.config import RunConfig, StageConfig
+from train.initialise import parameters
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
+_DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
 _ROWS = {"train": 24, "validation": 6, "held-out": 6}
 _FAMILIES = {r"qwen-?3": "qwen3", r"qwen": "qwen2", r"": "llama"}
 _TEMPLATE = (
@@ -58,11 +59,14 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     for source in parse(config.data.sources):
         if source.location != PYTHON_SOURCES and not Path(source.location).exists():
             hub_id(source.location)
+    known = _known_config(config)
+    drafted, whole = config.speculator.draft_vocab_size, known.get_text_config().vocab_size if known else None
+    if whole is not None and drafted > whole:
+        raise UserError(f"speculator.draft_vocab_size {drafted} is more than the {whole} tokens of the target")
     state = PartialState(cpu=not torch.accelerator.is_available())
     made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
     folder = Path(broadcast_object_list(made)[0])
-    known = _known_config(config)
-    try:
+    with interrupts.temporary(folder) if state.is_main_process else nullcontext():
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
@@ -74,9 +78,6 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         state.wait_for_everyone()
         if state.is_main_process:
             print("\n".join([*_done(config, folder / "run"), *_real_run(config, known, state.num_processes)]))
-    finally:
-        if state.is_main_process:
-            shutil.rmtree(folder)
 
 
 @contextmanager
@@ -160,10 +161,11 @@ def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
     )
     # Starting from the target's matrices needs the target's width: both are the stand-in's.
     inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
+    drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
     return replace(
         config,
         target=replace(config.target, name_or_path=str(folder / "target"), revision=None),
-        speculator=replace(config.speculator, inner_dim=inner, warm_start=None),
+        speculator=replace(config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),
         stage2=replace(_one_step(config.stage2), generate=generate),
@@ -246,15 +248,4 @@ def _head_size(config: RunConfig, known: PreTrainedConfig | None) -> str:
             f"vocabulary and hidden size of {config.target.name_or_path}, whose config is not on this machine"
         )
     text = known.get_text_config()
-    config_class, head_class = ARCHITECTURES[head.architecture]
-    with torch.device("meta"):
-        built = head_class(
-            config_class(
-                vocab_size=text.vocab_size,
-                emb_dim=text.hidden_size,
-                inner_dim=head.inner_dim,
-                n_predict=head.n_predict,
-                tie_weights=head.tie_weights,
-            )
-        )
-    return f"{drafts}, {sum(parameter.numel() for parameter in built.parameters()):,} parameters"
+    return f"{drafts}, {parameters(head, text.vocab_size, text.hidden_size):,} parameters"

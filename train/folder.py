@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -10,12 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import datasets
 import yaml
 
 from speculator.errors import UserError
-from speculator.files import make_folder, write_text
-from train.config import ROOT, RunConfig
+from speculator.files import make_folder, read_text, write_text
+from train.config import ROOT, RunConfig, load_yaml
 
+_RECORD = "config.yaml"
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run")
 
 
@@ -25,26 +29,45 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def refuse_foreign(folder: Path, config: RunConfig) -> None:
     """Refuse a folder that holds something else than this run, finished or not."""
-    record = folder / "config.yaml"
-    try:
-        before = yaml.safe_load(record.read_text())["settings"]
-    except FileNotFoundError:
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir") from None
+    record = folder / _RECORD
+    if not record.exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir")
         return
-    except (OSError, TypeError, KeyError, yaml.YAMLError):
-        raise UserError(f"{record} was not written by train.py; choose another --output_dir") from None
-    difference = _first_difference(before, _settings(config))
+    difference = _first_difference(_read(record)["settings"], _settings(config))
     if difference and not config.overwrite_output_dir:
         raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
 
 
-def claim(folder: Path, config: RunConfig, processes: int) -> None:
-    """Make the folder this run's: drop what --overwrite_output_dir replaces, and write config.yaml."""
-    record = folder / "config.yaml"
+def _read(record: Path) -> dict[str, Any]:
+    try:
+        read = load_yaml(read_text(record))
+        read["settings"].items()
+    except (UserError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        raise UserError(f"{record} was not written by train.py, or is damaged; choose another --output_dir") from None
+    return read
+
+
+def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[str, str] | None = None) -> None:
+    """Make the folder this run's: drop what --overwrite_output_dir replaces, and write config.yaml.
+
+    Args:
+        fingerprints: of what the run reads, by what it is.
+
+    Raises:
+        UserError: the run there was begun with something else; or the folder can't be emptied or written.
+    """
+    record = folder / _RECORD
     if config.overwrite_output_dir:
-        shutil.rmtree(folder, ignore_errors=True)
+        _empty(folder)
     if record.exists():
+        before = _read(record).get("fingerprints") or {}
+        changed = [name for name, value in (fingerprints or {}).items() if before.get(name, value) != value]
+        if changed:
+            raise UserError(
+                f"{folder}: this run was begun with other {' and '.join(changed)}: what they are made from has changed "
+                "since; --overwrite_output_dir starts again"
+            )
         return
     make_folder(folder)
     facts = {
@@ -54,8 +77,37 @@ def claim(folder: Path, config: RunConfig, processes: int) -> None:
         "python": sys.version.split()[0],
         "git_commit": git_commit(),
         "argv": sys.argv,
+        "fingerprints": fingerprints or {},
     }
     write_text(record, yaml.safe_dump(facts, sort_keys=False))
+
+
+def _empty(folder: Path) -> None:
+    """Delete what is in a folder, a link's too, its record last: cut off here, it is still known for a run's."""
+    try:
+        for path in sorted(folder.iterdir() if folder.exists() else (), key=lambda path: path.name == _RECORD):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise UserError(f"can't replace {folder}: {error.filename}: {error.strerror}") from None
+
+
+def rows_fingerprint(rows: datasets.Dataset) -> str:
+    """Of all that the rows hold."""
+    digest = hashlib.sha256()
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            digest.update(f"{name} {column.offsets.to_pylist()}".encode())
+            digest.update(column.flatten().to_numpy())
+    return digest.hexdigest()[:16]
+
+
+def prompts_fingerprint(prompts: list[list[int]]) -> str:
+    """Of the tokens of all prompts."""
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def _first_difference(before: Any, now: Any, path: str = "") -> str | None:

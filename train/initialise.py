@@ -12,7 +12,7 @@ from speculator.errors import UserError
 from speculator.export import load_any
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.target import Target
-from train.config import RunConfig
+from train.config import RunConfig, SpeculatorConfig
 from train.vocabulary import count_tokens, most_frequent
 
 _NOISE = 0.3
@@ -51,6 +51,29 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     elif config.speculator.initialise == "target":
         from_target(head, target)
     return head
+
+
+def parameters(shape: SpeculatorConfig, vocab_size: int, hidden_size: int) -> int:
+    """How many parameters a head of this shape has, found without making it: from the third on each step adds alike."""
+    config_class, head_class = ARCHITECTURES[shape.architecture]
+
+    def count(n_predict: int) -> int:
+        with torch.device("meta"):
+            head = head_class(
+                config_class(
+                    vocab_size=vocab_size,
+                    emb_dim=hidden_size,
+                    inner_dim=shape.inner_dim,
+                    n_predict=n_predict,
+                    tie_weights=shape.tie_weights,
+                    draft_vocab_size=shape.draft_vocab_size or None,
+                )
+            )
+        return sum(parameter.numel() for parameter in head.parameters())
+
+    if shape.n_predict <= 3:
+        return count(shape.n_predict)
+    return count(3) + (shape.n_predict - 3) * (count(3) - count(2))
 
 
 def from_head(head: Speculator, folder: str) -> None:

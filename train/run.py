@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import datasets
@@ -27,18 +28,28 @@ from speculator.export.card import write_card
 from speculator.heads import load_head
 from speculator.target import Target
 from train import checks
+from train.checkpoint import writing
 from train.config import RunConfig
 from train.dry_run import rehearse
-from train.folder import claim, refuse_foreign
+from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import new_head
-from train.stages import publish, train_stage
+from train.stages import is_published, publish, train_stage
 
 _PROMPTS_PER_TEXT = 4
 
 
 def main(config: RunConfig) -> int:
     """Run; gives the exit code. Wrong input is one line on stderr and 2."""
-    code = run_command("train.py", lambda: rehearse(config, _run) if config.dry_run else _run(config))
+
+    def work() -> None:
+        with writing(Path(config.output_dir)):
+            rehearse(config, _run) if config.dry_run else _run(config)
+
+    try:
+        code = run_command("train.py", work)
+    except SystemExit as stop:  # by SIGTERM, all processes at the same step
+        _leave_group()
+        return int(stop.code or 0)
     if not code:
         _leave_group()
     return code
@@ -62,6 +73,7 @@ def _run(config: RunConfig) -> None:
     if report.exists() and not config.overwrite_output_dir:
         state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
         return
+    say_what_is_idle(state)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     use_all_cores()
@@ -78,10 +90,10 @@ def _run(config: RunConfig) -> None:
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
     if state.is_main_process:
-        claim(folder, config, state.num_processes)
+        claim(folder, config, state.num_processes, fingerprints(train_rows, validation_rows, suites))
     state.wait_for_everyone()
     head_folder = folder / "speculator"
-    if not head_folder.exists():
+    if not is_published(head_folder):
         measured_on = (validation_rows, suites["validation"].prompts)
         best = train_stage("stage1", config, target, lambda: head, train_rows, *measured_on)
         if config.stage2.max_steps:
@@ -116,6 +128,26 @@ def _run(config: RunConfig) -> None:
         tracking.stop()
         write_card(head_folder)
         print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
+
+
+def fingerprints(
+    train_rows: datasets.Dataset, validation_rows: datasets.Dataset, suites: dict[str, Suite]
+) -> dict[str, str]:
+    """Of what a run reads: whoever goes on with it needs the same."""
+    rows = {"training": train_rows, "validation": validation_rows}
+    made = {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
+    return made | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in suites.items()}
+
+
+def say_what_is_idle(state: PartialState) -> None:
+    """One process uses one GPU: say so where there are more."""
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if state.num_processes == 1 and count > 1:
+        print(
+            f"{count} GPUs are visible, one process uses one; "
+            f"`accelerate launch --multi_gpu --num_processes {count} train.py` uses all",
+            file=sys.stderr,
+        )
 
 
 def use_all_cores() -> None:

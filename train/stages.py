@@ -5,24 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import datasets
 from accelerate import PartialState
 
 from eval import tracking
 from eval.acceptance import real_acceptance
-from speculator.files import write_text
+from speculator.errors import UserError
+from speculator.export import load_any
+from speculator.files import new_folder, read_text, write_text
 from speculator.heads import Speculator
 from speculator.target import Target
-from train import checkpoint
+from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 from train.vocabulary import describe
+
+_WANDB_ID = re.compile(rb"[0-9a-f]{8}")
 
 
 def train_stage(
@@ -40,23 +46,29 @@ def train_stage(
         name: "stage1" or "stage2": the config's section and the folder under the run's.
         start: gives the head that the stage starts from, float32.
         prompts: decoded for the real tokens_per_step at each evaluation.
+
+    Raises:
+        SystemExit: 143, after a checkpoint, if SIGTERM came while it trained.
+        UserError: the loss is not finite, a checkpoint can't be written, or none is left whole.
     """
     settings: StageConfig = getattr(config, name)
     folder = Path(config.output_dir) / name
     best_head = folder / "speculator"
-    if best_head.exists():
+    if is_published(best_head):
         return best_head
     state = PartialState()
     count = min(config.eval.validation_rows, len(validation_rows))
     batch = max(1, min(settings.per_device_train_batch_size, count // state.num_processes))
     # Whole batches: a short one would be filled up with rows seen before.
     count -= count % (batch * state.num_processes)
-    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
+    names = {field.name for field in dataclasses.fields(StageConfig)} - {"save_total_limit"}
+    fields = {name: getattr(settings, name) for name in names}  # the checkpoints are counted and deleted here
     trainer = SpeculatorTrainer(
         model=start(),
         target=target,
         loss=config.loss,
         decode=lambda head: real_acceptance(target, head, prompts, seed=config.seed),
+        stage=settings,
         args=arguments(
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",
@@ -80,35 +92,57 @@ def train_stage(
         drafted = trainer.model.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
         print(f"{name}: {shape}, {many}{share}", file=sys.stderr)
-    best = _best_of_finished(resume, settings.max_steps)
-    if best is None:
+    done = _state_of(resume) if resume else {}
+    if done.get("global_step", 0) < settings.max_steps:
         if state.is_main_process and config.report_to == "wandb":
             _start_tracking(config, name, folder)
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        with interrupts.saving():
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
+        if done["global_step"] < settings.max_steps or interrupts.stop_asked():
+            _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
-        head = type(trainer.model).from_pretrained(best) if best else trainer.accelerator.unwrap_model(trainer.model)
-        publish(head, best_head)
+        best, passed_over = checkpoint.best(folder, done["log_history"], settings.save_steps, settings.max_steps)
+        for line in passed_over:
+            print(line, file=sys.stderr)
+        if best is None:
+            raise UserError(f"{folder}: no checkpoint is whole; the same command trains it anew")
+        publish(load_any(best), best_head)
     state.wait_for_everyone()
     return best_head
 
 
+def _state_of(folder: Path) -> dict:
+    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+
+
+def _stop(last: Path) -> NoReturn:
+    tracking.stop()
+    if PartialState().is_main_process:
+        print(f"stopped by SIGTERM: the same command goes on from {last}", file=sys.stderr)
+    raise SystemExit(143)
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a head is there and as it was written; a damaged one is said to be. On every process of the run."""
+    state = PartialState()
+    problem = checkpoint.damage(folder) if folder.exists() else "it is not there"
+    if state.is_main_process and folder.exists() and problem:
+        print(f"{folder}: {problem}; it is made anew", file=sys.stderr)
+    state.wait_for_everyone()
+    return problem is None
+
+
 def publish(head: Speculator, folder: Path) -> None:
-    """Save a head under its name: entirely or not at all."""
-    scratch = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    head.save_pretrained(scratch)
-    scratch.rename(folder)
+    """Save a head under its name, sealed: entirely or not at all. A damaged one there is replaced.
 
-
-def _best_of_finished(newest: Path | None, max_steps: int) -> Path | None:
-    """The best checkpoint of a stage that was cut off after its last step; None if there are steps to go."""
-    if newest is None:
-        return None
-    state = json.loads((newest / "trainer_state.json").read_text())
-    if state["global_step"] < max_steps:
-        return None
-    best = state["best_model_checkpoint"]  # none where the stage was too short for an evaluation
-    return newest.with_name(Path(best).name) if best else newest
+    Raises:
+        UserError: there is no room.
+    """
+    with new_folder(folder) as scratch:
+        head.save_pretrained(scratch)
+        checkpoint.seal(scratch)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_tracking(config: RunConfig, name: str, folder: Path) -> None:
@@ -119,7 +153,7 @@ def _start_tracking(config: RunConfig, name: str, folder: Path) -> None:
     """
     tracking.stop()
     record = folder / "wandb_id"
-    if not record.exists():
+    if not (record.is_file() and _WANDB_ID.fullmatch(record.read_bytes())):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, secrets.token_hex(4))
     run = Path(config.output_dir).name
@@ -127,7 +161,7 @@ def _start_tracking(config: RunConfig, name: str, folder: Path) -> None:
         Path(os.environ.get("WANDB_DIR", config.output_dir)),
         group=os.environ.get("WANDB_RUN_GROUP", run),
         name=f"{run} {name}",
-        id=record.read_text(),
+        id=read_text(record),
         resume="allow",
         config=dataclasses.asdict(config),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +16,9 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArg
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target import Target
-from train.checkpoint import seal
-from train.config import LossConfig
+from train.checkpoint import METRIC, planned, rotate, seal, writing
+from train.config import LossConfig, StageConfig
+from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise
 from train.timing import Stopwatch
 
@@ -55,6 +57,7 @@ class SpeculatorTrainer(Trainer):
         target: the model to draft for.
         loss: weights of the losses.
         decode: gives the real figures of the head as it is now, from the decoding loop; called at each evaluation.
+        stage: which checkpoints there are to be.
     """
 
     def __init__(
@@ -63,17 +66,19 @@ class SpeculatorTrainer(Trainer):
         target: Target,
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
+        stage: StageConfig,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
-        self.target, self.loss_weights, self.decode = target, loss, decode
+        self.target, self.loss_weights, self.decode, self.stage = target, loss, decode, stage
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._step_time, self._target_time = Stopwatch(self.args.device), Stopwatch(self.args.device)
         self.add_callback(StepTime(self._step_time))
+        self.add_callback(StopWhenAsked(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
@@ -98,12 +103,15 @@ class SpeculatorTrainer(Trainer):
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
         # Per position, summed over heads: all heads' labels are counted together, and they hardly differ in number.
         loss = objective * heads * scale / items.clamp_min(1)
-        if not torch.isfinite(loss):
-            raise UserError(
-                f"the loss became {loss.item()} at step {self.state.global_step}; what {self.args.output_dir} holds is "
-                "kept; start another run with a smaller learning_rate"
-            )
         return (loss, sums) if return_outputs else loss
+
+    def _refuse_unless_finite(self, what: str, value: float) -> None:
+        """Called where a figure is on the host anyway: looking at each pass would keep the device waiting."""
+        if not math.isfinite(value):
+            raise UserError(
+                f"{what} became {value} by step {self.state.global_step}; what {self.args.output_dir} holds is kept; "
+                "start another run with a smaller learning_rate"
+            )
 
     def _add(self, phase: str, sums: dict[str, Tensor]) -> None:
         for name, value in sums.items():
@@ -118,6 +126,7 @@ class SpeculatorTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and "learning_rate" in logs:
+            self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
             logs["step_over_target"] = self._step_time.take() / self._target_time.take()
         super().log(logs, *args, **kwargs)
@@ -131,26 +140,90 @@ class SpeculatorTrainer(Trainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         head = self.accelerator.unwrap_model(self.model)
-        figures = self._take("eval") | self.decode(head)
-        # Not the library's mean of batches' means.
-        figures["loss"] = sum(value for name, value in figures.items() if name.endswith("/loss"))
+        figures = self._take("eval")
+        # As it is trained on, and not the library's mean of batches' means.
+        decay = self.loss_weights.head_decay
+        figures["loss"] = sum(decay**i * figures[f"head{i}/loss"] for i in range(head.n_predict))
+        self._refuse_unless_finite("the loss", figures["loss"])
+        figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        # Only a step that is saved can be the best: an evaluation between checkpoints leaves nothing to load.
-        return self.control.should_save and super()._determine_best_metric(metrics=metrics, trial=trial)
+        # Only a step that is saved, whoever stops the run, can be the best: others leave nothing to load.
+        saved = planned(self.state.global_step, self.stage.save_steps, self.stage.max_steps)
+        return saved and super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        stage = Path(self.args.output_dir)
+        folder = stage / f"checkpoint-{self.state.global_step}"
+        self._refuse_unless_finite("the loss", self._tr_loss.item())
+        largest = max(weight.detach().abs().max().item() for weight in model.parameters())
+        self._refuse_unless_finite("a weight", largest)
         if self.args.should_save:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off here
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
+        try:
+            with writing(folder):
+                super()._save_checkpoint(model, trial)
+                torch.save(self._since_log(), self._since_log_file(folder))
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    seal(folder)
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if self.args.should_save:
-            seal(folder)
+            rotate(stage, self.stage.save_total_limit, self.state.best_global_step)
         self.accelerator.wait_for_everyone()
+
+    def _since_log_file(self, folder: Path) -> Path:
+        return folder / f"since_log_{self.args.process_index}.pt"
+
+    def _since_log(self) -> dict[str, Any]:
+        """What the next line of the log is made of: a run that goes on has the same lines."""
+        return {"loss": self._tr_loss, "step": self._globalstep_last_logged, "sums": self._sums["train"]}
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        file = resume_from_checkpoint and self._since_log_file(Path(resume_from_checkpoint))
+        if file and file.exists():
+            self.add_callback(GoOnLogging(self, torch.load(file, self.args.device, weights_only=True)))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+
+class GoOnLogging(TrainerCallback):
+    """Puts back what a checkpoint had gathered for the next line of the log."""
+
+    def __init__(self, trainer: SpeculatorTrainer, since_log: dict[str, Any]):
+        self.trainer, self.since_log = trainer, since_log
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer._tr_loss += self.since_log["loss"]
+        self.trainer._globalstep_last_logged = self.since_log["step"]
+        self.trainer._sums["train"] = self.since_log["sums"]
+
+
+class StopWhenAsked(TrainerCallback):
+    """After SIGTERM: a checkpoint of the step that is done, and the end. All processes stop at the same step."""
+
+    def __init__(self, trainer: SpeculatorTrainer):
+        self.trainer = trainer
+        self._votes: Tensor | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size == 1:
+            stop = stop_asked()
+        else:
+            # The sum is read a step later, when the device has long been through with it.
+            before = self._votes
+            self._votes = self.trainer.accelerator.reduce(torch.tensor(float(stop_asked()), device=args.device), "sum")
+            stop = before is not None and bool(before)
+        if stop:
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size == 1 and stop_asked():
+            control.should_save = control.should_training_stop = True
 
 
 class StepTime(TrainerCallback):
@@ -190,15 +263,17 @@ class ProgressLine(ProgressCallback):
 
 def arguments(**fields: Any) -> TrainingArguments:
     """TrainingArguments with what every stage shares."""
-    return TrainingArguments(
+    made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
-        load_best_model_at_end=True,
-        metric_for_best_model="tokens_per_step",
+        metric_for_best_model=METRIC,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],
         use_cpu=not torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,
+        logging_nan_inf_filter=False,  # it would wait for the device at each pass, and hide what has to end the run
         **fields,
     )
+    made._n_gpu = min(made.n_gpu, 1)  # of several the Trainer would use all, by nn.DataParallel
+    return made

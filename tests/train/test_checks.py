@@ -8,6 +8,7 @@ from datasets import Dataset
 from speculator import UserError
 from train import checks
 from train.config import parse
+from train.initialise import new_head, parameters
 
 
 @pytest.mark.parametrize(
@@ -26,11 +27,47 @@ from train.config import parse
         (["--speculator.inner_dim", "-3"], "speculator.inner_dim"),
         (["--speculator.n_predict", "0"], "speculator.n_predict must be at least 1"),
         (["--loss.lk_eta", "-5"], "loss.lk_eta must not be negative"),
+        (["--eval.temperatures", "[0, 1, 0.0]"], "eval.temperatures: 0.0 is given twice"),
+        (["--speculator.draft_vocab_size", "-5"], "speculator.draft_vocab_size must not be negative"),
+        (["--data.max_tokens", "-1"], "data.max_tokens must be at least 1"),
+        (["--data.max_package_bytes", "0"], "data.max_package_bytes must be at least 1"),
     ],
 )
 def test_numbers_that_cannot_be_are_named(flags, message):
     with pytest.raises(UserError, match=message):
         checks.settings(parse(flags))
+
+
+OTHERWISE = ["--speculator.initialise", "random", "--data.seq_length", "100000000"]
+OTHERWISE += ["--stage2.max_steps", "0", "--eval.tune_prompts", "0"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--speculator.inner_dim", "100000000"],
+        ["--speculator.inner_dim", "100000000", "--speculator.architecture", "lstm"],
+        ["--speculator.n_predict", "99999990", "--speculator.tie_weights", "false"],
+    ],
+)
+def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target, flags):
+    config = parse([*flags, *OTHERWISE])
+    checks.settings(config)
+    with pytest.raises(UserError, match=r"a head of [\d,]{15,} weights needs [\d,]{5,} GB to train"):
+        checks.fits_target(config, target)
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "lstm"])
+@pytest.mark.parametrize("n_predict", [2, 3, 6])
+@pytest.mark.parametrize("drafted", [0, 20])
+def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_predict, drafted):
+    flags = ["--speculator.architecture", architecture, "--speculator.n_predict", str(n_predict)]
+    flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
+    for tied in ("true", "false") if architecture == "mlp" else ("true",):
+        config = parse([*flags, "--speculator.initialise", "random", "--speculator.tie_weights", tied])
+        rows = Dataset.from_dict({"input_ids": [[0, 1]]})
+        made = new_head(config, target, rows).num_parameters()
+        assert parameters(config.speculator, target.vocab_size, target.hidden_size) == made
 
 
 def test_rows_with_a_token_that_the_target_has_not_are_refused(target):

@@ -80,13 +80,20 @@ def test_what_runs_is_the_configured_head_and_law_on_the_named_family():
 
 
 def test_the_size_of_a_head_is_told_where_the_target_is_here(capsys):
-    rehearsed(ROOT / "configs" / "quickstart.yaml", "--stage2.max_steps", "0")
+    flags = ["--stage2.max_steps", "0", "--speculator.draft_vocab_size", "3000"]  # more than the stand-in has
+    rehearsed(ROOT / "configs" / "quickstart.yaml", *flags)
     text = capsys.readouterr().out
     target = json.loads((ROOT / "examples" / "stdlib_target" / "config.json").read_text())
     config_class, head_class = ARCHITECTURES["mlp"]
-    head = head_class(config_class(vocab_size=target["vocab_size"], emb_dim=target["hidden_size"], n_predict=4))
+    sizes = {"vocab_size": target["vocab_size"], "emb_dim": target["hidden_size"], "draft_vocab_size": 3000}
+    head = head_class(config_class(**sizes, n_predict=4))
     assert f"{sum(weight.numel() for weight in head.parameters()):,} parameters" in text
     assert "stage2" not in text
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused_where_that_is_known():
+    with pytest.raises(UserError, match=r"speculator\.draft_vocab_size 99999 is more than the 4096 tokens"):
+        rehearsed(ROOT / "configs" / "quickstart.yaml", "--speculator.draft_vocab_size", "99999")
 
 
 @pytest.mark.parametrize(

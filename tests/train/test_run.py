@@ -17,9 +17,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from train import checkpoint
 from train.config import parse
 from train.run import main
-from train.stages import _best_of_finished
 
 ROOT = Path(__file__).parents[2]
 _PROGRESS = re.compile(r"Generating|Saving the dataset|^$")  # bars of the datasets library
@@ -113,7 +113,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert config["settings"]["stage1"]["max_steps"] == 20
     assert {"versions", "git_commit", "argv"} <= config.keys()
-    files = {"config.json", "model.safetensors", "README.md"}
+    files = {"config.json", "model.safetensors", "README.md", "checksums.json"}
     assert {path.name for path in (finished / "speculator").iterdir()} == files
     card = (finished / "speculator" / "README.md").read_text()
     assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.02, cosine |" in card
@@ -164,13 +164,12 @@ def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, tmp
 
 def test_the_best_of_a_stage_cut_off_after_its_last_step_is_found(finished):
     """Nothing is trained again: the best checkpoint that the last one names is the head."""
-    last = finished / "stage1" / "checkpoint-20"
-    best = _best_of_finished(last, max_steps=20)
+    history = json.loads((finished / "stage1" / "checkpoint-20" / "trainer_state.json").read_text())["log_history"]
+    best, passed_over = checkpoint.best(finished / "stage1", history, save_steps=5, max_steps=20)
+    assert not passed_over
     expected = load_file(finished / "stage1" / "speculator" / "model.safetensors")
     found = load_file(best / "model.safetensors")
     assert all((found[name] == value).all() for name, value in expected.items())
-    assert _best_of_finished(last, max_steps=21) is None
-    assert _best_of_finished(None, max_steps=20) is None
 
 
 def test_metrics_at_an_evaluation_are_per_head_and_real(finished):

@@ -1,0 +1,297 @@
+"""A run that was stopped, damaged, moved or out of room, in this process: what the next call does."""
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculator.errors import UserError
+from train import checkpoint, interrupts, trainer
+from train.config import parse
+from train.folder import refuse_foreign
+from train.run import main
+
+SETTINGS = {
+    "data.seq_length": 64,
+    "data.max_tokens": 20_000,
+    "speculator.n_predict": 3,
+    "loss.head_decay": 0.5,
+    "stage1.max_steps": 16,
+    "stage1.per_device_train_batch_size": 4,
+    "stage1.warmup_steps": 2,
+    "stage1.logging_steps": 5,
+    "stage1.eval_steps": 4,
+    "stage1.save_steps": 4,
+    "stage1.save_total_limit": 4,
+    "stage2.max_steps": 0,
+    "eval.validation_rows": 8,
+    "eval.validation_prompts": 1,
+    "eval.tune_prompts": 0,
+    "eval.prompt_tokens": 16,
+    "eval.max_prompts": 1,
+    "eval.max_new_tokens": 8,
+    "report_to": "none",
+}
+
+
+@pytest.fixture(scope="module")
+def run(target_folder, text_file, tmp_path_factory):
+    """Runs in a folder: (folder, sources, flags) -> exit code."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(folder: Path, *flags: str, source: Path = text_file, **settings) -> int:
+        given = {**SETTINGS, "target.name_or_path": target_folder, "data.sources": f"[{source}]", **settings}
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SPECULATOR_CACHE", str(cache))
+            patch.setattr("train.run.evaluate", report)
+            patch.setattr("train.run.write_card", lambda folder: None)
+            code = main(parse([f"--output_dir={folder}", *words, *flags]))
+        torch.set_num_threads(1)
+        return code
+
+    return run
+
+
+def report(target, head, suites, output: Path, **settings) -> None:
+    """Stands in for the final evaluation, which takes half of a small run's time."""
+    output.mkdir(exist_ok=True)
+    for name in ("report.md", "report.json"):
+        (output / name).write_text("{}")
+
+
+@pytest.fixture(scope="module")
+def finished(run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert run(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def unfinished(finished, tmp_path) -> Path:
+    """Trained, but nothing published."""
+    folder = tmp_path / "unfinished"
+    shutil.copytree(finished, folder)
+    for made in ("eval", "speculator", "stage1/speculator"):
+        shutil.rmtree(folder / made)
+    return folder
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def history(folder: Path) -> list[dict]:
+    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    timing = ("runtime", "per_second", "step_over_target")
+    return [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in entries]
+
+
+def flip_a_bit(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def by_tokens_per_step(stage: Path) -> list[int]:
+    """Steps, the best first."""
+    entries = [entry for entry in history(stage / "checkpoint-16") if checkpoint.METRIC in entry]
+    found = {entry["step"]: entry[checkpoint.METRIC] for entry in entries}
+    return sorted(found, key=lambda step: (-found[step], step))
+
+
+def test_the_loss_of_an_evaluation_is_weighted_as_the_one_that_is_trained_on(finished):
+    entry = next(entry for entry in history(finished / "stage1" / "checkpoint-16") if "eval_loss" in entry)
+    assert entry["eval_loss"] == pytest.approx(sum(0.5**i * entry[f"eval_head{i}/loss"] for i in range(3)))
+
+
+@pytest.mark.parametrize("calls", [7, 9])
+def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
+    finished, run, tmp_path, monkeypatch, capfd, calls
+):
+    """Between two lines of the log, at steps 6 and 8: an evaluation after step 4 asks too, and one after step 8."""
+    asked = iter(range(1, 100))
+    monkeypatch.setattr(trainer, "stop_asked", lambda: next(asked) >= calls)
+    folder = tmp_path / "stopped"
+    assert run(folder) == 143
+    step = {7: 6, 9: 8}[calls]
+    assert f"the same command goes on from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
+    monkeypatch.undo()
+    assert run(folder) == 0
+    assert f"going on from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
+    for name in ("stage1/checkpoint-16", "stage1/speculator", "speculator"):
+        assert weights(folder / name) == weights(finished / name)
+    assert history(folder / "stage1/checkpoint-16") == history(finished / "stage1/checkpoint-16")
+
+
+def test_a_stop_at_an_evaluation_between_checkpoints_does_not_change_which_is_the_best(finished):
+    entries = [{"step": step, checkpoint.METRIC: 3.0 if step == 4 else 1.0 + step} for step in (4, 8, 12)]
+    entries[0][checkpoint.METRIC] = 99.0
+    best, _ = checkpoint.best(finished / "stage1", entries, save_steps=8, max_steps=16)
+    assert best.name == "checkpoint-8"
+
+
+def test_a_damaged_best_checkpoint_is_passed_over_for_the_next_best(unfinished, run, capfd):
+    best, second, *_ = by_tokens_per_step(unfinished / "stage1")
+    flip_a_bit(unfinished / "stage1" / f"checkpoint-{best}" / "model.safetensors")
+    assert run(unfinished) == 0
+    line = f"passing over {unfinished}/stage1/checkpoint-{best}: model.safetensors does not match its checksum"
+    assert line in capfd.readouterr().err
+    assert weights(unfinished / "stage1/speculator") == weights(unfinished / "stage1" / f"checkpoint-{second}")
+
+
+@pytest.mark.parametrize("name", ["stage1/speculator", "speculator"])
+def test_a_damaged_head_is_made_anew(finished, run, tmp_path, capfd, name):
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "eval")
+    if name == "stage1/speculator":
+        shutil.rmtree(folder / "speculator")
+    flip_a_bit(folder / name / "model.safetensors")
+    assert run(folder) == 0
+    said = capfd.readouterr().err
+    assert f"{folder}/{name}: model.safetensors does not match its checksum; it is made anew" in said
+    assert weights(folder / name) == weights(finished / name)
+    assert checkpoint.damage(folder / name) is None
+
+
+def test_copies_of_checkpoints_are_left_alone_and_a_moved_run_goes_on(unfinished, run, tmp_path, monkeypatch, capfd):
+    """Under a relative name from another folder, with copies beside the checkpoints, from the middle of the stage."""
+    folder = tmp_path / "elsewhere" / "renamed"
+    folder.parent.mkdir()
+    unfinished.rename(folder)
+    stage = folder / "stage1"
+    copies = [stage / name for name in ("checkpoint-8.bak", "checkpoint-best", "checkpoint-012", "checkpoint-")]
+    for copy in copies:
+        shutil.copytree(stage / "checkpoint-4", copy)
+    expected = weights(stage / "checkpoint-16")
+    for step in (12, 16):
+        shutil.rmtree(stage / f"checkpoint-{step}")
+    monkeypatch.chdir(folder.parent)
+    assert run(Path("renamed"), "--stage1.save_total_limit", "4") == 0
+    assert "going on from renamed/stage1/checkpoint-8" in capfd.readouterr().err
+    assert weights(stage / "checkpoint-16") == expected
+    assert all(weights(copy) == weights(stage / "checkpoint-4") for copy in copies)
+
+
+def test_old_checkpoints_go_but_for_the_best_and_copies_stay(tmp_path):
+    for name in ("checkpoint-4", "checkpoint-8", "checkpoint-12", "checkpoint-16", "checkpoint-2.bak"):
+        (tmp_path / name).mkdir()
+    checkpoint.rotate(tmp_path, 2, best_step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-16", "checkpoint-2.bak", "checkpoint-4"]
+
+
+def test_other_rows_than_the_run_began_with_are_refused(unfinished, run, text_file, tmp_path, capfd):
+    record = yaml.safe_load((unfinished / "config.yaml").read_text())
+    names = {"training rows", "validation rows", "validation prompts", "held-out prompts"}
+    assert names <= record["fingerprints"].keys()
+    changed = tmp_path / text_file.name
+    changed.write_text(text_file.read_text().replace("def ", "fed "))
+    record["settings"]["data"]["sources"] = [str(changed)]  # as if the file itself had changed
+    (unfinished / "config.yaml").write_text(yaml.safe_dump(record))
+    before = sorted(unfinished.rglob("*"))
+    capfd.readouterr()
+    assert run(unfinished, source=changed) == 2
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "train.py:" in line)
+    assert f"{unfinished}: this run was begun with other training rows and" in line
+    assert "--overwrite_output_dir starts again" in line
+    assert sorted(unfinished.rglob("*")) == before
+
+
+def test_without_room_for_a_checkpoint_one_line_names_it_and_with_room_it_goes_on(finished, run, tmp_path, capfd):
+    folder = tmp_path / "full"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        assert run(folder) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "train.py:" in line)
+    assert f"can't write {folder}/stage1/checkpoint-4" in line
+    assert not (folder / "stage1" / "checkpoint-4").exists()
+    assert run(folder) == 0
+    assert weights(folder / "speculator") == weights(finished / "speculator")
+
+
+def test_a_run_whose_loss_is_not_finite_keeps_finite_checkpoints_only(run, tmp_path, capfd):
+    """Its log would say so too late: the evaluation before the checkpoint does."""
+    folder = tmp_path / "diverged"
+    assert run(folder, **{"stage1.learning_rate": 1e30, "stage1.logging_steps": 100}) == 2
+    assert "the loss became" in capfd.readouterr().err
+    for kept in checkpoint.numbered(folder / "stage1").values():
+        assert all(weight.isfinite().all() for weight in load_file(kept / "model.safetensors").values())
+
+
+def test_a_pass_does_not_read_its_loss_from_the_device(run, tmp_path, monkeypatch):
+    reads = []
+
+    class Reading(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            reads.append(op is torch.ops.aten._local_scalar_dense.default)
+            return op(*args, **(kwargs or {}))
+
+    compute_loss = trainer.SpeculatorTrainer.compute_loss
+
+    def watched(self, *args, **kwargs):
+        with Reading():
+            return compute_loss(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.SpeculatorTrainer, "compute_loss", watched)
+    assert run(tmp_path / "watched", **{"stage1.max_steps": 4}) == 0
+    assert len(reads) > 100
+    assert not any(reads)
+
+
+def test_overwriting_a_link_replaces_what_it_leads_to(unfinished, run, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(unfinished)
+    (unfinished / "generated").mkdir()
+    marker = unfinished / "stage1" / "checkpoint-4" / "marker"
+    marker.touch()
+    assert run(link, "--overwrite_output_dir", **{"stage1.max_steps": 4}) == 0
+    assert link.is_symlink()
+    assert not marker.exists()
+    assert not (unfinished / "generated").exists()
+    assert yaml.safe_load((unfinished / "config.yaml").read_text())["settings"]["stage1"]["max_steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"settings", b"settings: 3", b"a: &a [*a]", b"settings: {}\nsettings: {}", b"", None]
+)
+def test_a_damaged_record_is_one_line(tmp_path, content):
+    if content is None:
+        os.mkfifo(tmp_path / "config.yaml")
+    else:
+        (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=r"was not written by train\.py, or is damaged"):
+        refuse_foreign(tmp_path, parse([]))
+
+
+def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
+    from accelerate import PartialState
+
+    from train.run import say_what_is_idle
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    made = trainer.arguments(output_dir=str(tmp_path), per_device_train_batch_size=3)
+    assert (made.n_gpu, made.train_batch_size) == (1, 3)
+    say_what_is_idle(PartialState())
+    said = capsys.readouterr().err
+    assert said.startswith("4 GPUs are visible, one process uses one; `accelerate launch --multi_gpu --num_processes 4")
+    assert said.count("\n") == 1
+
+
+def test_a_first_sigterm_is_noted_while_training_and_only_then():
+    assert not interrupts.stop_asked()
+    with interrupts.saving():
+        assert interrupts._saves.is_set()
+    assert not interrupts._saves.is_set()

@@ -1,0 +1,68 @@
+"""What Ctrl-C and SIGTERM do to a run: they end it within a moment, wherever it is.
+
+Python runs a signal's handler between two steps of the main thread, which may be seconds away inside a library. So a
+thread reads the signals from a pipe and ends the process itself. Nothing is unwound, and so nothing can get in the
+way: a run may be cut off anywhere, and the next call goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_temporary: list[Path] = []
+_stop = threading.Event()
+_saves = threading.Event()
+
+
+def install() -> None:
+    """From now on Ctrl-C ends the process with 130, SIGTERM with 143: at once, or by `saving` after a checkpoint."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in _CODES:
+        signal.signal(number, lambda *_: None)  # without a handler of Python's nothing is written to the pipe
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+
+
+def _watch(reader: int) -> None:
+    while True:
+        (number,) = os.read(reader, 1)
+        if number == signal.SIGTERM and _saves.is_set() and not _stop.is_set():
+            _stop.set()
+        elif number in _CODES:
+            for folder in _temporary:
+                shutil.rmtree(folder, ignore_errors=True)
+            os._exit(_CODES[signal.Signals(number)])
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """In here a first SIGTERM is only noted, for `stop_asked`: who asks saves a checkpoint and ends the run."""
+    _saves.set()
+    try:
+        yield
+    finally:
+        _saves.clear()
+
+
+def stop_asked() -> bool:
+    """Whether SIGTERM has come."""
+    return _stop.is_set()
+
+
+@contextmanager
+def temporary(folder: Path) -> Iterator[None]:
+    """A folder that goes in the end, an interrupted one too."""
+    _temporary.append(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+        _temporary.remove(folder)
