@@ -14,7 +14,7 @@ from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
-from data.prepare import token_rows
+from data.prepare import cache_folder, token_rows
 from data.sources import prompts
 from eval import tracking
 from eval.run import evaluate
@@ -159,14 +159,15 @@ def use_all_cores() -> None:
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
     """The packed rows of one split."""
-    return token_rows(
-        config.data.sources,
-        split,
-        target.tokenizer,
-        config.data.seq_length,
-        max_tokens=config.data.max_tokens if split == "train" else None,
-        max_package_bytes=config.data.max_package_bytes,
-    )
+    with writing(cache_folder()):
+        return token_rows(
+            config.data.sources,
+            split,
+            target.tokenizer,
+            config.data.seq_length,
+            max_tokens=config.data.max_tokens if split == "train" else None,
+            max_package_bytes=config.data.max_package_bytes,
+        )
 
 
 def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
