@@ -65,8 +65,7 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
         changed = [name for name, value in (fingerprints or {}).items() if before.get(name, value) != value]
         if changed:
             raise UserError(
-                f"{folder}: this run was begun with other {' and '.join(changed)}: what they are made from has changed "
-                "since; --overwrite_output_dir starts again"
+                f"{folder}: changed since this run began: {', '.join(changed)}; --overwrite_output_dir starts again"
             )
         return
     make_folder(folder)

@@ -41,6 +41,7 @@ from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.linear import FAST_DTYPES
 from train.run import use_all_cores
+from train.trainer import on_one_gpu
 
 EOS = "<|endoftext|>"
 _VALIDATION_ROWS = 128
@@ -138,7 +139,7 @@ def arguments(**settings: Any) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     shared = {"weight_decay": 0.1, "adam_beta2": 0.95, "logging_steps": 50, "seed": 0, "report_to": "none"}
     bf16 = on_gpu or torch.bfloat16 in FAST_DTYPES
-    return TrainingArguments(**(shared | settings), bf16=bf16, use_cpu=not on_gpu)
+    return on_one_gpu(TrainingArguments(**(shared | settings), bf16=bf16, use_cpu=not on_gpu))
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:

@@ -90,7 +90,7 @@ def _run(config: RunConfig) -> None:
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
     if state.is_main_process:
-        claim(folder, config, state.num_processes, fingerprints(train_rows, validation_rows, suites))
+        claim(folder, config, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
     state.wait_for_everyone()
     head_folder = folder / "speculator"
     if not is_published(head_folder):
@@ -131,11 +131,11 @@ def _run(config: RunConfig) -> None:
 
 
 def fingerprints(
-    train_rows: datasets.Dataset, validation_rows: datasets.Dataset, suites: dict[str, Suite]
+    target: Target, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, suites: dict[str, Suite]
 ) -> dict[str, str]:
     """Of what a run reads: whoever goes on with it needs the same."""
     rows = {"training": train_rows, "validation": validation_rows}
-    made = {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
+    made = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
     return made | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in suites.items()}
 
 

@@ -68,7 +68,7 @@ def train_stage(
         target=target,
         loss=config.loss,
         decode=lambda head: real_acceptance(target, head, prompts, seed=config.seed),
-        stage=settings,
+        keep=settings.save_total_limit,
         args=arguments(
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",

@@ -17,7 +17,7 @@ from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target import Target
 from train.checkpoint import METRIC, planned, rotate, seal, writing
-from train.config import LossConfig, StageConfig
+from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise
 from train.timing import Stopwatch
@@ -57,7 +57,7 @@ class SpeculatorTrainer(Trainer):
         target: the model to draft for.
         loss: weights of the losses.
         decode: gives the real figures of the head as it is now, from the decoding loop; called at each evaluation.
-        stage: which checkpoints there are to be.
+        keep: how many checkpoints, the best among them; None keeps all.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class SpeculatorTrainer(Trainer):
         target: Target,
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
-        stage: StageConfig,
+        keep: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
-        self.target, self.loss_weights, self.decode, self.stage = target, loss, decode, stage
+        self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
@@ -151,7 +151,7 @@ class SpeculatorTrainer(Trainer):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # Only a step that is saved, whoever stops the run, can be the best: others leave nothing to load.
-        saved = planned(self.state.global_step, self.stage.save_steps, self.stage.max_steps)
+        saved = planned(self.state.global_step, self.args.save_steps, self.args.max_steps)
         return saved and super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -173,8 +173,8 @@ class SpeculatorTrainer(Trainer):
         except UserError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        if self.args.should_save:
-            rotate(stage, self.stage.save_total_limit, self.state.best_global_step)
+        if self.args.should_save and self.keep:
+            rotate(stage, self.keep, self.state.best_global_step)
         self.accelerator.wait_for_everyone()
 
     def _since_log_file(self, folder: Path) -> Path:
@@ -261,6 +261,12 @@ class ProgressLine(ProgressCallback):
         self.training_bar.write(" | ".join(parts))
 
 
+def on_one_gpu(made: TrainingArguments) -> TrainingArguments:
+    """For one GPU a process: of several visible to one the Trainer would use all, by nn.DataParallel."""
+    made._n_gpu = min(made.n_gpu, 1)
+    return made
+
+
 def arguments(**fields: Any) -> TrainingArguments:
     """TrainingArguments with what every stage shares."""
     made = TrainingArguments(
@@ -275,5 +281,4 @@ def arguments(**fields: Any) -> TrainingArguments:
         logging_nan_inf_filter=False,  # it would wait for the device at each pass, and hide what has to end the run
         **fields,
     )
-    made._n_gpu = min(made.n_gpu, 1)  # of several the Trainer would use all, by nn.DataParallel
-    return made
+    return on_one_gpu(made)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculator.errors import UserError
 from train import checkpoint, interrupts, trainer
 from train.config import parse
-from train.folder import refuse_foreign
+from train.folder import claim, refuse_foreign
 from train.run import main
 
 SETTINGS = {
@@ -190,7 +190,7 @@ def test_old_checkpoints_go_but_for_the_best_and_copies_stay(tmp_path):
 
 def test_other_rows_than_the_run_began_with_are_refused(unfinished, run, text_file, tmp_path, capfd):
     record = yaml.safe_load((unfinished / "config.yaml").read_text())
-    names = {"training rows", "validation rows", "validation prompts", "held-out prompts"}
+    names = {"target", "training rows", "validation rows", "validation prompts", "held-out prompts"}
     assert names <= record["fingerprints"].keys()
     changed = tmp_path / text_file.name
     changed.write_text(text_file.read_text().replace("def ", "fed "))
@@ -200,9 +200,16 @@ def test_other_rows_than_the_run_began_with_are_refused(unfinished, run, text_fi
     capfd.readouterr()
     assert run(unfinished, source=changed) == 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "train.py:" in line)
-    assert f"{unfinished}: this run was begun with other training rows and" in line
+    assert f"{unfinished}: changed since this run began: training rows, validation rows" in line
     assert "--overwrite_output_dir starts again" in line
     assert sorted(unfinished.rglob("*")) == before
+
+
+def test_another_target_of_the_same_sizes_under_the_same_name_is_refused(tmp_path):
+    claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:0123", "training rows": "45"})
+    claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:0123", "training rows": "45"})
+    with pytest.raises(UserError, match=r"changed since this run began: target; --overwrite_output_dir"):
+        claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:4567", "training rows": "45"})
 
 
 def test_without_room_for_a_checkpoint_one_line_names_it_and_with_room_it_goes_on(finished, run, tmp_path, capfd):
