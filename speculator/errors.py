@@ -36,7 +36,8 @@ class OneLineParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # An empty name would be taken for no name, an empty path for the current folder.
         name = (action.option_strings or [action.dest])[0]
-        if not arg_string and action.type in (None, Path) and action.dest != "prompt":
+        named = action.type in (None, Path) and action.nargs != argparse.PARSER
+        if not arg_string and named and action.dest != "prompt":
             self.error(f"{name} is empty")
         value = super()._get_value(action, arg_string)  # type: ignore[misc]
         if isinstance(value, int) and not abs(value) < 2**62:
