@@ -141,6 +141,14 @@ def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
     (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
 
 
+def exit_code(main, argv: list[str]) -> int:
+    """Of a command; what does not parse ends it by itself."""
+    try:
+        return main(argv)
+    except SystemExit as ended:
+        return ended.code
+
+
 class Oracle:
     """Drafts what it was told the text will be: every token right, or every token wrong."""
 

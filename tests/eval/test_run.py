@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from conftest import VOCAB, tiny_head, tiny_model, write_tuned
+from conftest import VOCAB, exit_code, tiny_head, tiny_model, write_tuned
 
 from eval import decoders
 from eval.__main__ import main
@@ -165,7 +165,7 @@ def test_wrong_input_is_one_line(target_folder, text_file, tmp_path, monkeypatch
     command = ["--target", str(target_folder), "--speculator", "head", "--suite", str(text_file), "--output", "out"]
     sizes = ["--prompt_tokens", "8", "--max_new_tokens", "32"]
     capsys.readouterr()  # what saving the head said
-    assert main([*command, *sizes, *flags]) == 2
+    assert exit_code(main, [*command, *sizes, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
