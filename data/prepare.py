@@ -17,10 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
+from data.tally import Tally, tell
+from speculator.commands import prompts
+from speculator.files import digest, make_folder, new_folder, write_text
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})
-_CODE = sorted(Path(__file__).parent.glob("*.py"))
-_COUNTS = "counts.json"
+_CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(prompts.__file__)]
+_MANIFEST = "manifest.json"
 
 
 class TooLittleTextError(SourceError):
@@ -41,18 +44,25 @@ def token_rows(
     *,
     max_tokens: int | None = None,
     max_package_bytes: int = 2_000_000,
+    max_bad_rows: float = 0.0,
 ) -> Dataset:
     """Packed rows of one split of some sources, as `data.packing.pack` makes them.
 
     The cache key covers the sources (names, weights, sizes, modification times), every argument, the tokenizer with
     its chat template and this package's code, none of which the library's own fingerprint follows. The first process
     to come makes the rows under a file lock; the others wait there, outside any collective, so a long preparation
-    can't run into a time-out.
+    can't run into a time-out. What does not match its checksums is made again.
+
+    Args:
+        max_bad_rows: of the training split; rows that can't be used are passed over and shown on stderr, also by those
+            who find the rows made. A larger share of them is an error; other splits are small, so they take any.
 
     Raises:
-        SourceError: a source that can't be read, too little text for a single row, or a tokenizer without EOS.
+        SourceError: a source that can't be read, too many bad rows, too little text for a single row, or a tokenizer
+            without EOS.
     """
-    folder = _made(sources, split, tokenizer, length, max_tokens, max_package_bytes)
+    folder, manifest = _made(sources, split, tokenizer, length, max_tokens, max_package_bytes, max_bad_rows)
+    Tally.of(manifest["bad_rows"], 0.0).show(_name(sources, split))
     return Dataset.load_from_disk(str(folder))
 
 
@@ -64,11 +74,12 @@ def save_rows(
     *,
     max_tokens: int | None = None,
     max_package_bytes: int = 2_000_000,
+    max_bad_rows: float = 0.0,
 ) -> dict[str, dict[str, int]]:
     """Write the rows of every split that fills one into a new `datasets` folder, which is a source like any other.
 
     Args:
-        sources, tokenizer, length, max_package_bytes: as for `token_rows`.
+        sources, tokenizer, length, max_package_bytes, max_bad_rows: as for `token_rows`.
         output: the folder; written aside, then renamed.
         max_tokens: of each split at most this many.
 
@@ -85,18 +96,21 @@ def save_rows(
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
         try:
-            folder = _made(sources, split, tokenizer, length, max_tokens, max_package_bytes)
+            folder, manifest = _made(sources, split, tokenizer, length, max_tokens, max_package_bytes, max_bad_rows)
         except TooLittleTextError:
             if split == "train":
                 raise
             continue
         rows[split] = Dataset.load_from_disk(str(folder))
-        counts[split] = json.loads((folder / _COUNTS).read_text())
-    scratch = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    DatasetDict(rows).save_to_disk(str(scratch))
-    scratch.rename(output)
+        counts[split] = manifest["counts"]
+        Tally.of(manifest["bad_rows"], 0.0).show(_name(sources, split))
+    with new_folder(output) as scratch:
+        DatasetDict(rows).save_to_disk(str(scratch))
     return counts
+
+
+def _name(sources: Sequence[str], split: str) -> str:
+    return f"the {split} split of {', '.join(sources)}"
 
 
 def _made(
@@ -106,8 +120,9 @@ def _made(
     length: int,
     max_tokens: int | None,
     max_package_bytes: int,
-) -> Path:
-    """The cache folder of these rows, made if it is not there."""
+    max_bad_rows: float,
+) -> tuple[Path, dict[str, Any]]:
+    """The cache folder of these rows, made if it is not there or damaged, and what its manifest says."""
     identity = {
         "sources": [[fingerprint(source.location), source.weight] for source in parse(sources)],
         "arguments": [split, length, max_tokens, max_package_bytes],
@@ -118,15 +133,39 @@ def _made(
     }
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
     folder = cache_folder() / key
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            documents = token_documents(sources, split, tokenizer, max_package_bytes=max_package_bytes)
-            _make(folder, documents, length, max_tokens, f"the {split} split of {', '.join(sources)}")
-    return folder
+    most = max_bad_rows if split == "train" or not max_bad_rows else 1.0
+    make_folder(folder.parent)
+    manifest = _whole(folder)  # without the lock: of many processes each reads all of it
+    if manifest is None:
+        with FileLock(f"{folder}.lock"):
+            manifest = _whole(folder)
+            if manifest is None:
+                if folder.exists():
+                    tell(f"{folder}: prepared rows that do not match their checksums; they are made anew")
+                    shutil.rmtree(folder)
+                tally = Tally(most)
+                documents = token_documents(sources, split, tokenizer, max_package_bytes=max_package_bytes, tally=tally)
+                manifest = _make(folder, documents, length, max_tokens, _name(sources, split), tally)
+    Tally.of(manifest["bad_rows"], most).judge(_name(sources, split))
+    return folder, manifest
 
 
-def _make(folder: Path, documents: Iterator[dict[str, Any]], length: int, max_tokens: int | None, what: str) -> None:
+def _whole(folder: Path) -> dict[str, Any] | None:
+    """What the manifest of a folder says; None where its files are not as they were written."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        return manifest if manifest["sha256"] == _checksums(folder) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {file.name: digest(file) for file in sorted(folder.iterdir()) if file.name != _MANIFEST}
+
+
+def _make(
+    folder: Path, documents: Iterator[dict[str, Any]], length: int, max_tokens: int | None, what: str, tally: Tally
+) -> dict[str, Any]:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
 
     def counted() -> Iterator[dict[str, Any]]:
@@ -140,21 +179,24 @@ def _make(folder: Path, documents: Iterator[dict[str, Any]], length: int, max_to
             counts["tokens"] += length
             counts["tokens_with_loss"] += sum(row["loss_mask"])
             yield row
+        tally.judge(what)
         if not counts["rows"]:
             raise TooLittleTextError(f"{what} does not fill one row of {length} tokens")
         if not counts["tokens_with_loss"]:
             raise SourceError(f"{what}: the loss masks leave no token to learn")
 
     # Written row by row: a corpus need not fit in memory. The work folder holds the only other copy.
-    work, scratch = folder.with_suffix(".work"), folder.with_suffix(".partial")
-    for leftover in (work, scratch):
-        shutil.rmtree(leftover, ignore_errors=True)
+    work = folder.with_suffix(".work")
+    shutil.rmtree(work, ignore_errors=True)
     try:
-        made = Dataset.from_generator(rows, features=_FEATURES, cache_dir=str(work), fingerprint=folder.name)
-        made.save_to_disk(str(scratch))
-        (scratch / _COUNTS).write_text(json.dumps(counts))
-        scratch.rename(folder)
-    except DatasetGenerationError as error:
-        raise error.__cause__ or error from None
+        with new_folder(folder) as scratch:
+            try:
+                made = Dataset.from_generator(rows, features=_FEATURES, cache_dir=str(work), fingerprint=folder.name)
+            except DatasetGenerationError as error:
+                raise error.__cause__ or error from None
+            made.save_to_disk(str(scratch))
+            manifest = {"counts": counts, "bad_rows": tally.record(), "sha256": _checksums(scratch)}
+            write_text(scratch / _MANIFEST, json.dumps(manifest, indent=1))
+        return manifest
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,18 +1,18 @@
 """From where a source lies to its documents: this machine's Python sources, local files and folders, the hub.
 
 A document is {"id", "where", ...}: `id` names it wherever the source is read, `where` is the place on this machine
-for errors, and the rest is what `data.rows` makes of the row. Files are read row by row, never as a whole (but a .json
-list, which can't be); `datasets` folders and hub datasets are memory-mapped.
+for errors, and the rest is what `data.rows` makes of the row, or a "fault", the `RowError`, where it makes nothing of
+it. Files are read row by row, never as a whole (but a .json list, which can't be); `datasets` folders and hub datasets
+are memory-mapped.
 """
 
 from __future__ import annotations
 
-import gzip
+import codecs
 import hashlib
 import json
 import re
 import sysconfig
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,9 +23,10 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-from data.rows import KEYS, SourceError, content
-from speculator.errors import UserError, first_line
-from speculator.files import parse_json
+from data.rows import KEYS, RowError, SourceError, content
+from speculator.errors import first_line
+from speculator.files import check_input
+from speculator.lines import json_rows, opened
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
@@ -34,7 +35,9 @@ PYTHON_SOURCES = "python-sources"
 _TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
-_PIECE_CHARACTERS = 10_000
+_PIECE_BYTES = 10_000
+_LINE_BYTES = 100_000
+_MOST_OF_A_LIST = 1 << 30
 _FILE_BYTES = range(1_000, 200_000)
 _MAX_DIGIT_SHARE = 0.10
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
@@ -136,10 +139,11 @@ def local_files(path: Path) -> Iterator[Document]:
         raise SourceError(f"{here} that can be read: .jsonl, .json, .parquet or .txt, .gz of any but .parquet")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+        check_input(file)
         try:
             yield from _local_file(file, name)
-        except (OSError, UnicodeDecodeError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-            raise SourceError(f"{file}: {error}") from None
+        except (OSError, pyarrow.ArrowException) as error:
+            raise SourceError(f"{file}: {first_line(error)}") from None
 
 
 def _local_file(file: Path, name: str) -> Iterator[Document]:
@@ -147,69 +151,87 @@ def _local_file(file: Path, name: str) -> Iterator[Document]:
     if suffix == ".parquet":
         yield from _numbered(_parquet(file), name, str(file))
     elif suffix == ".jsonl" or (suffix == ".json" and not _holds_a_list(file)):
-        yield from _numbered(_json_lines(file), name, str(file))
+        yield from _numbered(json_rows(file), name, str(file))
     elif suffix == ".json":
-        with _open(file) as stream:
-            try:
-                rows = json.load(stream)
-            except json.JSONDecodeError as error:
-                raise SourceError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
-            except RecursionError as error:
-                raise SourceError(f"{file}: JSON that can't be read: {error}") from None
-        yield from _numbered(enumerate(rows, start=1), name, str(file))
+        yield from _numbered(_good(_listed(file)), name, str(file))
     else:
-        with _open(file) as stream:
+        with opened(file) as stream:
             yield from _pieces(stream, name, str(file))
 
 
-def _open(file: Path) -> IO[str]:
-    opener = gzip.open if file.suffix == ".gz" else open
-    return opener(file, "rt", encoding="utf-8")
+def _good(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
+    return ((number, row, None) for number, row in enumerate(rows, start=1))
 
 
-def _numbered(rows: Iterable[tuple[int, Any]], name: str, place: str) -> Iterator[Document]:
-    for number, row in rows:
+def _numbered(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
+    """Documents of rows, each with its number and what is wrong with it."""
+    for number, row, fault in rows:
         where = f"{place}:{number}"
-        yield {"id": f"{name}:{number}", "where": where, **content(row, where)}
-
-
-def _json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    row = parse_json(line, f"{file}:{number}")
-                except UserError as error:
-                    raise SourceError(str(error)) from None
-                yield number, row
+        try:
+            if fault:
+                raise RowError(where, fault)
+            found = content(row, where)
+        except RowError as error:
+            found = {"fault": error}
+        yield {"id": f"{name}:{number}", "where": where, **found}
 
 
 def _holds_a_list(file: Path) -> bool:
-    with _open(file) as stream:
+    with opened(file) as stream:
         while (character := stream.read(1)).isspace():
             pass
-        return character == "["
+        return character == b"["
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+def _listed(file: Path) -> Iterator[Any]:
+    """The rows of a .json list."""
+    with opened(file) as stream:
+        text = stream.read(_MOST_OF_A_LIST + 1)
+    if len(text) > _MOST_OF_A_LIST:
+        raise SourceError(f"{file}: a list of more than {_MOST_OF_A_LIST:,} bytes: as .jsonl it is read row by row")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SourceError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{file}: JSON that can't be read: {first_line(error)}") from None
+
+
+def _parquet(file: Path) -> Iterator[tuple[int, Any, None]]:
     table = pyarrow.parquet.ParquetFile(file)
-    columns = [name for name in table.schema_arrow.names if name in KEYS]
+    columns = _known(table.schema_arrow.names, str(file))
     batches = table.iter_batches(columns=columns, batch_size=1024)
-    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    return _good(row for batch in batches for row in batch.to_pylist())
 
 
-def _pieces(lines: Iterable[str], name: str, where: str) -> Iterator[Document]:
-    """Cut a text at line ends, so that one long file has a share in every split."""
-    piece: list[str] = []
-    count = size = 0
-    for line in lines:
-        piece.append(line)
-        size += len(line)
-        if size >= _PIECE_CHARACTERS:
-            yield {"id": f"{name}:{count}", "where": where, "text": "".join(piece)}
-            piece, size, count = [], 0, count + 1
-    if piece:
-        yield {"id": f"{name}:{count}", "where": where, "text": "".join(piece)}
+def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
+    """Cut a text at line ends, so that one long file has a share in every split; a long line anywhere."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    count = 0
+    while True:
+        piece: list[bytes] = []
+        size = 0
+        while size < _PIECE_BYTES and (line := stream.readline(_LINE_BYTES)):
+            piece.append(line)
+            size += len(line)
+        document: Document = {"id": f"{name}:{count}", "where": where}
+        try:
+            text = decoder.decode(b"".join(piece), final=not piece)
+            if "\0" in text:
+                raise RowError(where, "not text: it has NUL characters")
+            document["text"] = text.replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            decoder.reset()
+            document["fault"] = RowError(where, f"not UTF-8 text: {error.reason}")
+        except RowError as error:
+            document["fault"] = error
+        if piece or document.get("text") or "fault" in document:
+            yield document
+        if not piece:
+            return
+        count += 1
 
 
 # `datasets`: folders that it saved, and the hub
@@ -223,7 +245,7 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
     """Rows of a saved dataset; one with our three splits, as `python -m data prepare` leaves it, keeps them."""
     try:
         saved = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+    except Exception as error:  # whatever the library stumbles over in files that someone else wrote
         raise SourceError(f"{path}: can't be loaded: {first_line(error)}") from None
     if isinstance(saved, Dataset):
         yield from _dataset_rows(saved, path.name, str(path))
@@ -238,26 +260,32 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
 
 
 def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
-    known = rows.select_columns([column for column in rows.column_names if column in KEYS])
-    return _numbered(enumerate(known, start=1), name, place)
+    known = rows.select_columns(_known(rows.column_names, place))
+    try:
+        yield from _numbered(_good(known), name, place)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SourceError(f"{place}: {first_line(error)}") from None
+
+
+def _known(columns: list[str], place: str) -> list[str]:
+    known = [name for name in columns if name in KEYS]
+    if not known:
+        raise SourceError(f"{place}: its columns are {', '.join(columns)[:200] or 'none'}; none of them can be read")
+    return known
 
 
 def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
     """The rows of a .jsonl file (.gz too) or of a hub dataset as they stand, each with its place.
 
     Raises:
-        SourceError: it can't be read.
+        UserError: it can't be read, or a line of it can't.
     """
     file = Path(location)
-    if not file.exists():
-        for number, row in enumerate(hub_dataset(*hub_id(location)), start=1):
-            yield f"{location}:{number}", row
-        return
-    try:
-        for number, row in _json_lines(file):
-            yield f"{file}:{number}", row
-    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
-        raise SourceError(f"{file}: {error}") from None
+    rows = json_rows(file) if file.exists() else _good(hub_dataset(*hub_id(location)))
+    for number, row, fault in rows:
+        if fault:
+            raise SourceError(f"{location}:{number}: {fault}")
+        yield f"{location}:{number}", row
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:
@@ -282,5 +310,5 @@ def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
     """
     try:
         return load_dataset(name, config, split=split)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, DatasetsError, pyarrow.ArrowException) as error:
         raise SourceError(f"{name}: not here, and not to be had from the hub: {first_line(error)}") from None

@@ -3,63 +3,102 @@
 Of a text every token, of a prompt with its completion the completion's, of a chat the assistant's with the token that
 ends its turn. What the assistant wrote is found by prefix rendering, with the tokenizer's own chat template: the
 conversation up to a turn, and the same with that turn, differ by what the model would have written.
+
+A special token that a text or a completion spells is text. In a chat it is special, whoever wrote it: a template's own
+can't be told from those of its messages, and a server reads the same.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
-from typing import Any
+from typing import Any, TypeAlias
 
-from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data.rows import SourceError
+from data.rows import RowError, SourceError
+from data.tally import Tally
+from speculator.commands.prompts import RefusedError, chat_text
 from speculator.errors import UserError, first_line
 
 _DOCUMENTS_AT_ONCE = 64
+_CHARACTERS_AT_ONCE = 1_000_000
+_MOST_RENDERED = 20_000_000  # characters of a chat, times its answers: so much is written to tell these apart
+Chat: TypeAlias = tuple[list[int], list[int]]
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or a local folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is damaged.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except Exception as error:  # a damaged one fails anywhere in the libraries that read it
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        tokenizer("a", verbose=False)
+    except Exception as error:  # whatever the libraries stumble over in files that someone else wrote
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"can't load the tokenizer of {name!r}: {type(tokenizer).__name__} is no fast tokenizer")
+    return tokenizer
 
 
-def render(documents: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[list[int]]:
+    """Tokens of texts, with what the tokenizer puts in front; special tokens that they spell are text."""
+    return tokenizer(list(texts), split_special_tokens=True, verbose=False, **options)["input_ids"] if texts else []
+
+
+def render(
+    documents: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tally: Tally | None = None
+) -> Iterator[dict[str, Any]]:
     """Documents as rows {"id", "input_ids", "loss_mask"}; a row that was packed already comes as its documents.
 
     Texts and completions are ended with EOS, chats as their template ends them. In front is what the tokenizer puts
     there itself (BOS), or for a chat what the template writes.
 
+    Args:
+        tally: counts documents that can't be rendered; without it the first is raised.
+
     Raises:
         SourceError: a document that can't be rendered; it names the row.
     """
-    stream = iter(documents)
-    while batch := list(islice(stream, _DOCUMENTS_AT_ONCE)):
+    tally = tally or Tally()
+    for batch in _batches(documents):
         # Tokenised together: the library does so on all cores.
-        texts = [document["text"] for document in batch if "text" in document]
-        tokens = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
-        chats = iter(_chats([document for document in batch if "messages" in document], tokenizer))
+        tokens = iter(text_tokens([document["text"] for document in batch if "text" in document], tokenizer))
+        chats = _chats([document for document in batch if "messages" in document], tokenizer)
         for document in batch:
-            if "text" in document:
-                ids = _ended(next(tokens), tokenizer)
-                rendered = [(ids, [1] * len(ids))]
-            elif "messages" in document:
-                rendered = [next(chats)]
-            elif "prompt" in document:
-                rendered = [_completion(document, tokenizer)]
-            else:
-                rendered = list(_given_tokens(document, tokenizer))
+            try:
+                if "text" in document:
+                    ids = _ended(next(tokens), tokenizer)
+                    rendered = [(ids, [1] * len(ids))]
+                elif "messages" in document:
+                    rendered = [_all_or_raise(next(chats))]
+                elif "prompt" in document:
+                    rendered = [_completion(document, tokenizer)]
+                else:
+                    rendered = list(_given_tokens(document, tokenizer))
+            except RowError as error:
+                tally.add(error)
+                continue
             for ids, mask in rendered:
                 yield {"id": document["id"], "input_ids": ids, "loss_mask": mask}
+
+
+def _batches(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Some documents at a time, fewer where they are long."""
+    batch: list[dict[str, Any]] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        texts = (document.get("text"), *(message.get("content") for message in document.get("messages", ())))
+        size += sum(map(len, filter(None, texts)))
+        if len(batch) == _DOCUMENTS_AT_ONCE or size > _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -68,16 +107,11 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
 def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    prompt = tokenizer(document["prompt"], verbose=False)["input_ids"]
-    whole = tokenizer(document["prompt"] + document["completion"], verbose=False)["input_ids"]
+    prompt, whole = text_tokens([document["prompt"], document["prompt"] + document["completion"]], tokenizer)
     # A token over the border would be none that the model is asked for: it gets the prompt's tokens and goes on.
     if whole[: len(prompt)] != prompt:
-        whole = prompt + _plain(document["completion"], tokenizer)
+        whole = prompt + text_tokens([document["completion"]], tokenizer, add_special_tokens=False)[0]
     ids = _ended(whole, tokenizer)
     return ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))
 
@@ -87,66 +121,66 @@ def _given_tokens(
 ) -> Iterator[tuple[list[int], list[int]]]:
     ids, mask = document["input_ids"], document["loss_mask"]
     if max(ids) >= len(tokenizer):
-        raise SourceError(f"{document['where']}: token {max(ids)}, but the tokenizer has {len(tokenizer)}")
+        said = f"token {max(ids)}, but the tokenizer has {len(tokenizer)}"
+        raise RowError(document["where"], said, "a token that the tokenizer has not")
     columns = zip(document.get("document_ids", [0] * len(ids)), ids, mask, strict=True)
     for _, part in groupby(columns, key=lambda column: column[0]):
         _, part_ids, part_mask = zip(*part, strict=True)
         yield list(part_ids), list(part_mask)
 
 
-def chat_text(
+def document_text(
     document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, count: int | None = None, ask: bool = False
 ) -> str:
     """The first `count` messages of a chat as its template writes them; with `ask`, up to where the model goes on.
 
     Raises:
-        SourceError: no chat template, or one that refuses the messages.
+        RowError: no chat template, or one that refuses the messages.
     """
     if not tokenizer.chat_template:
-        raise SourceError(
-            f"{document['where']}: a chat, but the tokenizer {tokenizer.name_or_path} has no chat template"
-        )
+        said = f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template"
+        raise RowError(document["where"], said)
     try:
-        text = tokenizer.apply_chat_template(
-            document["messages"][:count],
-            tools=document.get("tools"),
-            tokenize=False,
-            add_generation_prompt=ask,
-        )
-    except (TemplateError, TypeError, ValueError, IndexError) as error:
-        raise SourceError(f"{document['where']}: the chat template refuses the messages: {error}") from None
-    assert isinstance(text, str)
-    return text
+        return chat_text(tokenizer, document["messages"][:count], document.get("tools"), ask)
+    except RefusedError as error:
+        raise RowError(document["where"], str(error)) from None
 
 
-def chat_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens of what a chat template wrote, and nothing in front: it writes BOS itself where there is one."""
-    return _plain(text, tokenizer)
-
-
-def _chats(
-    documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[list[int], list[int]]]:
-    if not documents:
-        return
-    texts = [chat_text(document, tokenizer) for document in documents]
-    # The assistant's pieces are the second, the fourth, ...
-    ends = [
-        [*chain.from_iterable(_turns(document, text, tokenizer)), len(text)]
-        for document, text in zip(documents, texts, strict=True)
-    ]
-    pieces = [text[a:b] for text, own in zip(texts, ends, strict=True) for a, b in zip([0, *own], own, strict=False)]
-    apart = iter(tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"])
-    wholes = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    for document, text, own_ends, whole in zip(documents, texts, ends, wholes, strict=True):
-        parts = list(islice(apart, len(own_ends)))
+def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Chat | RowError]:
+    """Of each chat the tokens and the mask, or what is wrong with it."""
+    cut: list[tuple[str, list[int]] | RowError] = []
+    for document in documents:
+        try:
+            text = document_text(document, tokenizer)
+            # The assistant's pieces are the second, the fourth, ...
+            cut.append((text, [*chain.from_iterable(_turns(document, text, tokenizer)), len(text)]))
+        except RowError as error:
+            cut.append(error)
+    good = [each for each in cut if not isinstance(each, RowError)]
+    pieces = [text[a:b] for text, ends in good for a, b in zip([0, *ends], ends, strict=False)]
+    apart = iter(tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] if good else [])
+    texts = [text for text, _ in good]
+    wholes = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if good else [])
+    for document, each in zip(documents, cut, strict=True):
+        if isinstance(each, RowError):
+            yield each
+            continue
+        text, ends = each
+        parts, whole = list(islice(apart, len(ends))), next(wholes)
         if list(chain.from_iterable(parts)) != whole:
-            parts = _cut(text, whole, own_ends, tokenizer) or parts
+            parts = _cut(text, whole, ends, tokenizer) or parts
         mask = [place % 2 for place, part in enumerate(parts) for _ in part]
         if len(set(mask)) < 2:
             none_or_all = "all" if any(mask) else "none"
-            raise SourceError(f"{document['where']}: {none_or_all} of the chat's tokens are the assistant's")
-        yield list(chain.from_iterable(parts)), mask
+            yield RowError(document["where"], f"{none_or_all} of the chat's tokens are the assistant's")
+        else:
+            yield list(chain.from_iterable(parts)), mask
+
+
+def _all_or_raise(chat: Chat | RowError) -> Chat:
+    if isinstance(chat, RowError):
+        raise chat
+    return chat
 
 
 def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
@@ -154,13 +188,14 @@ def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBa
     added = tokenizer.added_tokens_decoder.values()
     special = tuple(token.content for token in added if token.special)
     markers = "|".join(re.escape(token.content) for token in added if not token.special)
-    for number, message in enumerate(document["messages"]):
-        if message["role"] != "assistant":
-            continue
+    answers = [number for number, message in enumerate(document["messages"]) if message["role"] == "assistant"]
+    if len(text) * len(answers) > _MOST_RENDERED:
+        raise RowError(document["where"], "a chat of too many and too long turns")
+    for number in answers:
         if number == 0:
-            raise SourceError(f"{document['where']}: the chat begins with the assistant, so it answers nothing")
-        before = chat_text(document, tokenizer, number, ask=True)
-        after = chat_text(document, tokenizer, number + 1)
+            raise RowError(document["where"], "the chat begins with the assistant, so it answers nothing")
+        before = document_text(document, tokenizer, number, ask=True)
+        after = document_text(document, tokenizer, number + 1)
         turn = after[len(before) :]
         # The model stops at the token that ends its turn; a line end behind it is the template's.
         if turn.rstrip().endswith(special):
@@ -171,10 +206,13 @@ def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBa
             turn = re.sub(rf"^(?:{markers}|\s)+", "", turn)
             place += len(text[place:]) - len(text[place:].lstrip())
         if not (after.startswith(before) and text.startswith(before) and text.startswith(turn, place)):
-            raise SourceError(
-                f"{document['where']}: the chat template breaks prefix rendering at message {number + 1}: it writes a "
-                "turn otherwise when others follow (thinking left out, a date, a turn rewritten), so what the "
-                "assistant wrote can't be told; give the tokenizer a template that only appends"
+            kind = "the chat template breaks prefix rendering"
+            raise RowError(
+                document["where"],
+                f"{kind} at message {number + 1}: it writes a turn otherwise when others follow (thinking left out, a "
+                "date, a turn rewritten), so what the assistant wrote can't be told; give the tokenizer a template "
+                "that only appends",
+                kind,
             )
         yield start, place + len(turn)
 

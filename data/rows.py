@@ -29,8 +29,27 @@ _ROLES = {
 }
 
 
+MOST_CHARACTERS = 2_000_000
+"""Of a row: its tokens take some hundred times the memory."""
+_MOST_MESSAGES = 1000
+
+
 class SourceError(UserError):
     """A source that can't be read, or that holds nothing to train on."""
+
+
+class RowError(SourceError):
+    """A row that can't be used, where others may be.
+
+    Args:
+        where: the file and line.
+        said: what is wrong with it.
+        kind: the same without this row's own values, to count by; default: `said`.
+    """
+
+    def __init__(self, where: str, said: str, kind: str | None = None):
+        super().__init__(f"{where}: {said}")
+        self.kind = kind or said
 
 
 def content(row: Any, where: str) -> dict[str, Any]:
@@ -42,7 +61,7 @@ def content(row: Any, where: str) -> dict[str, Any]:
         where: the file and line, for errors.
 
     Raises:
-        SourceError: a row of another shape.
+        RowError: a row of another shape.
     """
     given = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
     if "input_ids" in given:
@@ -53,38 +72,57 @@ def content(row: Any, where: str) -> dict[str, Any]:
         return _chat(_from_sharegpt(given["conversations"], where), given.get("tools"), where)
     for keys in (("prompt", "completion"), ("text",)):
         if all(key in given for key in keys):
-            return {key: _text(given[key], f'{where}: "{key}"') for key in keys}
-    raise SourceError(
-        f'{where}: not a row that can be read: it needs "text", "prompt" and "completion", "messages", '
-        '"conversations" or "input_ids"'
+            texts = {key: _text(given[key], where, f'"{key}"') for key in keys}
+            _check_size(where, sum(map(len, texts.values())))
+            return texts
+    raise RowError(
+        where,
+        'not a row that can be read: it needs "text", "prompt" and "completion", "messages", "conversations" or '
+        '"input_ids"',
     )
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, where: str, what: str, kind: str | None = None) -> str:
     if not isinstance(value, str):
-        raise SourceError(f"{what} is not a text")
-    check_text(what, value)
+        raise RowError(where, f"{what} is not a text", f"{kind or what} is not a text")
+    try:
+        check_text(what, value)
+    except UserError as error:
+        raise RowError(where, str(error), "half of a surrogate pair") from None
     return value
+
+
+def _check_size(where: str, characters: int) -> None:
+    if characters > MOST_CHARACTERS:
+        kind = f"longer than {MOST_CHARACTERS:,} characters: cut it"
+        raise RowError(where, f"{characters:,} characters, {kind}", kind)
 
 
 def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise SourceError(f'{where}: "messages" is not a list of objects')
+        raise RowError(where, '"messages" is not a list of objects')
+    if len(messages) > _MOST_MESSAGES:
+        raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MOST_MESSAGES} messages")
     # A table of messages gives every one of them every key; templates ask which are there.
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    size = 0
     for number, message in enumerate(chat, start=1):
-        _text(message.get("role"), f'{where}: the "role" of message {number}')
-        if "content" in message or "tool_calls" not in message:
-            _text(message.get("content"), f'{where}: the "content" of message {number}')
+        of = f"of message {number}", "of a message"
+        for key in ("role", "content"):
+            if key == "role" or "content" in message or "tool_calls" not in message:
+                size += len(_text(message.get(key), where, f'the "{key}" {of[0]}', f'the "{key}" {of[1]}'))
+    _check_size(where, size)
     return {"messages": chat, "tools": tools} if tools else {"messages": chat}
 
 
 def _from_sharegpt(conversations: Any, where: str) -> Any:
     if not isinstance(conversations, list) or not all(isinstance(turn, dict) for turn in conversations):
-        raise SourceError(f'{where}: "conversations" is not a list of objects')
+        raise RowError(where, '"conversations" is not a list of objects')
     for turn in conversations:
-        if "role" not in turn and turn.get("from") not in _ROLES:
-            raise SourceError(f'{where}: "from" is {turn.get("from")!r}, not one of {", ".join(_ROLES)}')
+        speaker = turn.get("from")
+        if "role" not in turn and (not isinstance(speaker, str) or speaker not in _ROLES):
+            kind = f"not one of {', '.join(_ROLES)}"
+            raise RowError(where, f'"from" is {speaker!r:.40}, {kind}', f'"from" is {kind}')
     # Some sets have the name of this key and the keys of "messages".
     return [
         turn if "role" in turn else {"role": _ROLES[turn["from"]], "content": turn.get("value")}
@@ -102,10 +140,12 @@ def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
     for name, column in columns.items():
         if column is None and name == "document_ids":
             continue
-        if not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column):
-            raise SourceError(f'{where}: "{name}" is not a list of numbers from 0 up')
+        odd = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
+        if odd or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
+            raise RowError(where, f'"{name}" is not a list of numbers from 0 up')
         if len(column) != len(ids) or not column:
-            raise SourceError(f'{where}: {len(column)} values of "{name}" for {len(ids)} tokens')
+            many = f'values of "{name}" for'
+            raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"other numbers of {many} the tokens")
     if not set(columns["loss_mask"]) <= {0, 1}:
-        raise SourceError(f'{where}: "loss_mask" holds something else than 0 and 1')
+        raise RowError(where, '"loss_mask" holds something else than 0 and 1')
     return {name: [int(value) for value in column] for name, column in columns.items() if column is not None}

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, generate
 from speculator.decoding.generate import Step
 from speculator.heads import Speculator
@@ -87,12 +88,16 @@ def _bucket(length: int, edge: int | None) -> tuple[int, int]:
 
 
 def real_acceptance(
-    target: Target, head: Speculator, prompts: list[list[int]], seed: int, max_new_tokens: int = _NEW_TOKENS
+    target: Target, head: Speculator, suite: Suite, seed: int, max_new_tokens: int = _NEW_TOKENS
 ) -> dict[str, float]:
-    """tokens_per_step of a head on prompts, greedy and sampled, from the decoding loop. Processes share the prompts."""
+    """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
+
+    As in a report, answers of a chat end where the target ends them. Processes share the prompts.
+    """
     state = PartialState()
     was_training = head.training
     drafter = HeadDrafter(head)  # puts the head in eval mode
+    prompts, eos = suite.prompts, None if suite.chat else ()
     start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
     share = prompts[start:stop]
     figures = {}
@@ -100,7 +105,7 @@ def real_acceptance(
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if share:
-            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=())
+            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
     head.train(was_training)

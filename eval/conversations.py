@@ -21,6 +21,7 @@ class Conversation:
         opening: the messages before the first answer; the last is what is asked.
         later: the questions after the first answer, each asked behind the answers so far.
         category: as the row has it, or "".
+        tools: as the row has them, for the chat template.
         chat: messages go through the chat template; else their texts are continued raw, blank lines between them.
         where: the row, for complaints.
     """
@@ -30,6 +31,7 @@ class Conversation:
     category: str = ""
     chat: bool = False
     where: str = ""
+    tools: Any = None
 
     def first(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """The first turn's prompt."""
@@ -56,7 +58,7 @@ class Conversation:
 
     def _encoded(self, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
         try:
-            return list(encode(tokenizer, {"messages": messages}, chat=True))
+            return list(encode(tokenizer, {"messages": messages, "tools": self.tools}, chat=True))
         except UserError as error:
             raise UserError(f"{self.where}: {error}") from None
 
@@ -80,7 +82,7 @@ def conversation_of(where: str, row: dict[str, Any], tokenizer: PreTrainedTokeni
         first, *later = [text_of(where, "turns", turn) for turn in turns]
         return Conversation([_user(first)], later, category, chat, where)
     if "messages" in row:
-        return Conversation(_asked(where, row["messages"]), [], category, chat, where)
+        return Conversation(_asked(where, row["messages"]), [], category, chat, where, row.get("tools"))
     for key in ("prompt", "question"):
         if key in row:
             asked = [_user(text_of(where, key, row[key]))]

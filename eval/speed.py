@@ -81,6 +81,8 @@ class Timed:
 def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, float]:
     """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap.
 
+    Texts that ended with their first token, the prefill's, have nothing to compare; of such alone the ratio is 1.
+
     Args:
         groups: of each batch, what it belongs to: the turns of a conversation are resampled together. Default: every
             batch is its own.
@@ -95,7 +97,8 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -
         total = sums.setdefault(group, [0, 0.0, 0, 0.0])
         for i, value in enumerate((x.decoded, x.decode_seconds, y.decoded, y.decode_seconds)):
             total[i] += value
-    return paired_bootstrap([tuple(total) for total in sums.values()], ratio)
+    decoded = [tuple(total) for total in sums.values() if total[0] and total[2]]
+    return paired_bootstrap(decoded, ratio) if decoded else {"value": 1.0, "low": None, "high": None}
 
 
 def synchronize() -> None:

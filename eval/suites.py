@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.sources import PYTHON_SOURCES, parse, prompts
+from data.sources import PYTHON_SOURCES, Room, parse, prompts
+from data.tally import Tally
 from eval.conversations import Conversation, conversation_of
 from eval.rows import is_document, keys, read_rows
 from speculator.errors import UserError
@@ -24,22 +25,28 @@ class Suite:
         prompts: token ids, of the first turn where there are more.
         conversations: one for each prompt, or none at all where the prompts are text cut somewhere.
         left_out: prompts that were passed over because they and their answer do not fit the target's context.
+        ends: answers have an end of their own, though there are no conversations.
     """
 
     name: str
     prompts: list[list[int]]
     conversations: list[Conversation] = field(default_factory=list)
     left_out: int = 0
+    ends: bool = False
+
+    @property
+    def chat(self) -> bool:
+        """Some answer has an end of its own, as behind a chat template; a text to continue just goes on."""
+        return self.ends or any(talk.chat for talk in self.conversations)
+
+    def first(self, count: int) -> Suite:
+        """The first few prompts of it."""
+        return replace(self, prompts=self.prompts[:count], conversations=self.conversations[:count])
 
     @property
     def categories(self) -> list[str]:
         """Of each prompt; "" where it has none."""
         return [talk.category for talk in self.conversations] or [""] * len(self.prompts)
-
-    @property
-    def chat(self) -> bool:
-        """Some prompt goes through the chat template, so its answer has an end of its own."""
-        return any(talk.chat for talk in self.conversations)
 
 
 def load_suite(
@@ -61,28 +68,24 @@ def load_suite(
     """
     if not source:
         raise UserError("--suite is empty: give a .jsonl or .txt file, a hub dataset or python-sources")
+    tokenizer, room = target.tokenizer, Room(target.name, target.context_length, max_new_tokens)
     if source == PYTHON_SOURCES or is_document(source):
-        return held_out(source, target.tokenizer, prompt_tokens, max_prompts)
-    tokenizer = target.tokenizer
+        return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
     suite = Suite(Path(source).name, [])
     rows = read_rows(source)
     if keys(rows[0][1]) == ["text"]:
-        return held_out(source, tokenizer, prompt_tokens, max_prompts)
+        return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
     talks = [conversation_of(where, row, tokenizer, raw) for where, row in rows]
     for talk in _in_turns(talks):
         ids = talk.first(tokenizer)
-        if len(ids) + max_new_tokens > target.context_length:
+        if not room.fits(ids):
             suite.left_out += 1
             continue
         suite.prompts.append(ids)
         suite.conversations.append(talk)
         if len(suite.prompts) == max_prompts:
             break
-    if not suite.prompts:
-        raise UserError(
-            f"{source}: none of its {suite.left_out} prompts fits {target.name}, which has a context of "
-            f"{target.context_length}, with {max_new_tokens} new tokens"
-        )
+    room.check(source, len(suite.prompts), suite.left_out)
     return suite
 
 
@@ -94,7 +97,13 @@ def _in_turns(talks: Iterable[Conversation]) -> Iterator[Conversation]:
     return (talk for talk in chain.from_iterable(zip_longest(*groups.values())) if talk is not None)
 
 
-def held_out(source: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, max_prompts: int) -> Suite:
+def held_out(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    max_prompts: int,
+    room: Room | None = None,
+) -> Suite:
     """What a head is measured on: the held-out split of python-sources, or all documents of a file.
 
     Raises:
@@ -103,7 +112,7 @@ def held_out(source: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
     if not source:
         raise UserError("--suite is empty: give a .jsonl or .txt file, or python-sources")
     split = "held-out" if source == PYTHON_SOURCES else None
-    return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split)
+    return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room)
 
 
 def from_text(
@@ -113,24 +122,38 @@ def from_text(
     max_prompts: int,
     *,
     split: str | None,
+    room: Room | None = None,
     max_package_bytes: int = 2_000_000,
+    tally: Tally | None = None,
 ) -> Suite:
-    """Prompts of sources, as `data.sources.prompts` makes them: cuts of texts, the openings of chats.
+    """Prompts of sources, as `data.sources.prompts` makes them: cuts of texts, chats up to the user's last turn.
 
     Args:
         sources: as `data.sources` spells them.
         prompt_tokens: the length of those cut from text, what the tokenizer puts in front included.
         max_prompts: at most one a document, and no more than this.
         split: "validation" or "held-out", which training never sees; None takes every document.
+        room: prompts that it does not have are left out.
         max_package_bytes: as the training used it.
+        tally: counts rows that can't be used; without it the first is raised.
 
     Raises:
-        UserError: no document is long enough, or one holds what is no text; a length that is not positive.
+        UserError: no document is long enough, none fits, or one holds what is no text; a length that is not positive.
     """
     if prompt_tokens < 1 or max_prompts < 1:
         raise UserError("prompt_tokens and max_prompts must be at least 1")
     name = ", ".join(Path(source.location).name for source in parse(sources))
-    found = prompts(sources, split, tokenizer, prompt_tokens, max_prompts, max_package_bytes=max_package_bytes)
+    found = prompts(
+        sources,
+        split,
+        tokenizer,
+        prompt_tokens,
+        max_prompts,
+        last_turn=True,
+        room=room,
+        max_package_bytes=max_package_bytes,
+        tally=tally,
+    )
     if not found:
         raise UserError(f"no {f'{split} ' if split else ''}document of {name} has {prompt_tokens} tokens for a prompt")
-    return Suite(f"{name} ({split})" if split else name, found)
+    return Suite(f"{name} ({split})" if split else name, found, left_out=found.left_out, ends=found.ends)

@@ -8,7 +8,7 @@ turns. The one with the highest predicted speed E / (G c + v) wins, all of it me
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -126,7 +126,8 @@ def tune(
     target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int, batch_size: int
 ) -> list[dict]:
     """A row for every chain and the best trees, decoded in turns."""
-    acceptance = rank_acceptance(target, head, suite.prompts, sampling)
+    eos = target.eos_token_ids if suite.chat else set()
+    acceptance = rank_acceptance(target, head, suite.prompts, sampling, eos=eos)
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
     shapes = [*(Chain(length) for length in range(1, min(head.n_predict, _LONGEST_CHAIN) + 1)), *trees]
     drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
@@ -151,9 +152,17 @@ def _figures(target, decoder: Decoder, suite, sampling, measured, max_new_tokens
 
 
 def rank_acceptance(
-    target: Target, head: Speculator, prompts: list[list[int]], sampling: Sampling, steps: int = _RANK_STEPS
+    target: Target,
+    head: Speculator,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    steps: int = _RANK_STEPS,
+    eos: Collection[int] = (),
 ) -> list[list[float]]:
-    """a[d][r]: how often the child of rank r is the one that is kept, of a token at depth d that was kept itself."""
+    """a[d][r]: how often the child of rank r is the one that is kept, of a token at depth d that was kept itself.
+
+    Steps from a token of `eos` on are left out.
+    """
     branches = tuple(min(n, target.vocab_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     kept = [torch.zeros(width) for width in branches]
     reached = [0] * len(branches)
@@ -162,6 +171,8 @@ def rank_acceptance(
         for draft, result in walk(target, drafter, [prompt], sampling, steps, Costs()):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
             accepted = int(result.kept[0])
+            if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):
+                break
             start, size, place = 0, 1, 0  # of a level, the count of their parents, and which of those was kept
             for depth, width in enumerate(branches[: accepted + 1]):
                 reached[depth] += 1

@@ -30,6 +30,8 @@ def settings(config: RunConfig) -> None:
     _positive("data", config.data, "seq_length", "max_package_bytes")
     if config.data.max_tokens is not None:
         _positive("data", config.data, "max_tokens")
+    if not 0 <= config.data.max_bad_rows <= 1:
+        raise UserError(f"data.max_bad_rows {config.data.max_bad_rows} is not a share in 0..1")
     _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
     if head.tie_weights and head.n_predict == 1:
         raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
@@ -141,7 +143,12 @@ def own_laws(generate: GenerateConfig) -> list[Sampling]:
 
 
 def rows(
-    config: RunConfig, target: Target, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, processes: int
+    config: RunConfig,
+    target: Target,
+    train_rows: datasets.Dataset,
+    validation_rows: datasets.Dataset,
+    processes: int,
+    prompts: int | None = None,
 ) -> None:
     """What there is too little of, or what the target can't read."""
     for made in (train_rows, validation_rows):
@@ -152,7 +159,10 @@ def rows(
                 f"the rows hold token {highest}, but {target.name} has only 0..{target.vocab_size - 1}: "
                 "its tokenizer has tokens that it does not"
             )
-    for name, have in (("stage1", len(train_rows)), ("stage2", config.stage2.generate.max_rows)):
+    for name, have in (
+        ("stage1", len(train_rows)),
+        ("stage2", config.stage2.generate.max_rows if prompts is None else prompts),
+    ):
         stage: StageConfig = getattr(config, name)
         batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
         if stage.max_steps and have < batch:

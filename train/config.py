@@ -70,6 +70,8 @@ class DataConfig:
     """Use at most this many tokens."""
     max_package_bytes: int = 2_000_000
     """python-sources: at most this much of each top-level package."""
+    max_bad_rows: float = 0.05
+    """Rows that can't be used are left out, counted and shown; a larger share of them is an error; 0 allows none."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
 from data.prepare import cache_folder, token_rows
-from data.sources import prompts
+from data.sources import Prompts, Room, prompts
+from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate
 from eval.suites import Suite, from_text
@@ -85,7 +87,12 @@ def _run(config: RunConfig) -> None:
         "validation": prompts_of(config, target, "validation", config.eval.validation_prompts),
         "held-out": prompts_of(config, target, "held-out", config.eval.max_prompts),
     }
-    checks.rows(config, target, train_rows, validation_rows, state.num_processes)
+    head_folder = folder / "speculator"
+    own_prompts = None
+    if config.stage2.max_steps and (config.overwrite_output_dir or not head_folder.exists()):
+        own_prompts = own_prompts_of(config, target)
+    count = None if own_prompts is None else len(own_prompts)
+    checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
     head = new_head(config, target, train_rows)
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
@@ -94,10 +101,10 @@ def _run(config: RunConfig) -> None:
     state.wait_for_everyone()
     head_folder = folder / "speculator"
     if not is_published(head_folder):
-        measured_on = (validation_rows, suites["validation"].prompts)
+        measured_on = (validation_rows, suites["validation"])
         best = train_stage("stage1", config, target, lambda: head, train_rows, *measured_on)
-        if config.stage2.max_steps:
-            own_text = generate_own_text(config, target, best)
+        if own_prompts is not None:
+            own_text = generate_own_text(config, target, best, own_prompts)
             best = train_stage("stage2", config, target, lambda: load_any(best), own_text, *measured_on)
         if state.is_main_process:
             publish(load_any(best), head_folder)
@@ -108,7 +115,7 @@ def _run(config: RunConfig) -> None:
             write_tuned(
                 target,
                 best_head,
-                Suite("validation", suites["validation"].prompts[: config.eval.tune_prompts]),
+                replace(suites["validation"].first(config.eval.tune_prompts), name="validation"),
                 head_folder / TUNED,
                 temperatures=config.eval.temperatures,
                 max_new_tokens=config.eval.max_new_tokens,
@@ -167,22 +174,48 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
             config.data.seq_length,
             max_tokens=config.data.max_tokens if split == "train" else None,
             max_package_bytes=config.data.max_package_bytes,
+            max_bad_rows=config.data.max_bad_rows,
         )
 
 
 def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
-    """Prompts cut from one split."""
-    return from_text(
+    """Prompts of one split: cut from its texts, of its chats what the model is asked."""
+    # Who prepared the split has shown its bad rows already.
+    tally = Tally(most=1.0 if config.data.max_bad_rows else 0.0)
+    suite = from_text(
         config.data.sources,
         target.tokenizer,
         config.eval.prompt_tokens,
         count,
         split=split,
+        room=Room(target.name, target.context_length, config.eval.max_new_tokens),
         max_package_bytes=config.data.max_package_bytes,
+        tally=tally,
+    )
+    if split == "held-out":
+        tally.show(f"the {split} split of {', '.join(config.data.sources)}")
+    return suite
+
+
+def own_prompts_of(config: RunConfig, target: Target) -> Prompts:
+    """Prompts of the training split that the target will continue for stage 2."""
+    settings = config.stage2.generate
+    return prompts(
+        config.data.sources,
+        "train",
+        target.tokenizer,
+        settings.prompt_tokens,
+        settings.max_rows,
+        per_text=_PROMPTS_PER_TEXT,
+        room=Room(target.name, target.context_length, settings.max_new_tokens),
+        max_package_bytes=config.data.max_package_bytes,
+        tally=Tally(most=1.0 if config.data.max_bad_rows else 0.0),
     )
 
 
-def generate_own_text(config: RunConfig, target: Target, head_folder: Path) -> datasets.Dataset:
+def generate_own_text(
+    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[list[int]]
+) -> datasets.Dataset:
     """What the target says after prompts from the training text, at the configured temperatures; the head drafts."""
     settings = config.stage2.generate
     return generate_rows(
@@ -190,15 +223,7 @@ def generate_own_text(config: RunConfig, target: Target, head_folder: Path) -> d
         HeadDrafter(load_head(head_folder, target), settings.draft_length)
         if settings.draft_length
         else tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size),
-        prompts(
-            config.data.sources,
-            "train",
-            target.tokenizer,
-            settings.prompt_tokens,
-            settings.max_rows,
-            per_text=_PROMPTS_PER_TEXT,
-            max_package_bytes=config.data.max_package_bytes,
-        ),
+        own_prompts,
         Path(config.output_dir) / "generated",
         sampling=checks.own_laws(settings),
         max_new_tokens=settings.max_new_tokens,

@@ -18,6 +18,7 @@ from accelerate import PartialState
 
 from eval import tracking
 from eval.acceptance import real_acceptance
+from eval.suites import Suite
 from speculator.errors import UserError
 from speculator.export import load_any
 from speculator.files import new_folder, read_text, write_text
@@ -38,14 +39,14 @@ def train_stage(
     start: Callable[[], Speculator],
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
-    prompts: list[list[int]],
+    suite: Suite,
 ) -> Path:  # of the best head
     """Train the head that `start` gives; on every process of the run.
 
     Args:
         name: "stage1" or "stage2": the config's section and the folder under the run's.
         start: gives the head that the stage starts from, float32.
-        prompts: decoded for the real tokens_per_step at each evaluation.
+        suite: its prompts are decoded for the real tokens_per_step at each evaluation.
 
     Raises:
         SystemExit: 143, after a checkpoint, if SIGTERM came while it trained.
@@ -67,7 +68,7 @@ def train_stage(
         model=start(),
         target=target,
         loss=config.loss,
-        decode=lambda head: real_acceptance(target, head, prompts, seed=config.seed),
+        decode=lambda head: real_acceptance(target, head, suite, seed=config.seed),
         keep=settings.save_total_limit,
         args=arguments(
             output_dir=str(folder),

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
 from eval.acceptance import real_acceptance
-from eval.suites import from_text
+from eval.suites import Suite, from_text
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
 from speculator.heads import Speculator
@@ -138,9 +138,9 @@ def train(arm: Arm, rate: float, seed: int, rows: list[Dataset], target: Remembe
     return head
 
 
-def measure(head: Speculator, target: Target, prompts: list[list[int]]) -> dict[str, float]:
+def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
     """tokens_per_step at temperatures 0 and 1, the latter with sampled drafts."""
-    figures = real_acceptance(target, head, prompts, seed=0, max_new_tokens=NEW_TOKENS)
+    figures = real_acceptance(target, head, suite, seed=0, max_new_tokens=NEW_TOKENS)
     return {"0": figures["tokens_per_step"], "1": figures["tokens_per_step_sampled"]}
 
 
@@ -153,8 +153,8 @@ class Study:
         if len(text) < 4 * STEPS:
             raise UserError(f"{', '.join(SOURCES)} gives {len(text)} rows of {LENGTH} tokens, not {4 * STEPS}")
         self.text = text.remove_columns([name for name in text.column_names if name != "input_ids"])
-        self.prompts = {
-            split: from_text(SOURCES, target.tokenizer, PROMPT_TOKENS, count, split=split).prompts
+        self.suites = {
+            split: from_text(SOURCES, target.tokenizer, PROMPT_TOKENS, count, split=split)
             for split, count in PROMPTS.items()
         }
         self.seen = Remembered(target)
@@ -177,7 +177,7 @@ class Study:
             rows = [self.text.select(range(steps - own))] + ([self._own_text(own)] if own else [])
             config = RunConfig(speculator=SpeculatorConfig(initialise=arm.initialise), seed=seed)
             head = train(arm, rate, seed, rows, self.seen, new_head(config, self.target, rows[0]))
-            figures = {split: measure(head, self.target, prompts) for split, prompts in self.prompts.items()}
+            figures = {split: measure(head, self.target, suite) for split, suite in self.suites.items()}
             write_text(file, json.dumps({"arm": arm.name, "rate": rate, "seed": seed, "budget": budget} | figures))
             print(f"{file.name}: {figures}", file=sys.stderr)
         return json.loads(file.read_text())

@@ -7,14 +7,15 @@ import json
 import sys
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.rendering import load_tokenizer
 from data.server import CONCURRENCY, Prompt, fetch_rows
-from data.sources import prompts
+from data.sources import Room, prompts
+from data.tally import Tally, add_max_bad_rows
 from speculator.commands.prompts import encode, prompt_of, read_rows
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
@@ -44,6 +45,7 @@ def build_parser() -> OneLineParser:
         "--output", type=Path, required=True, help="folder of the rows; an unfinished one is gone on with"
     )
     parser.add_argument("--split", default="train", help="of --sources; default: train")
+    add_max_bad_rows(parser)
     parser.add_argument("--prompt_tokens", type=int, default=64, help="of each prompt of --sources; default: 64")
     parser.add_argument("--max_rows", type=int, help="at most so many prompts; default: all")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="the most new tokens of a row; default: 256")
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
     how = {"sampling": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target)
-        prompts = _prompts(arguments, tokenizer)
+        prompts = _prompts(arguments, tokenizer, _context_length(arguments.target))
         concurrency = arguments.batch_size or CONCURRENCY
         fetch_rows(
             arguments.server, arguments.target, tokenizer, prompts, arguments.output, concurrency=concurrency, **how
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         target = Target.load(arguments.target)
         head = load_head(arguments.speculator, target) if arguments.speculator else None
         drafter = HeadDrafter(head, arguments.draft_length) if head else None
-        prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer)]
+        prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer, target.context_length)]
         generate_rows(target, drafter, prompts, arguments.output, batch_size=arguments.batch_size or BATCH_SIZE, **how)
     if processes.is_main_process:
         print(printable(_told(arguments.output)), file=sys.stderr)
@@ -90,8 +92,12 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can't be, before any model is loaded."""
     positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "draft_length")
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
+    check_folder("--output", arguments.output)
     refuse(
+        (arguments.speculator == "", "--speculator is empty: name a folder, or leave it out"),
+        (arguments.server == "", "--server is empty: give its URL, or leave it out"),
         (low, f"{', '.join(low)}: at least 1"),
+        (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
         (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
     )
@@ -100,19 +106,43 @@ def _check(arguments: argparse.Namespace) -> None:
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
 
 
-def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _context_length(target: str) -> int:
+    """The target's, where its config is at hand: the server's own may be shorter."""
+    try:
+        config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
+        return config.max_position_embeddings or sys.maxsize
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return sys.maxsize
+
+
+def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Prompt]:
+    room = Room(arguments.target, context, arguments.max_new_tokens)
     if arguments.sources:
-        most = arguments.max_rows or sys.maxsize
-        found = prompts(arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, most)
+        most, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
+        found = prompts(
+            arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, most, room=room, tally=tally
+        )
         split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
+        tally.judge(split)
+        tally.show(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return [Prompt(ids) for ids in found]
-    rows = read_rows(arguments.prompts)[: arguments.max_rows]
+    rows = read_rows(arguments.prompts)
     if tokenizer.chat_template is None and any(prompt_of(row) is None for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
-    return [
-        Prompt(encode(tokenizer, row, chat=False), row["messages"] if prompt_of(row) is None else None) for row in rows
-    ]
+    chosen: list[Prompt] = []
+    left_out = 0
+    for row in rows:
+        ids = encode(tokenizer, row, chat=False)
+        if not room.fits(ids):
+            left_out += 1
+        else:
+            chat = prompt_of(row) is None
+            chosen.append(Prompt(ids, row["messages"] if chat else None, row.get("tools") if chat else None))
+        if len(chosen) == arguments.max_rows:
+            break
+    room.check(str(arguments.prompts), len(chosen), left_out)
+    return chosen
 
 
 def _told(folder: Path) -> str:

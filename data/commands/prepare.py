@@ -11,7 +11,9 @@ from pathlib import Path
 
 from data.prepare import save_rows
 from data.rendering import load_tokenizer
+from data.tally import add_max_bad_rows
 from speculator.errors import OneLineParser, refuse, run_command
+from speculator.files import check_folder
 
 
 def main(argv: list[str]) -> int:
@@ -38,16 +40,20 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--max_package_bytes", type=int, default=2_000_000, help="python-sources: at most this much of each package"
     )
+    add_max_bad_rows(parser)
     parser.add_argument("--output", required=True, type=Path, help="a new folder")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Prepare, and print what came of it."""
+    check_folder("--output", arguments.output)
     parent = arguments.output.absolute().parent
     refuse(
+        (arguments.max_package_bytes < 1, "--max_package_bytes must be at least 1"),
         (arguments.output.exists(), f"--output {arguments.output} is there already: name a new folder"),
         (not parent.is_dir(), f"--output {arguments.output}: no folder {parent}"),
+        (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
         (arguments.seq_length < 2, "--seq_length must be at least 2"),
         (arguments.max_tokens is not None and arguments.max_tokens < arguments.seq_length, "--max_tokens: not one row"),
     )
@@ -58,6 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.output,
         max_tokens=arguments.max_tokens,
         max_package_bytes=arguments.max_package_bytes,
+        max_bad_rows=arguments.max_bad_rows,
     )
     print(f"{'':12}{'documents':>12}{'rows':>12}{'tokens':>14}{'with loss':>11}")
     for split, count in counts.items():

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.rendering import load_tokenizer
 from data.sources import token_documents
-from speculator.errors import OneLineParser, refuse, run_command
+from data.tally import Tally
+from speculator.errors import OneLineParser, printable, refuse, run_command
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -41,16 +42,18 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     tokenizer = load_tokenizer(arguments.target, arguments.revision)
     marks = (_DIM, _PLAIN, _GREEN, _PLAIN) if arguments.color or sys.stdout.isatty() else ("", "", "[[", "]]")
-    documents = token_documents([arguments.source], None, tokenizer)
+    tally = Tally(most=1.0)
+    documents = token_documents([arguments.source], None, tokenizer, tally=tally)
     # A packed row is rendered as its documents, all with the row's id.
     found = groupby(documents, key=lambda document: document["id"])
     name = None
     for name, row in islice(found, arguments.rows):
         parts = list(row)
         count, learnt = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
-        print(f"--- {name}: {count} tokens, {learnt} with loss")
+        print(f"--- {printable(name)}: {count} tokens, {learnt} with loss")
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
-    refuse((name is None, f"{arguments.source}: no rows in it"))
+    refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
+    tally.show(arguments.source)
 
 
 def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
@@ -62,6 +65,6 @@ def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks:
         so_far = tokenizer.decode(document["input_ids"][:end], clean_up_tokenization_spaces=False)
         assert isinstance(so_far, str)
         before, after = marks[2:] if learnt else marks[:2]
-        text += before + so_far[len(shown) :] + after
+        text += before + printable(so_far[len(shown) :]) + after
         shown = so_far
     return text

@@ -74,6 +74,16 @@ def test_view_marks_what_is_learnt(target, capsys):
     assert "\x1b[32mAnswer 0.<|eot_id|>\x1b[0m\x1b[2m<|start_header_id|>user" in out
 
 
+def test_view_shows_no_escape_of_a_text_as_one(target, tmp_path, capsys):
+    rows = ["{", json.dumps({"text": "\x1b]0;owned\x07\x1b[31mred\r"})]
+    (tmp_path / "odd.jsonl").write_text("\n".join(rows))
+    assert main(["view", "odd.jsonl", "--target", target]) == 0
+    out, error = capsys.readouterr()
+    assert r"\x1b]0;owned\x07\x1b[31mred\r" in out
+    assert not set(out) & set("\x1b\x07\r")
+    assert "odd.jsonl: 1 of 2 rows (50.0%) can't be used and are left out: 1 x not JSON" in error
+
+
 def test_view_shows_a_prepared_row_document_by_document(target, capsys):
     prepare(target, "--output", "rows")
     capsys.readouterr()
@@ -115,6 +125,8 @@ def test_wrong_input_is_one_line(target, flags, message, capsys):
         (["--output", "no/rows"], "no folder"),
         (["--output", "rows", "--max_tokens", "8"], "--max_tokens"),
         (["--output", "rows", "--seq_length", "1"], "--seq_length"),
+        (["--output", "rows", "--max_package_bytes", "-5"], "--max_package_bytes"),
+        (["--output", "rows", "--max_bad_rows", "1.5"], "--max_bad_rows: a share"),
         (["--output", "rows", "--seq_length", "100000"], "does not fill one row"),
         (["--output", "rows", "--sources", "chats.jsonl@0.5", "target"], "chats.jsonl has a weight"),
     ],

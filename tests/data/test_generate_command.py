@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import shutil
 
 import pytest
 import torch
+from chat_templates import CHATML
 from datasets import load_from_disk
 from transformers import AutoTokenizer
 
@@ -57,10 +59,40 @@ def test_prompts_come_from_a_file(target_folder, tmp_path, name):
     assert [document["input_ids"] for document in read] == [row["input_ids"] for row in rows], "a source like any other"
 
 
+def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
+    template = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+    target, file = shutil.copytree(target_folder, tmp_path / "target"), tmp_path / "prompts.jsonl"
+    (target / "chat_template.jinja").write_text(template)
+    asked = [{"role": "user", "content": "Hi"}]
+    rows = [
+        {"messages": asked, "tools": [{"name": "search"}]},
+        {"messages": [{"role": "user", "content": "Hi " * 200}]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "import os"}]))
+    flags = ["--target", str(target), "--prompts", str(file), "--output", str(tmp_path / "out")]
+    assert main([*flags, "--max_new_tokens", "4"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    first, second = (tokenizer.decode(row["input_ids"]) for row in load_from_disk(tmp_path / "out" / "rows"))
+    assert first.startswith("search<|im_start|>user\nHi<|im_end|>")
+    assert second.startswith("import os")
+    said = f"prompts.jsonl: 1 prompts are left out: they do not fit {target}, which has a context of 128, with 4 new"
+    assert said in capsys.readouterr().err
+
+    out = [*flags[:-1], str(tmp_path / "none"), "--max_new_tokens", "128"]
+    assert main(out) == 2
+    assert "prompts.jsonl: none of its 3 prompts fits" in capsys.readouterr().err
+    server = [*out, "--server", "http://127.0.0.1:9"]
+    assert main(server) == 2
+    assert "prompts.jsonl: none of its 3 prompts fits" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--batch_size", "0"], "--batch_size: at least 1"),
+        (["--speculator", ""], "--speculator is empty"),
+        (["--server", ""], "--server is empty"),
         (["--draft_length", "2"], "--draft_length: give a --speculator"),
         (["--temperature", "-1"], "temperature must be"),
         (["--speculator", "nowhere"], "nowhere"),

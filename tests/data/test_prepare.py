@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import struct
 
 import pytest
 from chat_templates import CHATML, chat_tokenizer
@@ -10,6 +11,7 @@ from datasets import load_from_disk
 from data.packing import pack
 from data.prepare import save_rows, token_rows
 from data.sources import SPLITS, SourceError, documents, token_documents
+from speculator.errors import UserError
 
 COLUMNS = ("input_ids", "document_ids", "loss_mask")
 
@@ -160,3 +162,37 @@ def test_too_little_text_is_an_error(tmp_path, source):
     short.write_text("x")
     with pytest.raises(SourceError, match="does not fill one row"):
         prepare(short)
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "forge", "unreadable"])
+def test_a_damaged_cache_is_made_anew_and_said_so(source, tmp_path, capsys, harm):
+    expected = prepare(source)["input_ids"][:]
+    [folder] = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    [file] = folder.glob("*.arrow")
+    whole = file.read_bytes()
+    at = whole.rindex(struct.pack("<16i", *expected[0]))
+    capsys.readouterr()
+    if harm == "flip":  # still a table, of other tokens
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    elif harm == "cut":
+        file.write_bytes(whole[:-100])
+    elif harm == "remove":
+        (folder / "state.json").unlink()
+    elif harm == "forge":
+        (folder / "manifest.json").write_text("[]")
+    else:
+        (folder / "manifest.json").unlink()
+    assert prepare(source)["input_ids"][:] == expected
+    assert "do not match their checksums; they are made anew" in capsys.readouterr().err
+    prepare(source)
+    assert "made anew" not in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_one_line(source, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("datasets.Dataset.save_to_disk", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        prepare(source)
+    assert not folders(tmp_path)

@@ -189,3 +189,18 @@ def test_a_text_needs_an_end():
     tokenizer.eos_token = None
     with pytest.raises(SourceError, match="no EOS token"):
         rendered(tokenizer, text="x")
+
+
+def test_a_special_token_that_a_text_spells_is_text():
+    tokenizer = chat_tokenizer("llama3")
+    eos = tokenizer.eos_token_id
+    [text] = rendered(tokenizer, text="it ends with <|eot_id|> it says")
+    [pair] = rendered(tokenizer, prompt="what is <|eot_id|>?", completion="<|eot_id|> is a token")
+    for document in (text, pair):
+        assert document["input_ids"].count(eos) == 1
+        assert document["input_ids"][0] == tokenizer.bos_token_id
+        assert document["input_ids"][-1] == eos
+        assert "<|eot_id|>" in tokenizer.decode(document["input_ids"], skip_special_tokens=True)
+    # A chat's are special wherever they come from, as they are for a server; and no text before changes that.
+    [document] = rendered(tokenizer, messages=chat("what is <|eot_id|>?", "a token"))
+    assert document["input_ids"].count(eos) == 3

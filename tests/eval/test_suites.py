@@ -95,6 +95,28 @@ def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):
         load(file, model, max_new_tokens=room + 1)
 
 
+def test_cuts_of_text_that_leave_no_room_are_refused(tmp_path):
+    (tmp_path / "t.txt").write_text("b = 2\n" * 300)
+    assert len(load(tmp_path / "t.txt", prompt_tokens=112).prompts) == 1
+    with pytest.raises(UserError, match="none of its 1 prompts fits tiny, which has a context of 128"):
+        load(tmp_path / "t.txt", prompt_tokens=113)
+
+
+def test_chats_among_documents_are_asked_as_those_of_a_suite(tmp_path):
+    turns = [{"role": role, "content": f"{role} {i}"} for i in range(2) for role in ("user", "assistant")]
+    chats = [{"messages": turns, "tools": [{"name": "search"}]}, {"messages": turns[:2]}]
+    model = Model(chat=True)
+    model.tokenizer.chat_template = "{% if tools %}{{ tools[0].name }}{% endif %}" + TEMPLATE
+    rows = load(write(tmp_path / "chats.jsonl", *chats), model)
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    documents = load(tmp_path / "chats.json", model)
+    assert documents.prompts == rows.prompts
+    assert model.tokenizer.decode(rows.prompts[0]).startswith("search<user>user 0<assistant>")
+    assert documents.chat
+    assert rows.chat
+    assert not load(write(tmp_path / "t.json", {"text": "a = 1\n" * 30}), model).chat
+
+
 def test_packed_files_and_texts_to_cut(tmp_path):
     with gzip.open(tmp_path / "q.jsonl.gz", "wt") as stream:
         stream.write(json.dumps(PUBLISHED["gsm8k"]))

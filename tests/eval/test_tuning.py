@@ -49,20 +49,21 @@ def test_a_budget_beyond_the_ranks_is_not_used_up():
     assert best_tree([[0.5], [0.4]], 9) == [(0,), (0, 0)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ranks_kept_are_those_of_the_loop(target, temperature):
-    """With one child at each depth, acceptance by rank is acceptance by position."""
+@pytest.mark.parametrize(("temperature", "eos"), [(0.0, ()), (1.0, ()), (0.0, {3, 17}), (1.0, {3, 17})])
+def test_ranks_kept_are_those_of_the_loop(target, temperature, eos):
+    """With one child at each depth, acceptance by rank is acceptance by position; no step after a text's end counts."""
     head = tiny_head()
     branches = Candidates((6, 3, 2))
     prompts, sampling = [[1, 2, 3, 4], [5, 6, 7, 8]], Sampling(temperature, seed=3)
-    acceptance = rank_acceptance(target, head, prompts, sampling, steps=12)
+    acceptance = rank_acceptance(target, head, prompts, sampling, steps=12, eos=eos)
     assert [len(level) for level in acceptance] == [6, 3, 2]
     steps = [
         step
         for prompt in prompts
         for step in generate(
-            target, HeadDrafter(head, branches), [prompt], sampling, max_new_tokens=80, eos_token_ids=()
+            target, HeadDrafter(head, branches), [prompt], sampling, max_new_tokens=80, eos_token_ids=eos
         ).steps[0][:12]
+        if not step.cut
     ]
     for depth, level in enumerate(acceptance):
         reached = sum(step.accepted >= depth for step in steps)

@@ -1,0 +1,189 @@
+"""Rows that can't be used are passed over, counted and shown; too many of them are an error."""
+
+import json
+import random
+
+import datasets
+import pytest
+from chat_templates import chat_tokenizer
+from conftest import tiny_tokenizer
+
+from data.commands.generate import main as generate_main
+from data.prepare import save_rows, token_rows
+from data.rows import content
+from data.sources import SPLITS, SourceError, documents, prompts, token_documents
+from data.tally import Tally
+from speculator.errors import UserError
+
+GOOD = [
+    {"conversations": [{"from": "human", "value": f"Question {i}?"}, {"from": "gpt", "value": f"Answer {i}."}]}
+    for i in range(200)
+]
+BAD = {
+    "begins with the assistant": {"conversations": [{"from": "gpt", "value": "Hello!"}, *GOOD[0]["conversations"]]},
+    '"from" is not one of': {"conversations": [{"from": ["human"], "value": "x"}]},
+    'the "content" of a message is not a text': {"conversations": [{"from": "human", "value": {"text": "x"}}]},
+    "not JSON": "{",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    yield tmp_path / "cache"
+    datasets.enable_progress_bars()
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared(source, most=0.05, length=16):
+    return token_rows([source], "train", chat_tokenizer("llama3"), length, max_bad_rows=most)
+
+
+def test_bad_rows_are_left_out_counted_by_reason_and_shown(tmp_path, capsys):
+    source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
+    rows = prepared(source)
+    assert len(rows) > 50
+    said = capsys.readouterr().err.splitlines()
+    (tmp_path / "good").mkdir()
+    assert rows["input_ids"][:] == prepared(write(tmp_path / "good" / "chats.jsonl", GOOD))["input_ids"][:]
+    assert not capsys.readouterr().err
+    assert "chats.jsonl: 4 of 185 rows (2.2%) can't be used and are left out: " in said[0]
+    assert all(f"1 x {kind}" in said[0] or f"1 x the chat {kind}" in said[0] for kind in BAD)
+    assert [line[:2] for line in said[1:]] == ["  "] * 3
+    assert all("chats.jsonl:20" in line for line in said[1:])
+
+
+def test_who_finds_the_rows_made_says_the_same(tmp_path, capsys):
+    source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
+    prepared(source)
+    first = capsys.readouterr().err
+    assert "can't be used" in first
+    prepared(source)
+    assert capsys.readouterr().err == first
+    with pytest.raises(SourceError, match=r"more than max_bad_rows 0\.001 allows"):
+        prepared(source, most=0.001)
+
+
+def test_too_many_bad_rows_are_one_line_and_leave_nothing(tmp_path, cache):
+    source = write(tmp_path / "chats.jsonl", [*GOOD[:40], *list(BAD.values()) * 5])
+    with pytest.raises(SourceError, match=r"rows \(\d+\.\d%\) can't be used, more than max_bad_rows 0.05") as error:
+        prepared(source)
+    assert "\n" not in str(error.value)
+    assert "; the first is " in str(error.value)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert len(prepared(source, most=0.5)) > 5
+
+
+def test_a_hopeless_source_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tally._HOPELESS", 10)
+    tally = Tally(0.05)
+    rows = documents([write(tmp_path / "rows.jsonl", [{"txt": str(i)} for i in range(1000)])], "train", tally=tally)
+    with pytest.raises(SourceError, match="the first rows: 10 of 10 rows"):
+        next(rows)
+
+
+def test_what_a_template_refuses_is_a_bad_row(tmp_path):
+    system = {"messages": [{"role": "system", "content": "x"}, *[{"role": "user", "content": "y"}] * 2]}
+    source = write(tmp_path / "rows.jsonl", [*GOOD, system])
+    tally = Tally(0.05)
+    assert len(list(token_documents([source], None, chat_tokenizer("gemma"), tally=tally))) == 200
+    assert tally.rows == 201
+    assert list(tally.kinds) == ["the chat template refuses the messages: System role not supported"]
+    with pytest.raises(SourceError, match=r"rows.jsonl:201: .*System role"):
+        list(token_documents([source], None, chat_tokenizer("gemma")))
+
+
+def test_a_template_that_fits_no_row_is_an_error(tmp_path):
+    source = write(tmp_path / "chats.jsonl", GOOD)
+    with pytest.raises(SourceError, match=r"180 of 180|1\d\d of 1\d\d rows \(100.0%\).*no chat template"):
+        token_rows([source], "train", tiny_tokenizer(), 16, max_bad_rows=0.05)
+
+
+def test_saved_rows_and_prompts_pass_over_them_too(tmp_path, capsys):
+    source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
+    counts = save_rows([source], chat_tokenizer("llama3"), 16, tmp_path / "rows", max_bad_rows=0.05)
+    assert set(counts) == set(SPLITS)
+    assert "can't be used" in capsys.readouterr().err
+    tally = Tally(0.05)
+    assert len(prompts([source], None, chat_tokenizer("llama3"), 8, 999, tally=tally)) == 200
+    assert tally.bad == 4
+
+
+def test_the_command_counts_and_refuses(tmp_path, target_folder, capsys):
+    texts = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(60)]
+    source = write(tmp_path / "texts.jsonl", [*texts, {"txt": "x"}, {"text": 5}])
+    flags = ["--target", str(target_folder), "--sources", source, "--output", str(tmp_path / "out"), "--split", "train"]
+    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_rows", "99"]
+    assert generate_main([*flags, *sizes, "--max_bad_rows", "0.001"]) == 2
+    assert "max_bad_rows 0.001" in capsys.readouterr().err
+    assert generate_main([*flags, *sizes, "--max_bad_rows", "2"]) == 2
+    assert "--max_bad_rows: a share" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert generate_main([*flags, *sizes]) == 0
+    assert "can't be used and are left out" in capsys.readouterr().err
+
+
+def odd_value(generator: random.Random, depth: int = 0):
+    deeper = [lambda: [odd_value(generator, depth + 1) for _ in range(generator.randrange(3))]]
+    deeper += [lambda: {k: odd_value(generator, depth + 1) for k in generator.sample(KEYS, generator.randrange(4))}]
+    flat = [
+        None,
+        True,
+        0,
+        -1,
+        10**30,
+        1.5,
+        float("inf"),
+        "",
+        " ",
+        "user",
+        "assistant",
+        "gpt",
+        "\ud800",
+        "\0\x1b[31m",
+        "é",
+    ]
+    return generator.choice(deeper)() if depth < 4 and generator.random() < 0.6 else generator.choice(flat)
+
+
+KEYS = [
+    *("input_ids", "loss_mask", "document_ids", "messages", "tools", "conversations", "prompt", "completion", "text"),
+    *("role", "content", "from", "value", "tool_calls", "name"),
+]
+
+
+def test_odd_rows_are_used_or_counted_and_nothing_else(tmp_path):
+    generator = random.Random(0)
+    rows = [{k: odd_value(generator) for k in generator.sample(KEYS, 4)} for _ in range(3000)]
+    shaped = [json.dumps(odd_value(generator)) for _ in range(300)]
+    shaped += [
+        {"messages": [{"role": generator.choice(["user", "assistant"]), "content": odd_value(generator)} for _ in "ab"],
+         "tools": odd_value(generator)} for _ in range(600)
+    ]  # fmt: skip
+    tally, tokenizer = Tally(1.0), chat_tokenizer("qwen3")
+    source = write(tmp_path / "rows.jsonl", [*rows, *shaped])
+    found = list(token_documents([source], None, tokenizer, tally=tally))
+    assert tally.rows == 3900
+    assert len(found) > 5
+    assert tally.bad > 2000
+    prompts([source], None, tokenizer, 4, 9999, last_turn=True, tally=Tally(1.0))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "x"}] * 1001},
+        {"text": "x" * 2_000_001},
+        {"messages": [{"role": "user", "content": "x" * 1_500_000}] * 2},
+        {"input_ids": [True, False]},
+        {"input_ids": [1, 2.0]},
+    ],
+)
+def test_absurd_rows_are_refused(row):
+    with pytest.raises(UserError, match=r"^rows:1: "):
+        content(row, "rows:1")
