@@ -94,8 +94,6 @@ def _check(arguments: argparse.Namespace) -> None:
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
     check_folder("--output", arguments.output)
     refuse(
-        (arguments.speculator == "", "--speculator is empty: name a folder, or leave it out"),
-        (arguments.server == "", "--server is empty: give its URL, or leave it out"),
         (low, f"{', '.join(low)}: at least 1"),
         (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
         (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),

@@ -91,8 +91,6 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--batch_size", "0"], "--batch_size: at least 1"),
-        (["--speculator", ""], "--speculator is empty"),
-        (["--server", ""], "--server is empty"),
         (["--draft_length", "2"], "--draft_length: give a --speculator"),
         (["--temperature", "-1"], "temperature must be"),
         (["--speculator", "nowhere"], "nowhere"),
