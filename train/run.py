@@ -87,10 +87,7 @@ def _run(config: RunConfig) -> None:
         "validation": prompts_of(config, target, "validation", config.eval.validation_prompts),
         "held-out": prompts_of(config, target, "held-out", config.eval.max_prompts),
     }
-    head_folder = folder / "speculator"
-    own_prompts = None
-    if config.stage2.max_steps and (config.overwrite_output_dir or not head_folder.exists()):
-        own_prompts = own_prompts_of(config, target)
+    own_prompts = own_prompts_of(config, target) if config.stage2.max_steps else None
     count = None if own_prompts is None else len(own_prompts)
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
     head = new_head(config, target, train_rows)
