@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart reference test check
+.PHONY: quickstart reference test check soak
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
@@ -20,6 +20,10 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) test
+
+# What docs/reliability.md says: under an hour on two cores. One part: make soak PART=kills
+soak: .venv/installed
+	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests/soak -k "$(PART)"
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,29 @@
+"""What the soak tests share: the good inputs of the bad ones, and a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from bad_inputs.conftest import cache, here, world  # noqa: F401
+from soak.running import finish, train_argv
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.soak)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_hub():
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def whole(world, cache, tmp_path_factory) -> Path:  # noqa: F811
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(["train.py", *train_argv(world, folder)], cache)
+    return folder

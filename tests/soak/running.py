@@ -1,0 +1,99 @@
+"""What the soak tests share: a tiny target, its text, commands as processes, and what a run leaves that must repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import load_from_disk
+
+ROOT = Path(__file__).parents[2]
+STAGE = {
+    "per_device_train_batch_size": 8,
+    "warmup_steps": 2,
+    "logging_steps": 5,
+    "eval_steps": 5,
+    "save_steps": 5,
+}
+SETTINGS: dict[str, Any] = {
+    "data.seq_length": 64,
+    "data.max_tokens": 40_000,
+    "report_to": "none",
+    "stage1.max_steps": 20,
+    "stage2.max_steps": 10,
+    "stage2.generate.max_rows": 80,
+    "stage2.generate.prompt_tokens": 16,
+    "stage2.generate.max_new_tokens": 32,
+    "eval.validation_rows": 16,
+    "eval.validation_prompts": 4,
+    "eval.tune_prompts": 0,
+    "eval.prompt_tokens": 16,
+    "eval.max_prompts": 2,
+    "eval.max_new_tokens": 12,
+    "speculator.n_predict": 3,
+    "speculator.initialise": "random",
+    **{f"{stage}.{name}": value for stage in ("stage1", "stage2") for name, value in STAGE.items()},
+}
+_COUNTED = ("steps", "tokens_per_step", "acceptance_by_position", "accepted_lengths", "identical_to_greedy", "prompts")
+
+
+def train_argv(world: dict[str, Path], output: Path, **settings: Any) -> list[str]:
+    """A tiny run's flags."""
+    values = {**SETTINGS, "target.name_or_path": world["TARGET"], "data.sources": f"[{world['TEXT']}]", **settings}
+    return ["--output_dir", str(output), *(f"--{name}={value}" for name, value in values.items())]
+
+
+def start(argv: list[str], cache: Path, **options: Any) -> subprocess.Popen:
+    """A command as a user starts it: train.py, or `-m data` and its kin."""
+    environment = {**os.environ, "SPECULATOR_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options}
+    return subprocess.Popen([sys.executable, *argv], env=environment, **options)
+
+
+def finish(argv: list[str], cache: Path, **options: Any) -> str:
+    """Run a command to its good end; gives its stderr."""
+    process = start(argv, cache, **options)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return said
+
+
+def kill(process: subprocess.Popen) -> bool:
+    """Kill it with no chance to tidy up; tells whether it was still at work."""
+    alive = process.poll() is None
+    if alive:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return alive
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def rows_of(folder: Path) -> str:
+    """Rows of a `datasets` folder, whatever its files are called."""
+    saved = load_from_disk(str(folder))
+    splits = saved if isinstance(saved, dict) else {"": saved}
+    return hashlib.sha256(json.dumps({name: rows.to_dict() for name, rows in splits.items()}).encode()).hexdigest()
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What of a run may not depend on how often it was cut off: weights, rows and counted figures."""
+    found: dict[str, Any] = {
+        "head": sha(run / "speculator" / "model.safetensors"),
+        "rows": rows_of(run / "generated/rows"),
+    }
+    for stage in ("stage1", "stage2"):
+        found[stage] = sha(run / stage / "speculator" / "model.safetensors")
+    suites = json.loads((run / "eval" / "report.json").read_text())["suites"]
+    found["report"] = [
+        {name: row[name] for name in ("drafter", "temperature", *_COUNTED) if name in row} for row in suites
+    ]
+    return found

@@ -1,0 +1,76 @@
+"""Two thousand steps of training and of generation: memory and open files stay as they are after the warm-up."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+import psutil
+import pytest
+from soak.running import ROOT, start, train_argv
+
+STEPS = 2000
+GROWTH_MIB, GROWTH_FILES = 32, 2  # from the second quarter to the last
+PICTURES = ROOT / "docs" / "reliability"
+
+
+def watch(argv: list[str], cache: Path, working: Path) -> list[tuple[float, float, int]]:
+    """(seconds, MiB of memory, open files), sampled while a command works; from when `working` is there."""
+    process = start(argv, cache)
+    seen, began = psutil.Process(process.pid), time.monotonic()
+    samples = []
+    while process.poll() is None:
+        if working.exists():
+            try:
+                samples.append((time.monotonic() - began, seen.memory_info().rss / 2**20, seen.num_fds()))
+            except psutil.Error:
+                break
+        time.sleep(0.1)
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    return samples
+
+
+def draw(name: str, samples: list[tuple[float, float, int]]) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    PICTURES.mkdir(exist_ok=True)
+    seconds, memory, files = zip(*samples, strict=True)
+    figure, above = pyplot.subplots(figsize=(7, 3), layout="constrained")
+    above.plot(seconds, memory, color="tab:blue")
+    above.set(xlabel="seconds", ylabel="MiB", ylim=(0, None), title=f"{STEPS:,} steps of {name}: memory, open files")
+    below = above.twinx()
+    below.plot(seconds, files, color="tab:orange")
+    below.set(ylabel="open files", ylim=(0, None))
+    figure.savefig(PICTURES / f"{name}.png", dpi=100)
+    pyplot.close(figure)
+
+
+@pytest.mark.parametrize("name", ["training", "generation"])
+def test_neither_memory_nor_files_grow(name, world, cache, tmp_path):
+    if name == "training":
+        sizes = {"stage1.max_steps": STEPS, "stage2.max_steps": 0, "stage1.eval_steps": 500, "stage1.save_steps": 500}
+        argv = ["train.py", *train_argv(world, tmp_path / "run", **sizes)]
+        working = tmp_path / "run" / "stage1"
+    else:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(STEPS)))
+        flags = ["--target", str(world["TARGET"]), "--speculator", str(world["MLP"]), "--prompts", str(prompts)]
+        flags += ["--max_new_tokens", "16", "--batch_size", "4", "--output", str(tmp_path / "run")]
+        argv, working = ["-m", "data", "generate", *flags], tmp_path / "run"
+    samples = watch(argv, cache, working)
+    draw(name, samples)
+    quarter = len(samples) // 4
+    assert quarter > 10
+    second, last = samples[quarter : 2 * quarter], samples[-quarter:]
+    memory = [mean(each[1] for each in part) for part in (second, last)]
+    files = [max(each[2] for each in part) for part in (second, last)]
+    print(
+        f"{name}: {memory[0]:.0f} -> {memory[1]:.0f} MiB, {files[0]} -> {files[1]} open files, {len(samples)} samples"
+    )
+    assert memory[1] < memory[0] + GROWTH_MIB
+    assert files[1] <= files[0] + GROWTH_FILES

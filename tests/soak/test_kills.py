@@ -1,0 +1,111 @@
+"""Forty kills at random moments: every command goes on to the result of an undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from soak.running import finish, kill, outcome, rows_of, sha, start, train_argv
+
+CHAINS = 6
+PREPARES, GENERATIONS, EXPORTS, EVALUATIONS = 2, 3, 2, 1
+
+
+def kill_after(argv: list[str], cache: Path, begun: Callable[[], bool], wait: float, progress: str) -> bool:
+    """Start a command and kill it `wait` seconds after something has begun; False where it ended before."""
+    process = start(argv, cache)
+    deadline = time.monotonic() + 200
+    while not begun() and process.poll() is None:
+        assert time.monotonic() < deadline, progress
+        time.sleep(0.005)
+    time.sleep(wait)
+    alive = kill(process)
+    print(f"{progress}: {'killed' if alive else 'had ended'} {wait:.2f} s after it began", flush=True)
+    return alive
+
+
+def phases(run: Path, cache: Path) -> dict[str, tuple[Callable[[], bool], float]]:
+    """What shows that a phase of a run has begun, and about how long it lasts."""
+    return {
+        "preparation": (lambda: any(cache.glob("*.work")), 0.3),
+        "stage1": (lambda: (run / "stage1").exists(), 1.5),
+        "generation": (lambda: (run / "generated").exists(), 1.5),
+        "stage2": (lambda: (run / "stage2").exists(), 1.0),
+        "publishing": (lambda: (run / "stage2" / "speculator").exists(), 0.05),
+        "evaluation": (lambda: (run / "speculator").exists(), 1.0),
+    }
+
+
+@pytest.mark.parametrize("chain", range(CHAINS))
+def test_a_run_killed_in_every_phase_ends_as_if_undisturbed(chain, world, whole, tmp_path):
+    draw = random.Random(chain)
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    argv = ["train.py", *train_argv(world, run)]
+    killed = 0
+    for phase, (begun, length) in phases(run, cache).items():
+        killed += kill_after(argv, cache, begun, draw.uniform(0, length), f"chain {chain}, {phase}")
+    assert killed >= 5, "the phases were over before they could be killed"
+    finish(argv, cache)
+    assert outcome(run) == outcome(whole)
+
+
+@pytest.mark.parametrize("number", range(PREPARES))
+def test_prepare_killed_leaves_nothing_or_everything(number, world, cache, tmp_path):
+    def argv(name: str) -> list[str]:
+        flags = ["--target", str(world["TARGET"]), "--sources", str(world["TEXT"]), "--seq_length", "32"]
+        return ["-m", "data", "prepare", *flags, "--output", str(tmp_path / name)]
+
+    wait = random.Random(number).uniform(0, 0.3)
+    own = tmp_path / "cache"
+    assert kill_after(argv("rows"), own, lambda: any(own.glob("*.work")), wait, f"prepare {number}")
+    assert not (tmp_path / "rows").exists()
+    finish(argv("rows"), own)
+    finish(argv("again"), cache)
+    assert rows_of(tmp_path / "rows") == rows_of(tmp_path / "again")
+
+
+def test_generation_killed_goes_on(world, cache, tmp_path):
+    def argv(name: str) -> list[str]:
+        flags = ["--target", str(world["TARGET"]), "--speculator", str(world["MLP"]), "--sources", str(world["TEXT"])]
+        flags += ["--prompt_tokens", "8", "--max_rows", "100", "--max_new_tokens", "64", "--batch_size", "4"]
+        return ["-m", "data", "generate", *flags, "--output", str(tmp_path / name)]
+
+    draw = random.Random(0)
+    for number in range(GENERATIONS):
+        done = len(list((tmp_path / "rows").glob("batches/*")))
+        further = lambda done=done: len(list((tmp_path / "rows").glob("batches/*"))) > done  # noqa: E731
+        assert kill_after(argv("rows"), cache, further, draw.uniform(0, 0.3), f"generation {number}")
+    finish(argv("rows"), cache)
+    finish(argv("again"), cache)
+    assert rows_of(tmp_path / "rows" / "rows") == rows_of(tmp_path / "again" / "rows")
+
+
+@pytest.mark.parametrize("number", range(EXPORTS))
+def test_export_killed_can_be_repeated(number, whole, cache, tmp_path):
+    def argv(name: str) -> list[str]:
+        flags = ["--speculator", str(whole / "speculator"), "--format", "ibm", "--output", str(tmp_path / name)]
+        return ["-m", "speculator", "export", *flags]
+
+    before = set(tmp_path.iterdir())
+    wait = random.Random(number).uniform(0, 0.02)
+    kill_after(argv("out"), cache, lambda: set(tmp_path.iterdir()) > before, wait, f"export {number}")
+    if not (tmp_path / "out").exists():
+        finish(argv("out"), cache)
+    finish(argv("again"), cache)
+    for name in ("config.json", "model.safetensors"):
+        assert sha(tmp_path / "out" / name) == sha(tmp_path / "again" / name)
+
+
+@pytest.mark.parametrize("number", range(EVALUATIONS))
+def test_an_evaluation_killed_can_be_repeated(number, world, whole, cache, tmp_path):
+    flags = ["--target", str(world["TARGET"]), "--speculator", str(whole / "speculator"), "--suite", str(world["TEXT"])]
+    flags += ["--prompt_tokens", "8", "--max_new_tokens", "32", "--output", str(tmp_path / "out")]
+    assert kill_after(["-m", "eval", *flags], cache, (tmp_path / "out").exists, 1.0, f"evaluation {number}")
+    assert not (tmp_path / "out" / "report.json").exists()
+    shutil.rmtree(tmp_path / "out")
+    finish(["-m", "eval", *flags], cache)
+    assert (tmp_path / "out" / "report.json").exists()
