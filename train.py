@@ -6,8 +6,8 @@ from speculator.errors import start
 from train import interrupts
 
 if __name__ == "__main__":
+    start()  # first: the pipe of `install` would take the number of a stream that is closed
     interrupts.install()  # before all that takes time
-    start()
     from train.config import parse
 
     config = parse(sys.argv[1:])
