@@ -277,7 +277,8 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     texts = [f"{text}  # {number}" for number in range(6) for text in TEXTS]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     flags = ["--target", str(target_folder), "--server", server.url + "/v1", "--prompts", str(file)]
-    command = [sys.executable, "-m", "data", "generate", *flags, "--output", str(output), "--batch_size", "2"]
+    flags += ["--max_new_tokens", "32", "--batch_size", "2"]
+    command = [sys.executable, "-m", "data", "generate", *flags, "--output", str(output)]
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
     while len(kept := list((output / "batches").glob("0*.json"))) < 5:
@@ -513,7 +514,7 @@ def test_ctrl_c_leaves_32_waiting_requests_at_once(serve, tmp_path, target_folde
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    flags = ["--target", str(target_folder), "--server", server.url, "--prompts", str(file)]
+    flags = ["--target", str(target_folder), "--server", server.url, "--prompts", str(file), "--max_new_tokens", "32"]
     assert main([*flags, "--output", str(tmp_path / "out")]) == 130
     assert time.monotonic() - interrupted[0] < 2
 

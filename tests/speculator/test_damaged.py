@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import _SHAPE, tiny_head, tiny_model, tiny_tokenizer
+from conftest import _SHAPE, exit_code, tiny_head, tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +45,7 @@ def edit_weights(folder, change):
 def refused(folder, capsys) -> str:
     """What `generate` says of a target in its one line."""
     capsys.readouterr()
-    assert main(["generate", "--target", str(folder), "--prompt", "x", "--max_new_tokens", "2"]) == 2
+    assert exit_code(main, ["generate", "--target", str(folder), "--prompt", "x", "--max_new_tokens", "2"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1, line
     return line
