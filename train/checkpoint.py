@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,50 +13,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from speculator.errors import UserError, first_line
-from speculator.files import digest, parse_json, read_text, write_text
+from speculator.sealed import damage
 
-MANIFEST = "checksums.json"
 METRIC = "eval_tokens_per_step"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-
-
-def seal(folder: str | Path) -> None:
-    """Make a finished checkpoint durable and mark it whole.
-
-    The files are flushed to disk first; the manifest comes under its name by a rename, so it is there entirely or
-    not at all. A checkpoint without it was cut off while being written.
-    """
-    folder = Path(folder)
-    sums = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
-        sums[file.relative_to(folder).as_posix()] = digest(file)
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    write_text(folder / MANIFEST, json.dumps(sums, indent=1))
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, in words; None if all that was sealed is as it was."""
-    if not (folder / MANIFEST).exists():
-        return f"it has no {MANIFEST}: it was cut off while being written"
-    try:
-        sums = parse_json(read_text(folder / MANIFEST), MANIFEST)
-    except UserError:
-        sums = None
-    if not (isinstance(sums, dict) and sums and all(isinstance(value, str) for value in sums.values())):
-        return f"its {MANIFEST} is damaged"
-    for name, expected in sums.items():
-        try:
-            found = digest(folder / name)
-        except (OSError, ValueError):
-            return f"{name} is missing"
-        if found != expected:
-            return f"{name} does not match its checksum"
-    return None
 
 
 def numbered(stage: Path) -> dict[int, Path]:

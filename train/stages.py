@@ -23,6 +23,7 @@ from speculator.errors import UserError
 from speculator.export import load_any
 from speculator.files import new_folder, read_text, write_text
 from speculator.heads import Speculator
+from speculator.sealed import damage, seal
 from speculator.target import Target
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
@@ -127,7 +128,7 @@ def _stop(last: Path) -> NoReturn:
 def is_published(folder: Path) -> bool:
     """Whether a head is there and as it was written; a damaged one is said to be. On every process of the run."""
     state = PartialState()
-    problem = checkpoint.damage(folder) if folder.exists() else "it is not there"
+    problem = damage(folder) if folder.exists() else "it is not there"
     if state.is_main_process and folder.exists() and problem:
         print(f"{folder}: {problem}; it is made anew", file=sys.stderr)
     state.wait_for_everyone()
@@ -142,7 +143,7 @@ def publish(head: Speculator, folder: Path) -> None:
     """
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
-        checkpoint.seal(scratch)
+        seal(scratch)
         shutil.rmtree(folder, ignore_errors=True)
 
 

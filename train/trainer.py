@@ -15,8 +15,9 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArg
 
 from speculator.errors import UserError
 from speculator.heads import Speculator
+from speculator.sealed import seal
 from speculator.target import Target
-from train.checkpoint import METRIC, planned, rotate, seal, writing
+from train.checkpoint import METRIC, planned, rotate, writing
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise

@@ -12,6 +12,7 @@ from speculator.export.ibm import IBM
 from speculator.export.layout import Layout, Server, load, save, table
 from speculator.export.native import NATIVE
 from speculator.heads.base import Speculator
+from speculator.sealed import MANIFEST, damage
 
 __all__ = ["FORMATS", "LAYOUTS", "Layout", "Server", "layout_of", "load", "load_any", "recognise", "save", "table"]
 
@@ -35,8 +36,10 @@ def recognise(folder: str | Path) -> Layout:
     """The layout of a folder, by its config.json.
 
     Raises:
-        UserError: no config.json, or one of another kind of model.
+        UserError: no config.json, or one of another kind of model; or the folder was sealed, and is not as it was.
     """
+    if (Path(folder) / MANIFEST).exists() and (problem := damage(Path(folder))):
+        raise UserError(f"{folder}: {problem}; if it was changed on purpose, delete {MANIFEST}")
     found = files.read_config(Path(folder)).get("architectures")
     # A list; ArcticTraining's writer of MLP heads makes it a string, of the name that IBM gives them.
     names = found if isinstance(found, list) else [found]

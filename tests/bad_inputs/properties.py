@@ -27,7 +27,7 @@ from data.rows import KEYS, content
 from data.sources import documents
 from speculator.commands.prompts import read_rows
 from speculator.errors import UserError
-from train import checkpoint
+from speculator.sealed import MANIFEST, damage, seal
 from train.config import RunConfig, parse
 
 TOKENIZER = tiny_tokenizer()
@@ -210,8 +210,8 @@ def any_damage_to_a_checkpoint_is_seen(files: dict[str, bytes], kind: str, where
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(raw)
-        checkpoint.seal(root)
-        assert checkpoint.damage(root) is None
+        seal(root)
+        assert damage(root) is None
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         path = paths[where % len(paths)]
         raw = bytearray(path.read_bytes())
@@ -225,7 +225,7 @@ def any_damage_to_a_checkpoint_is_seen(files: dict[str, bytes], kind: str, where
         else:
             path.write_bytes(b"[1]")
         # A list that has changed and still fits the files does no harm.
-        assert checkpoint.damage(root) or path.name == checkpoint.MANIFEST
+        assert damage(root) or path.name == MANIFEST
 
 
 PROPERTIES: dict[str, tuple[Callable[..., None], list[st.SearchStrategy]]] = {

@@ -16,6 +16,7 @@ from data.rendering import load_tokenizer
 from speculator import MLPSpeculator, MLPSpeculatorConfig, Target, UserError, load_head
 from speculator.__main__ import main
 from speculator.export.layout import base_config
+from speculator.sealed import MANIFEST, seal
 from speculator.target import same_target
 from train.config import RunConfig
 from train.dry_run import _known_config
@@ -241,6 +242,20 @@ def test_a_damaged_head_is_one_line(head_folder, monkeypatch, tmp_path, capsys, 
     assert message in line
     assert line.count("\n") == 1
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_head_that_a_run_published_is_known_by_its_checksums(head_folder, capsys):
+    seal(head_folder)
+    assert main(["inspect", str(head_folder)]) == 0
+    weights = head_folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # still a number
+    weights.write_bytes(content)
+    capsys.readouterr()
+    assert main(["inspect", str(head_folder)]) == 2
+    assert "model.safetensors does not match its checksum; if it was changed on purpose" in capsys.readouterr().err
+    (head_folder / MANIFEST).unlink()
+    assert main(["inspect", str(head_folder)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 from safetensors import SafetensorError
 
 from speculator.errors import UserError
-from train.checkpoint import MANIFEST, damage, newest, numbered, seal, writing
+from speculator.sealed import MANIFEST, damage, seal
+from train.checkpoint import newest, numbered, writing
 
 
 @pytest.fixture
