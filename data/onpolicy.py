@@ -15,18 +15,22 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from data.batches import Batches
-from speculator.decoding.generate import Generation, check_prompts, generate
-from speculator.decoding.sampling import Sampling
-from speculator.decoding.session import Session
 from speculator.drafters import Drafter, HeadDrafter
+from speculator.engine import Engine
 from speculator.errors import refuse
+from speculator.request import Generation, check_prompts
+from speculator.sampling import Sampling
 from speculator.target import Target, dtype_name
 
 BATCH_SIZE = 16
 """Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them: the more rows, the
 shorter should be the drafts (docs/benchmarks/training.md)."""
-_TIMED_EVERY = 16
-"""Every so manieth batch is decoded once more without a draft."""
+_PIECE = 4
+"""So many times the batch size are the rows of a piece of work, which is made whole or anew: within it rows join as
+others end, so only its last ones decode beside empty slots."""
+_TIMED_SHARE = 0.02
+_TIMED_TOKENS = 64
+"""At most this share of the rows, but one batch at least, is decoded twice more, with a draft and without, so far."""
 ON_POLICY = Sampling(temperature=1.0)
 
 
@@ -44,14 +48,14 @@ def generate_rows(
 ) -> Dataset:
     """Continue prompts by the target, in the law that `sampling` names, whoever drafts.
 
-    Row r draws from the stream `seed + r` and batches are always the same, so the rows do not depend on interruptions,
-    nor on the number of processes where each has as many threads. The same call goes on in an unfinished folder, and
-    gives the rows of a finished one.
+    Row r draws from the stream `seed + r`. The rows are made in pieces, each of which the engine begins anew and whose
+    rows join in a fixed order, so they do not depend on interruptions, nor on the number of processes where each has as
+    many threads. The same call goes on in an unfinished folder, and gives the rows of a finished one.
 
     Args:
         target: the model that decides; whole in every process.
         drafter: who proposes; None decodes plainly.
-        prompts: token ids. Batches are of similar lengths, the longest first: what does not fit in memory fails soon.
+        prompts: token ids. The longest come first: what does not fit in memory fails soon.
         folder: where the rows and manifest.json come to lie; several processes share it.
         sampling: temperature and its kin; its seed is not used. Of several the rows take each in turn.
         max_new_tokens: the most new tokens a row; a row also ends with EOS, which it keeps, or at the context's end.
@@ -63,7 +67,7 @@ def generate_rows(
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
         of the prompts. Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens",
         "batch_size", "prompts": their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second":
-        {"speculative", "same_loop"}}, the last two clocked on the same few batches, one after the other, without the
+        {"speculative", "same_loop"}}, the last two clocked on the same few rows, one after the other, without the
         prefill.
 
     Raises:
@@ -78,7 +82,10 @@ def generate_rows(
     check_prompts(target, prompts)
     laws = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    piece_size = _PIECE * batch_size
+    pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
+    samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
+    timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
         "target": target.name,
         "dtype": dtype_name(target.dtype),
@@ -87,32 +94,30 @@ def generate_rows(
         "batch_size": batch_size,
     }
 
-    sessions: dict[int, Session] = {}
+    slots = min(batch_size, len(prompts))
+    longest = min(max(map(len, prompts)) + max_new_tokens, target.context_length)
+    drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
-    def decode(who: Drafter | None, batch: int, count: int = max_new_tokens) -> Generation:
-        own = [replace(laws[row % len(laws)], seed=seed + row) for row in batches[batch]]
-        texts = [prompts[row] for row in batches[batch]]
-        session = sessions.setdefault(len(texts), Session(target))
-        session.forget()
-        return generate(target, who, texts, own, max_new_tokens=count, session=session)
+    def decode(engine: Engine, rows: list[int], count: int) -> Generation:
+        own = [replace(laws[row % len(laws)], seed=seed + row) for row in rows]
+        engine.forget()
+        return engine.generate([prompts[row] for row in rows], own, max_new_tokens=count)
 
-    with Batches(Path(folder), record, batches, progress) as work:
-        for batch in work.todo():
-            timed = drafter is not None and batch % _TIMED_EVERY == 0
-            if timed:  # the first pass through a shape allocates
-                decode(drafter, batch, 4), decode(None, batch, 4)
-            # Which of the two comes first changes from one timed batch to the next.
-            early = decode(None, batch) if timed and batch // _TIMED_EVERY % 2 else None
-            made = decode(drafter, batch)
-            plain = (early or decode(None, batch)) if timed else None
+    with Batches(Path(folder), record, pieces, progress) as work:
+        for piece in work.todo():
+            clocks: dict[str, list[float] | None] = {"speculative": None, "same_loop": None}
+            if piece in timed:
+                sample, count = pieces[piece][:slots], min(max_new_tokens, _TIMED_TOKENS)
+                for engine in (drafting, plain):  # the first pass through a shape allocates
+                    decode(engine, sample, 4)
+                clocks["speculative"] = _clock(decode(drafting, sample, count))
+                clocks["same_loop"] = _clock(decode(plain, sample, count))
+            made = decode(drafting, pieces[piece], max_new_tokens)
+            if drafter is None:
+                clocks["same_loop"] = _clock(made)
             whole = [step for row in made.steps for step in row if not step.cut]
-            work.write(
-                batch,
-                made.tokens,
-                steps=[len(whole), sum(step.accepted + 1 for step in whole)],
-                speculative=_clock(made) if timed else None,
-                same_loop=_clock(plain or made) if timed or not drafter else None,
-            )
+            steps = [len(whole), sum(step.accepted + 1 for step in whole)]
+            work.write(piece, made.tokens, steps=steps, **clocks)
         return work.finish(prompts, _summary)
 
 

@@ -10,8 +10,8 @@ from accelerate.utils import gather_object
 
 from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, generate
-from speculator.decoding.generate import Step
 from speculator.heads import Speculator
+from speculator.request import Step
 from speculator.target import Target
 
 _NEW_TOKENS = 64

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from eval import bench
 from eval.bootstrap import paired_bootstrap, shown
-from eval.speed import Timed, speedup, time_ours
+from eval.speed import Engines, Timed, speedup, time_ours
 from speculator import (
     Candidates,
     Chain,
@@ -33,10 +33,9 @@ from speculator import (
     Tree,
     load_head,
 )
-from speculator.decoding.generate import tokens_per_step
-from speculator.decoding.session import Session
 from speculator.errors import UserError, refuse_below, run_command
 from speculator.heads import Speculator
+from speculator.request import tokens_per_step
 
 
 @dataclass
@@ -79,10 +78,10 @@ def measure(
     """A row for each decoder: tokens per step and decode-only speedup over plain decoding, with intervals."""
     timed = [Timed() for _ in table]
     steps: list[list[float]] = [[] for _ in table]
-    sessions: dict[int, Session] = {}
+    engines: Engines = {}
 
     def once(decoder: Decoder, batch: list[list[int]], sampling: Sampling, new: int, out: Timed) -> None:
-        time_ours(target, decoder.drafter, batch, sampling, new, out, decoder.rule, sessions=sessions)
+        time_ours(target, decoder.drafter, batch, sampling, new, out, decoder.rule, engines=engines)
 
     for decoder in table:
         once(decoder, prompts[:batch_size], Sampling(temperature), 8, Timed())

@@ -21,8 +21,8 @@ from eval.measuring import measure_suite
 from eval.speed import speedup
 from eval.suites import Suite
 from speculator import Sampling, Target
-from speculator.decoding.generate import tokens_per_step
 from speculator.errors import refuse_below, run_command
+from speculator.request import tokens_per_step
 
 _PAIRS = (
     ("none", "hf_generate"),

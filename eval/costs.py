@@ -3,8 +3,8 @@
 They are measured on real steps, apart from any timed generation: behind the same text, in the same cache, with the
 same batch, a few plain steps and a few with a draft take turns. (A few, because a step that follows one of another kind
 is slower than one of many alike, as they are in the loop.) A plain step and a verify pass hold all that the loop does
-in them: forward pass, law, rule, next token, commit, the copy to the host and its text. A draft includes what the
-drafter does to learn which of its tokens were kept.
+in them: forward pass, distribution, rule, next token, the copy to the host and its text. A draft includes what is done
+to keep what was accepted of it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from eval.speed import synchronize
-from speculator.decoding.draft import Draft
-from speculator.decoding.generate import first_token
-from speculator.decoding.graphs import Captured
-from speculator.decoding.rules import RULES
-from speculator.decoding.sampling import RowSampling, Sampling
-from speculator.decoding.session import Session
-from speculator.decoding.step import DeviceStep, Verified, capturable
+from speculator.cuda_graphs import Captured, capturable
+from speculator.draft import Draft
 from speculator.drafters import Drafter
+from speculator.engine import Engine, Verified
+from speculator.request import Request
+from speculator.sampling import Sampling
+from speculator.slots import JOINING
 from speculator.target import Target
 
 Result = TypeVar("Result")
@@ -80,41 +78,31 @@ def walk(
     count: int,
     costs: Costs,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Go on from `prompts` by `count` steps, as the loop does; gives each step's draft and result.
+    """Go on from `prompts` by `count` steps, as the engine does; gives each step's draft and result.
 
     Before every `BLOCK` steps as many plain ones are taken, and taken back: they leave nothing but their seconds. The
     first of either kind warms up; a block in which steps were captured does not count. The context's end is no end:
     positions stop there, time does not care.
     """
-    depth, texts = drafter.draft_length, [list(prompt) for prompt in prompts]
-    session, rule = Session(target), RULES[drafter.rules[0]]
-    seeds = range(sampling.seed, sampling.seed + len(prompts))
-    laws = RowSampling([Sampling(sampling.temperature, seed=seed) for seed in seeds], target.device)
-    hidden, counts = session.prefill(texts, room=count * (depth + 1) + BLOCK + drafter.nodes + 2)
-    cache = session.cache
-    drafter.start(texts, hidden, counts, cache)
-    alone, step = (
-        DeviceStep(target, session, who, rule, laws, captured=capturable(target, who)) for who in (None, drafter)
-    )
-    propose, verify, learn = map(step.part, (DeviceStep.propose, DeviceStep.verify, DeviceStep.learn))
-    step.pending.copy_(first_token(target, hidden, counts, laws))
-    for text, token in zip(texts, step.pending.tolist(), strict=True):
-        text.append(token)
-
-    def tell(told: Tensor) -> None:
-        for text, (*path, _, accepted, token) in zip(texts, told.tolist(), strict=True):
-            text += [*path[:accepted], token]
-        cache.reach(max(map(len, texts)) - 1)
+    engine, limit = Engine(target, drafter, slots=len(prompts)), count * (drafter.draft_length + 1) + BLOCK + 2
+    own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
+    requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
+    engine.admit()
+    while any(slot.phase == JOINING for slot in engine.slots.rows):
+        engine.prefill()
+    cache, who, capturing = engine.cache, engine.drafter, engine.capturing
+    plainly, propose, verify, keep = map(engine.part, ("_step", "draft", "verify", "keep"))
 
     def plain_steps() -> float:
         """Seconds of a block, without its first step."""
-        lengths, longest = cache.lengths.clone(), cache.longest
-        alone.pending.copy_(step.pending)
-        seconds = [clock(lambda: tell(alone(texts)))[0] for _ in range(BLOCK)]
+        lengths, pending = cache.lengths.clone(), engine.pending.clone()
+        engine.drafter, engine.capturing = None, capturable(target, None)
+        seconds = [clock(lambda: engine.tell(plainly(engine.ready()).tolist()))[0] for _ in range(BLOCK)]
+        engine.drafter, engine.capturing = who, capturing
         cache.lengths.copy_(lengths)
-        cache.longest = longest
-        for text in texts:
-            del text[-BLOCK:]
+        engine.pending.copy_(pending)
+        for request in requests:
+            del request.text[-BLOCK:]
         return sum(seconds[1:])
 
     plain, sums, prepared = 0.0, [0.0, 0.0], 0
@@ -123,10 +111,11 @@ def walk(
         if place == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
+        texts = engine.ready()
         drafting, (draft, u) = clock(propose, texts)
         verifying, result = clock(verify, draft, u)
-        learning, _ = clock(learn, result)
-        telling, _ = clock(tell, result.told)
+        learning, _ = clock(keep, result)
+        telling, _ = clock(lambda told: engine.tell(told.tolist()), result.told)
         if place:
             sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
         if place == BLOCK - 1 and Captured.prepared == prepared:
@@ -139,7 +128,7 @@ def measure(
     target: Target, drafter: Drafter, prompts: list[list[int]], sampling: Sampling, blocks: int, costs: Costs
 ) -> None:
     """Add the seconds of about `blocks` blocks of steps behind `prompts`."""
-    captures = 2 if capturable(target, drafter) else 0  # when they begin, and when they outgrow a bucket
+    captures = 3 if capturable(target, drafter) else 0  # when they begin, and when they outgrow a bucket
     for _ in walk(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs):
         pass
 

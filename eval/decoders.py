@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig
 
-from eval.speed import Timed, time_ours, time_transformers
-from speculator.decoding.sampling import Sampling
-from speculator.decoding.session import Session
+from eval.speed import Engines, Timed, time_ours, time_transformers
 from speculator.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter
 from speculator.heads import Speculator
+from speculator.sampling import Sampling
 from speculator.target import Target
 
 BASELINES = {
@@ -52,7 +51,7 @@ def decoders(
     model: Target | None,
     baselines: Collection[str],
     batch_size: int,
-    sessions: dict[int, Session] | None = None,
+    engines: Engines | None = None,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
@@ -62,7 +61,7 @@ def decoders(
         model: a draft model.
         baselines: of `OPTIONAL`.
         batch_size: some can only do one prompt at a time.
-        sessions: see `time_ours`; given where other decoders of the built-in loop are compared with these.
+        engines: see `time_ours`; given where other decoders of the built-in loop are compared with these.
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -72,8 +71,8 @@ def decoders(
     drafters["ngram"] = NgramDrafter(length)
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
-    sessions = {} if sessions is None else sessions
-    table = [decoder_of(target, key, drafter, sessions) for key, drafter in drafters.items()]
+    engines = {} if engines is None else engines
+    table = [decoder_of(target, key, drafter, engines) for key, drafter in drafters.items()]
 
     settings: dict[str, dict] = {
         "hf_generate": {},
@@ -95,11 +94,11 @@ def decoders(
     return table, skipped
 
 
-def decoder_of(target: Target, key: str, drafter: Drafter | None, sessions: dict[int, Session]) -> Decoder:
-    """The built-in loop with a drafter, or without; `sessions`: see `time_ours`, the same for all that are compared."""
+def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engines) -> Decoder:
+    """The built-in loop with a drafter, or without; `engines`: see `time_ours`, the same for all that are compared."""
 
     def run(prompts, sampling, count, out, stop_at) -> None:
-        time_ours(target, drafter, prompts, sampling, count, out, stop_at=stop_at, sessions=sessions)
+        time_ours(target, drafter, prompts, sampling, count, out, stop_at=stop_at, engines=engines)
 
     return Decoder(key, run, drafter)
 

@@ -11,8 +11,8 @@ from eval.decoders import BASELINES
 from eval.measuring import Measured
 from eval.speed import Timed, speedup
 from eval.suites import Suite
-from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter
+from speculator.sampling import Sampling
 from speculator.target import Target, dtype_name
 
 PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not

@@ -22,14 +22,15 @@ from eval.chi_square import detectable, homogeneity
 from eval.run import check_lengths
 from eval.speed import as_loaded
 from eval.suites import load_suite
-from speculator import Drafter, Generation, Sampling, Session, Target, UserError, generate
+from speculator import Drafter, Generation, Sampling, Target, UserError, generate
 from speculator.commands import drafting
-from speculator.decoding.draft import Draft
-from speculator.decoding.rules import RULES
-from speculator.decoding.session import common_prefix
+from speculator.draft import Draft
+from speculator.engine import Engine
 from speculator.errors import refuse_below
 from speculator.files import check_file, write_json
+from speculator.slots import common_prefix
 from speculator.target import dtype_name
+from speculator.verify import RULES
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
 _SAMPLED_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
@@ -189,7 +190,7 @@ def greedy_checks(
         apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
         moved = max(moved, apart) if apart == apart else math.inf
         positions += shared
-    together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens, session=Session(target))
+    together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
     tolerance = 4 * rounding
     logits_check = Check(
         "logits against plain decoding",
@@ -235,15 +236,16 @@ def sampled_checks(
     cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
     alpha = _ALPHA / len(cases)
     batch = max(1, min(_BATCH, samples, _MOST_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
-    session = Session(target)  # a prompt is processed once for all its batches
+    # A prompt is processed once for all its batches.
+    engines = {who: Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)}
     checks = []
     with tqdm(total=2 * len(cases), desc="sampling", unit="sample") as progress:
         for case, (temperature, number) in enumerate(cases):
             # 2**32 streams for each sample: no two rows of the run share one.
             first, second = (Sampling(temperature, seed=seed + (2 * case + which) * 2**32) for which in range(2))
-            drafted = _continuations(session, drafter, prompts[number], first, samples, rule, batch)
+            drafted = _continuations(engines[drafter], prompts[number], first, samples)
             progress.update()
-            plain = _continuations(session, None, prompts[number], second, samples, None, batch)
+            plain = _continuations(engines[None], prompts[number], second, samples)
             progress.update()
             pairs = ([tuple(row[1:]) for row in rows.tokens[:samples]] for rows in (drafted, plain))
             statistic, degrees, p = homogeneity(*pairs)
@@ -270,27 +272,16 @@ def sampled_checks(
 
 
 def _continuations(
-    session: Session,
-    drafter: Drafter | None,
+    engine: Engine,
     prompt: list[int],
     sampling: Sampling,
     count: int,
-    rule: str | None,
-    batch: int,
 ) -> Generation:
     """At least `count` short continuations of one prompt, each from a stream of its own, in whole batches."""
-    rows = Generation([], [])
+    rows, batch = Generation([], []), len(engine.slots.rows)
     for start in range(0, count, batch):
-        generation = generate(
-            session.target,
-            drafter,
-            [prompt] * batch,
-            replace(sampling, seed=sampling.seed + start),
-            rule=rule,
-            max_new_tokens=_SAMPLED_TOKENS,
-            eos_token_ids=(),
-            session=session,
-        )
+        own = replace(sampling, seed=sampling.seed + start)
+        generation = engine.generate([prompt] * batch, own, max_new_tokens=_SAMPLED_TOKENS, eos_token_ids=())
         rows.tokens += generation.tokens
         rows.steps += generation.steps
     return rows

@@ -12,8 +12,8 @@ from eval.costs import Costs, measure
 from eval.decoders import Decoder
 from eval.speed import Decoded, Timed
 from eval.suites import Suite
-from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
+from speculator.sampling import Sampling
 from speculator.target import Target
 
 _COST_BATCHES = 16  # behind so many of them, evenly spread, costs are measured:

@@ -18,8 +18,9 @@ from eval.figures import row, warnings
 from eval.measuring import measure_suite
 from eval.plots import draw_plots
 from eval.report import write
+from eval.speed import Engines
 from eval.suites import Suite
-from speculator import HeadDrafter, Sampling, Session, UserError
+from speculator import HeadDrafter, Sampling, UserError
 from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import refuse, refuse_below
 from speculator.files import make_folder
@@ -72,10 +73,10 @@ def evaluate(
     skipped: dict[str, str] = {}
     for batch_size in batch_sizes:
         shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
-        sessions: dict[int, Session] = {}
-        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, sessions)
+        engines: Engines = {}
+        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, engines)
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
-        swapped = {t: decoder_of(target, "head", drafter, sessions) for t, drafter in tuned.items()}
+        swapped = {t: decoder_of(target, "head", drafter, engines) for t, drafter in tuned.items()}
         skipped |= unfit
         for suite, temperature in product(suites, temperatures):
             table = [swapped.get(temperature, d) if d.key == "head" else d for d in default]

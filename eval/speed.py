@@ -14,16 +14,17 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval import memory
 from eval.bootstrap import paired_bootstrap
-from speculator.decoding.cache import ATTENTION
-from speculator.decoding.generate import Step, generate
-from speculator.decoding.graphs import Captured
-from speculator.decoding.sampling import Sampling
-from speculator.decoding.session import Session
-from speculator.decoding.step import capturable
+from speculator.attention import ATTENTION
+from speculator.cuda_graphs import Captured, capturable
 from speculator.drafters import Drafter
+from speculator.engine import Engine
+from speculator.request import Step
+from speculator.sampling import Sampling
 from speculator.target import Target
 
 _TRIES = 4
+Engines = dict[tuple[int, int, str | None], Engine]
+"""Those that keep their graphs, by rows, drafter and rule."""
 
 
 @dataclass
@@ -115,26 +116,26 @@ def time_ours(
     out: Timed,
     rule: str | None = None,
     stop_at: Sequence[int] = (),
-    sessions: dict[int, Session] | None = None,
+    engines: Engines | None = None,
 ) -> None:
-    """Decode one batch of prompts with the built-in loop; tokens `stop_at` end a text.
+    """Decode one batch of prompts with the engine; tokens `stop_at` end a text.
 
-    Steps that are captured as graphs stay in `sessions`, by number of rows, for the next batch. A run in which one had
-    to be captured does not count and is done again.
+    Steps that are captured as graphs stay in `engines` for the next batch. A run in which one had to be captured does
+    not count and is done again.
     """
-    session = None
-    if sessions is not None and capturable(target, drafter):
-        session = sessions.setdefault(len(prompts), Session(target))
+    kept = engines is not None and capturable(target, drafter)
+    engine = engines.get((len(prompts), id(drafter), rule)) if engines is not None and kept else None
+    if engine is None:
+        engine = Engine(target, drafter, slots=len(prompts), rule=rule, capture=kept)
+    if engines is not None and kept:
+        engines[len(prompts), id(drafter), rule] = engine
     for _ in range(_TRIES):
-        if session:
-            session.forget()
+        engine.forget()
         prepared = Captured.prepared
         memory.restart(target.device)
         synchronize()
-        generation = generate(
-            target, drafter, prompts, sampling, rule=rule, max_new_tokens=count, eos_token_ids=stop_at, session=session
-        )
-        if session is None or Captured.prepared == prepared:
+        generation = engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
+        if Captured.prepared == prepared:
             break
     out.batches.append(
         Decoded(

@@ -22,10 +22,10 @@ from eval.decoders import Decoder, decoder_of
 from eval.figures import row
 from eval.measuring import measure_suite
 from eval.run import check_flags, check_lengths
+from eval.speed import Engines
 from eval.suites import Suite, load_suite
 from eval.tree_shape import best_tree, expected_tokens
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
-from speculator.decoding.session import Session
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuned import TUNED, described, place
 from speculator.errors import OneLineParser, UserError
@@ -131,8 +131,8 @@ def tune(
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
     shapes = [*(Chain(length) for length in range(1, min(head.n_predict, _LONGEST_CHAIN) + 1)), *trees]
     drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
-    sessions: dict[int, Session] = {}
-    decoders = [decoder_of(target, key, each, sessions) for key, each in ({"none": None} | drafters).items()]
+    engines: Engines = {}
+    decoders = [decoder_of(target, key, each, engines) for key, each in ({"none": None} | drafters).items()]
     measured = measure_suite(target, decoders, suite, sampling, max_new_tokens, batch_size)
     found = []
     for decoder in decoders[1:]:
@@ -170,7 +170,7 @@ def rank_acceptance(
     for prompt in tqdm(prompts, desc=f"ranks, temperature {sampling.temperature:g}", unit="prompt"):
         for draft, result in walk(target, drafter, [prompt], sampling, steps, Costs()):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
-            accepted = int(result.kept[0])
+            accepted = int(result.accepted[0])
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):
                 break
             start, size, place = 0, 1, 0  # of a level, the count of their parents, and which of those was kept

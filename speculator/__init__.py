@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speculator.custom_generate import speculative
-    from speculator.decoding.generate import Generation, Step, generate
-    from speculator.decoding.sampling import Sampling
-    from speculator.decoding.session import Session
     from speculator.drafters import (
         Candidates,
         Chain,
@@ -22,6 +19,7 @@ if TYPE_CHECKING:
         Tree,
     )
     from speculator.drafters.tuned import tuned_drafter
+    from speculator.engine import Engine, generate
     from speculator.errors import UserError
     from speculator.heads import (
         LSTMSpeculator,
@@ -31,12 +29,15 @@ if TYPE_CHECKING:
         Speculator,
         load_head,
     )
+    from speculator.request import Generation, Request, Step
+    from speculator.sampling import Sampling
     from speculator.target import Target
 
 __all__ = [
     "Candidates",
     "Chain",
     "Drafter",
+    "Engine",
     "FixedTree",
     "Generation",
     "HeadDrafter",
@@ -47,8 +48,8 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "Paths",
+    "Request",
     "Sampling",
-    "Session",
     "Speculator",
     "Step",
     "Target",
@@ -63,9 +64,6 @@ __all__ = [
 # A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
 _HOMES = {
     "custom_generate": ["speculative"],
-    "decoding.generate": ["Generation", "Step", "generate"],
-    "decoding.sampling": ["Sampling"],
-    "decoding.session": ["Session"],
     "drafters": [
         "Candidates",
         "Chain",
@@ -78,6 +76,7 @@ _HOMES = {
         "Tree",
     ],
     "drafters.tuned": ["tuned_drafter"],
+    "engine": ["Engine", "generate"],
     "errors": ["UserError"],
     "heads": [
         "LSTMSpeculator",
@@ -87,6 +86,8 @@ _HOMES = {
         "Speculator",
         "load_head",
     ],
+    "request": ["Generation", "Request", "Step"],
+    "sampling": ["Sampling"],
     "target": ["Target"],
 }
 

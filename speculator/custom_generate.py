@@ -23,14 +23,14 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from speculator.decoding.cache import ATTENTION
-from speculator.decoding.generate import generate
-from speculator.decoding.sampling import Sampling
+from speculator.attention import ATTENTION
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import tuned_drafter
+from speculator.engine import generate
 from speculator.errors import UserError
 from speculator.heads import Speculator, load_head
 from speculator.linear import pack_linears, unpack_linears
+from speculator.sampling import Sampling
 from speculator.target import Target, own_attention
 
 # In the order in which `Sampling` applies them, with the name that it has for each.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from speculator.decoding.cache import attention
+from speculator.attention import attention
 
 _PROBE = "speculator_probe"
 _FAR = 2**20  # positions; further out nothing is looked at

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from speculator.decoding.cache import ATTENTION, WINDOWS, Form, RowCache, forms, packed
-from speculator.decoding.draft import Draft
-from speculator.decoding.graphs import asks_device
+from speculator.attention import ATTENTION, WINDOWS, packed
+from speculator.cuda_graphs import asks_device
+from speculator.draft import Draft
 from speculator.errors import UserError, refuse
+from speculator.kv_cache import Form, KVCache, forms
 from speculator.linear import pack_linears
 from speculator.probing import neighbours_matter, original_context, read_windows
 from speculator.stored import CONFIG, check_headers, read_object
@@ -67,7 +68,7 @@ class Target:
         tokenizer: its tokenizer.
 
     The model is changed: frozen, in eval mode, its matrix products made fast for few rows (`speculator.linear`), and
-    attending through `speculator.decoding.cache.attention`, which knows no padding; batches go through this class.
+    attending through `speculator.attention`, which knows no padding; batches go through this class.
 
     Attributes:
         attention: what the model attended through before, as `set_attn_implementation` takes it.
@@ -152,7 +153,7 @@ class Target:
             output = self.model.get_output_embeddings()
             if output is not None and torch.equal(output(hidden), self.logits(hidden)):
                 self._output = output
-            cache.reach(first)
+            cache.select(0, 2, first)
             following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
             verify = self.logits(self.extend(cache, following)).float()
             asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
@@ -257,14 +258,14 @@ class Target:
             samples += values.to(torch.bfloat16).view(torch.int16).tolist()
         return "-".join(map(str, facts)) + ":" + "".join(f"{value & 0xFFFF:04x}" for value in samples)
 
-    def cache(self, rows: int, capacity: int) -> RowCache:
-        """An empty cache of `rows` rows of `capacity` slots."""
+    def cache(self, rows: int, capacity: int) -> KVCache:
+        """An empty cache of `rows` rows of `capacity` positions."""
         kept_as = (self.dtype, self.device)  # a model may be cast or moved after its load
         if kept_as not in self._forms:
             tokens = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
                 self._forms[kept_as] = forms(self._body(input_ids=tokens, use_cache=True).past_key_values)
-        return RowCache(self._forms[kept_as], rows, capacity, self.device)
+        return KVCache(self._forms[kept_as], rows, capacity, self.device)
 
     @torch.no_grad()
     def hidden(
@@ -279,13 +280,14 @@ class Target:
     @torch.no_grad()
     def extend(
         self,
-        cache: RowCache,
-        tokens: Tensor,  # [B, T]
+        cache: KVCache,
+        tokens: Tensor,  # [R, T]
         tree: Draft | None = None,
         base: int = 0,
-    ) -> Tensor:  # [B, T, D]
-        """Hidden states of `tokens` appended to the cache: prefill and verify alike. `cache.commit` keeps them.
+    ) -> Tensor:  # [R, T, D]
+        """Hidden states of `tokens` appended to the cache's selected rows: prefill and verify alike.
 
+        `cache.commit` keeps them.
         With a `tree` they are its verify positions from `base` on; `base` positions were written before them and not
         committed. A draft may reach past the context's end; such tokens are never kept, so their positions don't
         matter.

@@ -39,11 +39,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import RowSampling
-from speculator.drafters import HeadDrafter
+from speculator.draft import Draft
+from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import TUNED, place
 from speculator.heads import ARCHITECTURES, Speculator
+from speculator.sampling import RowSampling
 from speculator.target import Target, resolve_device
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
@@ -149,27 +149,30 @@ def exit_code(main, argv: list[str]) -> int:
         return ended.code
 
 
-class Oracle:
-    """Drafts what it was told the text will be: every token right, or every token wrong."""
+class Oracle(Drafter):
+    """Drafts what it was told the text will be: every token right, or every token wrong. Prompts come in order."""
 
     name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
-    capturable, buffers = False, ()
 
     def __init__(self, continuations: list[list[int]], wrong: bool = False):
         self.continuations, self.wrong = continuations, wrong
 
-    def start(self, texts, hidden, counts, cache):
-        self.prompts = [len(text) for text in texts]
+    def open(self, slots, capacity):
+        opened = super().open(slots, capacity)
+        opened.known = {}  # of each text: itself, so that no other has its id, its prompt's length and its number
+        return opened
+
+    def prefill(self, start, texts, begins, hidden, counts):
+        for text in texts:
+            self.known.setdefault(id(text), (text, len(text), len(self.known)))
 
     def propose(self, pending, sampling, u, texts):
         rows = []
-        for row, text in enumerate(texts):
-            at = len(text) - self.prompts[row]
-            rows.append((self.continuations[row] + [0] * 8)[at : at + 3])
+        for text in texts:
+            _, prompt, number = self.known[id(text)]
+            at = len(text) - prompt
+            rows.append((self.continuations[number] + [0] * 8)[at : at + 3])
         return Draft((torch.tensor(rows) + self.wrong) % VOCAB, torch.full_like(pending, 3))
-
-    def commit(self, tokens, hidden, counts):
-        pass
 
 
 class MisstatedHead(HeadDrafter):

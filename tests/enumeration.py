@@ -14,8 +14,8 @@ from itertools import pairwise, product
 
 import torch
 
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import Sampling
+from speculator.draft import Draft
+from speculator.sampling import Sampling
 
 Prefix = tuple[int, ...]
 

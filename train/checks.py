@@ -8,8 +8,8 @@ import datasets
 import torch
 from pyarrow import compute
 
-from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
+from speculator.sampling import Sampling
 from speculator.target import Target
 from train.config import GenerateConfig, RunConfig, StageConfig
 from train.initialise import parameters

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from speculator.decoding.rules import RULES
 from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
 from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.heads import load_head
 from speculator.target import Target
+from speculator.verify import RULES
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _CHAIN = ("draft_length", "draft_sampling", "min_confidence")

@@ -7,25 +7,25 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculator.commands import drafting
 from speculator.commands.prompts import encode, prompt_of, read_rows
-from speculator.decoding.generate import Generation, Step, check_prompts, generate, tokens_per_step
-from speculator.decoding.sampling import Sampling
-from speculator.decoding.session import Session
+from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_text, refuse, show
 from speculator.files import check_file, write_text
+from speculator.request import Request, check_prompts, tokens_per_step
+from speculator.sampling import Sampling
 from speculator.streaming import LEGEND, TextStream, decode
 from speculator.target import Target
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
-Continue = Callable[..., Generation]
-"""`generate` with everything fixed but prompts, sampling, on_step and session."""
+Submit = Callable[..., Request]
+"""`Engine.submit` with everything fixed but prompt, sampling and on_step."""
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -66,22 +66,14 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
     if target.tokenizer.chat_template is None and (arguments.chat or any(prompt_of(row) is None for row in rows)):
         raise UserError(f'{arguments.target} has no chat template, which --chat and rows with "messages" need')
-    continue_ = partial(
-        generate,
-        target,
-        drafting.drafter(arguments, target, arguments.temperature),
-        rule=arguments.rule,
-        max_new_tokens=arguments.max_new_tokens,
-        stop_strings=arguments.stop,
-    )
-    tally = _Tally(target.context_length, arguments.max_new_tokens)
+    drafter = drafting.drafter(arguments, target, arguments.temperature)
+    slots = 1 if conversation else min(arguments.batch_size, len(rows))
+    engine = Engine(target, drafter, slots=slots, rule=arguments.rule)
+    submit = partial(engine.submit, max_new_tokens=arguments.max_new_tokens, stop_strings=arguments.stop)
     if arguments.show_drafts:
         print(LEGEND, file=sys.stderr)
-    if conversation:
-        _converse(continue_, target, arguments, tally)
-    else:
-        _continue_rows(continue_, target, rows, arguments, tally)
-    print(tally, file=sys.stderr)
+    answered = _converse(submit, engine, arguments) if conversation else _continue(submit, engine, rows, arguments)
+    print(_summary(answered, engine, arguments.max_new_tokens), file=sys.stderr)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -121,62 +113,20 @@ def _sampling(arguments: argparse.Namespace, stream: int) -> Sampling:
     )
 
 
-@dataclass
-class _Tally:
-    """What the generations of this call came to, with the target's context and the new tokens that were asked for."""
-
-    context: int
-    wanted: int
-    steps: list[Step] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-    full: int = 0
-
-    def add(self, prompts: list[list[int]], generation: Generation) -> None:
-        self.steps += [step for row in generation.steps for step in row]
-        self.tokens += sum(map(len, generation.tokens))
-        self.seconds += generation.prefill_seconds + generation.decode_seconds
-        for prompt, new in zip(prompts, generation.tokens, strict=True):
-            self.full += len(new) < self.wanted and len(prompt) + len(new) >= self.context
-
-    def __str__(self) -> str:
-        if not self.tokens:
-            return "no tokens"
-        mean = tokens_per_step(self.steps)
-        per_step = "" if math.isnan(mean) else f"{mean:.2f} tokens per step, "
-        speed = f"{per_step}{self.tokens / self.seconds:.1f} tokens/s, prefill included"
-        if not self.full:
-            return speed
-        texts = "1 text" if self.full == 1 else f"{self.full} texts"
-        return f"{texts} ended at the context of {self.context} tokens, not at --max_new_tokens {self.wanted}\n{speed}"
-
-
-def _continue_rows(
-    continue_: Continue, target: Target, rows: list[dict], arguments: argparse.Namespace, tally: _Tally
-) -> None:
-    ids = [encode(target.tokenizer, row, arguments.chat) for row in rows]
-    check_prompts(target, ids)  # all of them before the first is answered
-    written: list[dict] = []
-    session = Session(target)
-    for start in range(0, len(rows), arguments.batch_size):
-        batch = rows[start : start + arguments.batch_size]
-        leads = ["" if arguments.chat else prompt_of(row) or "" for row in batch]
-        streams = arguments.batch_size == 1 and not arguments.output
-        stream = TextStream(target.tokenizer, leads[0], arguments.show_drafts) if streams else None
-        session.forget()
-        prompts = ids[start : start + len(batch)]
-        generation = continue_(prompts, _sampling(arguments, start), on_step=stream, session=session)
-        tally.add(prompts, generation)
-        if stream:
-            stream.finish()
-        for row, lead, tokens, steps in zip(batch, leads, generation.tokens, generation.steps, strict=True):
-            text, mean = decode(target.tokenizer, tokens), tokens_per_step(steps)
-            row_mean = None if math.isnan(mean) else mean  # JSON has no nan
-            written.append({**row, "text": text, "tokens": tokens, "tokens_per_step": row_mean})
-            if not stream and not arguments.output:
-                show(lead + text)
-    if arguments.output:
-        write_text(arguments.output, "".join(json.dumps(row, allow_nan=False) + "\n" for row in written))
+def _summary(requests: list[Request], engine: Engine, wanted: int) -> str:
+    """How it went."""
+    tokens = sum(len(request.tokens) for request in requests)
+    if not tokens:
+        return "no tokens"
+    mean = tokens_per_step(step for request in requests for step in request.steps)
+    per_step = "" if math.isnan(mean) else f"{mean:.2f} tokens per step, "
+    seconds = engine.prefill_seconds + engine.decode_seconds
+    speed = f"{per_step}{tokens / seconds:.1f} tokens/s, prefill included"
+    full = sum(request.finish_reason == "context" for request in requests)
+    if not full:
+        return speed
+    texts, context = "1 text" if full == 1 else f"{full} texts", engine.target.context_length
+    return f"{texts} ended at the context of {context} tokens, not at --max_new_tokens {wanted}\n{speed}"
 
 
 def _is_json(row: dict) -> bool:
@@ -187,20 +137,55 @@ def _is_json(row: dict) -> bool:
         return False
 
 
-def _converse(continue_: Continue, target: Target, arguments: argparse.Namespace, tally: _Tally) -> None:
+def _continue(submit: Submit, engine: Engine, rows: list[dict], arguments: argparse.Namespace) -> list[Request]:
+    """All rows through the engine; each is shown when it has ended, and those before it."""
+    tokenizer = engine.target.tokenizer
+    ids = [encode(tokenizer, row, arguments.chat) for row in rows]
+    check_prompts(engine.target, ids)  # all of them before the first is answered
+    leads = ["" if arguments.chat else prompt_of(row) or "" for row in rows]
+    requests: list[Request] = []
+    if arguments.batch_size == 1 and not arguments.output:
+        for number, (prompt, lead) in enumerate(zip(ids, leads, strict=True)):
+            stream = TextStream(tokenizer, lead, arguments.show_drafts)
+            requests.append(submit(prompt, _sampling(arguments, number), on_step=partial(stream, number)))
+            engine.run()
+            stream.finish()
+        return requests
+    requests += [submit(prompt, _sampling(arguments, number)) for number, prompt in enumerate(ids)]
+    shown = 0
+    while shown < len(requests):
+        engine.step()
+        while shown < len(requests) and requests[shown].finish_reason:  # in the order of the rows
+            if not arguments.output:
+                show(leads[shown] + decode(tokenizer, requests[shown].tokens))
+            shown += 1
+    if arguments.output:
+        written = [_row(row, request, tokenizer) for row, request in zip(rows, requests, strict=True)]
+        write_text(arguments.output, "".join(json.dumps(row, allow_nan=False) + "\n" for row in written))
+    return requests
+
+
+def _row(row: dict, request: Request, tokenizer: PreTrainedTokenizerBase) -> dict:
+    mean = tokens_per_step(request.steps)
+    new = {"text": decode(tokenizer, request.tokens), "tokens": request.tokens}
+    return {**row, **new, "tokens_per_step": None if math.isnan(mean) else mean}  # JSON has no nan
+
+
+def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:
     """Answer the lines of stdin until it ends. Each turn processes only what is new in the conversation."""
-    session, messages = Session(target), []
+    messages, requests, tokenizer = [], [], engine.target.tokenizer
     while line := _ask():
         if line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
-            ids = encode(target.tokenizer, {"messages": messages}, chat=True)
-            stream = TextStream(target.tokenizer, colours=arguments.show_drafts)
-            sampling = _sampling(arguments, len(messages) // 2)
-            generation = continue_([ids], sampling, on_step=stream, session=session)
+            ids = encode(tokenizer, {"messages": messages}, chat=True)
+            stream = TextStream(tokenizer, colours=arguments.show_drafts)
+            request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
+            engine.run()
             stream.finish()
-            tally.add([ids], generation)
-            messages.append({"role": "assistant", "content": decode(target.tokenizer, generation.tokens[0])})
+            requests.append(request)
+            messages.append({"role": "assistant", "content": decode(tokenizer, request.tokens)})
     print(file=sys.stderr)
+    return requests
 
 
 def _ask() -> str:

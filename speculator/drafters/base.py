@@ -1,72 +1,90 @@
-"""The seam between the decoding loop and whoever drafts, and the one between a draft's shape and its laws."""
+"""The seam between the engine and whoever drafts, and the one between a draft's shape and its probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from copy import copy
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import RowSampling
+from speculator.draft import Draft
+from speculator.sampling import RowSampling
 
 Texts = Sequence[Sequence[int]]
-"""The text of each row so far on the host, prompt and new tokens: a drafter that reads text asks the device nothing."""
+"""Texts on the host, prompt and new tokens, row by row: a drafter that reads text asks the device nothing. A row's list
+stays the same object, and grows, as long as its request lasts."""
+Self = TypeVar("Self", bound="Drafter")
 
 
-class Drafter(Protocol):
-    """Three verbs. The loop calls `start` once, then `propose` and `commit` in turn."""
+class Drafter:
+    """Who proposes. A new one needs the attributes and `propose`; what it remembers of the rows it keeps by the others.
+
+    The engine works with what `open` gives, whose memory has a row for each of its slots. `prefill` and `commit` tell
+    of every token that a row holds, with the target's hidden states; a step runs over the first rows.
+
+    Attributes:
+        name: "head", "model" or "ngram": how a report names it.
+        draft_length: G, the most tokens of one draft that can be accepted: the depth of a tree.
+        nodes: the most tokens that one `propose` drafts: G for a chain, more for a tree.
+        rules: the accept rules that fit its drafts; the first is the default.
+        capturable: whether drafting needs nothing of the host, neither the texts nor an answer from the device:
+            `propose` and `commit` may then be replayed from a CUDA graph without being called.
+        taps: the target's states that it is told, side by side in D' = D len(taps) columns: k is the residual stream
+            after k layers, -1 the state after the final norm.
+        overlap: positions at the end of a reused prefix of which it must be told again.
+    """
 
     name: str
-    """"head", "model" or "ngram": how a report names it."""
-
     draft_length: int
-    """G: the most tokens of one draft that can be kept, the depth of a tree."""
-
     nodes: int
-    """The most tokens that one `propose` drafts: G for a chain, more for a tree."""
-
     rules: tuple[str, ...]
-    """The accept rules that fit its drafts; the first is the default."""
+    capturable: bool = False
+    taps: tuple[int, ...] = (-1,)
+    overlap: int = 0
 
-    capturable: bool
-    """Whether drafting needs nothing of the host: neither the texts nor an answer from the device. `propose` and
-    `commit` may then be replayed from a CUDA graph without being called."""
+    def open(self: Self, slots: int, capacity: int) -> Self:
+        """A copy with memory of its own, for so many rows of so many tokens."""
+        return copy(self)
 
-    @property
-    def buffers(self) -> Sequence[Tensor | None]:
-        """If `capturable`: the tensors that last from one step to the next, updated in place."""
-        ...
+    def grow(self, capacity: int) -> None:
+        """Have room for rows of so many tokens."""
 
-    def start(
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        """Rows of at most `longest` tokens change places: row source[i] becomes row destination[i]."""
+
+    def prefill(
         self,
-        texts: Texts,  # the prompts
-        hidden: Tensor,  # [B, S, D] the target's hidden states at the prompts' ends
-        counts: Tensor,  # [B] how many of them, from the left, are the row's own
-        cache: RowCache,  # the target's: its `capacity` and `longest` do for a drafter's own cache
+        start: int,  # the first of R neighbouring rows
+        texts: Texts,  # their prompts
+        begins: Sequence[int],  # how much of each is in its row already
+        hidden: Tensor,  # [R, W, D'] the target's states of what follows, from the left
+        counts: Sequence[int],  # of how many tokens
     ) -> None:
-        """Begin a generation."""
-        ...
+        """Take in a chunk of prompts. A row's memory beyond its first `begins` tokens is another text's."""
 
     def propose(
         self,
-        pending: Tensor,  # [B] the newest token of each row: sampled, not yet processed by the target
+        pending: Tensor,  # [R] the newest token of each row: sampled, not yet processed by the target
         sampling: RowSampling,
-        u: Tensor,  # [B, nodes] for the draft's own sampling
-        texts: Texts,  # they end with the pending token
+        u: Tensor,  # [R, nodes] for the draft's own sampling
+        texts: Texts,  # they end with the pending token; empty where a row is not decoding
     ) -> Draft:
-        """Draft what may follow `pending`: greedily at temperature 0, as its shape says above it."""
-        ...
+        """Draft what may follow `pending` in the first R rows: greedily at temperature 0, as its shape says above."""
+        raise NotImplementedError
 
     def commit(
         self,
-        tokens: Tensor,  # [B, G+1] what the target processed on the kept path, the pending token first
-        hidden: Tensor,  # [B, G+1, D]
-        counts: Tensor,  # [B] how many of them, from the left, were kept
+        tokens: Tensor,  # [R, G+1] what the target processed on the accepted path, the pending token first
+        hidden: Tensor,  # [R, G+1, D']
+        counts: Tensor,  # [R] how many of them, from the left, became part of the text; 0 where a row is not decoding
     ) -> None:
-        """Learn which tokens became part of the text."""
-        ...
+        """Learn what became part of the text."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """If `capturable`: the tensors, but keys and values, that last from one step to the next, updated in place."""
+        return ()
 
 
 class LawSource(Protocol):

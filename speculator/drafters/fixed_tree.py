@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import RowSampling
+from speculator.draft import Draft
 from speculator.drafters.base import LawSource, Texts
 from speculator.drafters.shapes import LOSSY, check_nodes, siblings
 from speculator.errors import UserError
+from speculator.sampling import RowSampling
 
 
 class FixedTree:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
+import torch
 from torch import Tensor
 
-from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import Draft, put, take_at
-from speculator.decoding.sampling import RowSampling
-from speculator.drafters.base import Texts
+from speculator.draft import Draft, take_at
+from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import Speculator
+from speculator.sampling import RowSampling
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """A head drafts from the target's last hidden state.
 
     Args:
@@ -26,6 +29,7 @@ class HeadDrafter:
     """
 
     name = "head"
+    _hidden: Tensor
 
     def __init__(self, head: Speculator, shape: Shape | int | None = None):
         self.head = head.eval()
@@ -39,26 +43,33 @@ class HeadDrafter:
         branches = getattr(shape, "branches", (1,))
         if max(branches) > head.config.output_size:
             raise UserError(f"branches {branches}: the head drafts from {head.config.output_size} tokens only")
-        self._hidden: Tensor | None = None
 
-    @property
-    def buffers(self) -> list[Tensor | None]:
-        return [self._hidden]
+    def open(self, slots: int, capacity: int) -> HeadDrafter:
+        opened = copy(self)
+        size = len(self.taps) * self.head.config.emb_dim
+        opened._hidden = torch.zeros(slots, size, dtype=self.head.dtype, device=self.head.device)
+        return opened
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, cache: RowCache) -> None:
-        self._hidden = put(take_at(hidden, counts - 1), self._hidden)
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self._hidden[list(destination)] = self._hidden[list(source)]
+
+    def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
+        last = torch.tensor(counts, device=hidden.device) - 1
+        self._hidden[start : start + len(counts)] = take_at(hidden, last).to(self._hidden.dtype)
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        # A row that keeps nothing is finished: any state will do.
-        assert self._hidden is not None
-        self._hidden.copy_(take_at(hidden, counts.clamp_min(1) - 1))
+        # A row that is not decoding: any state will do.
+        self._hidden[: len(counts)].copy_(take_at(hidden, counts.clamp_min(1) - 1))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self._hidden]
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
-        assert self._hidden is not None
-        state = self.head.start(self._hidden.to(self.head.dtype))[:, None]
+        state = self.head.start(self._hidden[: len(pending)])[:, None]
         self._states, logits = self.head.step(0, state, pending[:, None])
         return logits
 

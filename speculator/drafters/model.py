@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
 import torch
 from torch import Tensor
 
-from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import Draft, put, take_at
-from speculator.decoding.sampling import RowSampling
-from speculator.decoding.session import Session
-from speculator.drafters.base import Texts
+from speculator.draft import Draft, take_at
+from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.shapes import Chain, Shape, grown
 from speculator.errors import UserError
+from speculator.kv_cache import KVCache
+from speculator.sampling import RowSampling
 from speculator.target import Target
 
 
-class ModelDrafter:
-    """A causal LM with a cache of its own drafts. It must share the target's tokenizer.
+class ModelDrafter(Drafter):
+    """A causal LM with a KV cache of its own drafts. It must share the target's tokenizer.
 
     Args:
         model: the draft model, loaded as a target is.
@@ -29,57 +31,76 @@ class ModelDrafter:
     """
 
     name = "model"
+    cache: KVCache
+    _recent: Tensor  # [B, again] the tokens before the pending one
 
     def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
         self.model = model
         self.shape = shape = Chain(shape) if isinstance(shape, int) else shape
         self.draft_length, self.nodes, self.rules = shape.depth, shape.nodes, shape.rules
         self.capturable = shape.capturable and model.capturable
-        # A chain leaves in the cache all that it drafted but its last token; a tree's kept path may lie elsewhere. So
-        # many tokens behind the pending one are processed again.
+        # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
+        # So many tokens behind the pending one are processed again.
         self._again = 1 if isinstance(shape, Chain) else shape.depth
-        self._recent: Tensor | None = None  # [B, again] the tokens before the pending one
         self._vocab_size = target.vocab_size
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
-        self._session = Session(model)
 
-    @property
-    def buffers(self) -> list[Tensor | None]:
-        return [self._recent, *self._session.cache.buffers]
+    def open(self, slots: int, capacity: int) -> ModelDrafter:
+        opened = copy(self)
+        opened.cache = self.model.cache(slots, capacity + self.shape.offered + 2)
+        opened._recent = torch.zeros(slots, self._again, dtype=torch.long, device=self.model.device)
+        return opened
 
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, cache: RowCache) -> None:
-        # The last token is fed again with the first draft, so a prompt of one token needs nothing here.
-        self._targets, room = cache, cache.capacity - max(map(len, texts)) + self.shape.offered + 2
-        self._session.prefill([text[:-1] for text in self._known(texts)], room)
-        self._session.cache.lengths.copy_(torch.tensor([len(text) for text in texts]))
-        recent = [[0] * (self._again - len(text)) + list(text[-self._again :]) for text in texts]
-        self._recent = put(torch.tensor(recent, device=counts.device), self._recent)
+    def grow(self, capacity: int) -> None:
+        self.cache.grow(capacity + self.shape.offered + 2)
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.cache.move(source, destination, longest)
+        self._recent[list(destination)] = self._recent[list(source)]
+
+    def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
+        """Read the chunk, and before it what the steps of the text before may have left elsewhere."""
+        device, again = self.model.device, self._again
+        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        begins = [max(0, begin - again) for begin in begins]
+        new = [self._known(text[a:b]) for text, a, b in zip(texts, begins, ends, strict=True)]
+        width = max(map(len, new))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
+        self.cache.select(start, start + len(texts), max(begins))
+        self.cache.truncate(torch.tensor(begins))
+        self.model.extend(self.cache, tokens)
+        self.cache.truncate(torch.tensor(ends))
+        recent = [list(text[max(0, end - again) : end]) for text, end in zip(texts, ends, strict=True)]
+        self._recent[start : start + len(texts)] = torch.tensor([[0] * (again - len(row)) + row for row in recent])
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return self.shape.draft(self, pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        assert self._recent is not None
+        recent = self._recent[: len(counts)]
         place = counts[:, None] + torch.arange(self._again, device=counts.device)
-        self._recent.copy_(torch.cat([self._recent, tokens], 1).gather(1, place))
-        self._session.cache.commit(counts)
+        recent.copy_(torch.cat([recent, tokens], 1).gather(1, place))
+        self.cache.commit(counts)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self._recent, self.cache.lengths]
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
-        assert self._recent is not None
-        cache, again, end = self._session.cache, self._again, self._targets.longest
-        back = cache.lengths.clamp(max=again)  # a text may be shorter
+        rows, cache, again = len(pending), self.cache, self._again
+        end = max(map(len, texts)) - 1
+        cache.select(0, rows, max(0, end - again) if cache.bucket == 1 else end)
+        back = cache.selected.clamp(max=again)  # a text may be shorter
         place = (torch.arange(again + 1, device=pending.device) + again - back[:, None]).clamp(max=again)
-        tokens = torch.cat([self._recent, pending[:, None]], 1).gather(1, place)
-        cache.longest = max(0, end - again) if cache.exact else end
-        cache.lengths -= back
+        tokens = torch.cat([self._recent[:rows], pending[:, None]], 1).gather(1, place)
+        cache.selected -= back
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
-        cache.lengths += back
-        cache.longest = end
-        self._read, self._width = Draft.none(pending), 1
+        cache.selected += back
+        cache.select(0, rows, end)
         # The pending token stays uncommitted: the draft's verify position 0.
-        self._session.texts = [list(text[:-1]) for text in self._known(texts)]
+        self._read, self._width = Draft.none(pending), 1
         return self._logits(take_at(hidden, back)[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -89,14 +110,12 @@ class ModelDrafter:
             tree = self._read = grown(self._read, tokens, parents, self._width)
             self._width = tokens.shape[1]
         tokens = tokens.clamp(max=self.model.vocab_size - 1)
-        return self._logits(self.model.extend(self._session.cache, tokens, tree, base))
+        return self._logits(self.model.extend(self.cache, tokens, tree, base))
 
-    def _known(self, texts: Texts) -> Texts:
-        """The texts with ids that a smaller vocabulary has not (padding of the target's) replaced by its last."""
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """With ids that a smaller vocabulary has not (padding of the target's) replaced by its last."""
         last = self.model.vocab_size - 1
-        if last + 1 >= self._vocab_size:
-            return texts
-        return [[min(token, last) for token in text] for text in texts]
+        return list(tokens) if last + 1 >= self._vocab_size else [min(token, last) for token in tokens]
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [B, f, D] -> [B, f, V] over the target's vocabulary
         logits = self.model.logits(hidden)[..., : self._vocab_size]

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculator.decoding.cache import RowCache
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import RowSampling
-from speculator.drafters.base import Texts
+from speculator.draft import Draft
+from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.shapes import check_length
+from speculator.sampling import RowSampling
 
 
 class _Index:
     """Where each n-gram of a growing text last ended."""
 
-    def __init__(self, max_ngram: int):
-        self.max_ngram = max_ngram
+    def __init__(self, text: Sequence[int], max_ngram: int):
+        self.text, self.max_ngram = text, max_ngram
         self.ends: dict[tuple[int, ...], int] = {}
         self.known = 0
 
-    def continuation(self, text: Sequence[int], count: int) -> list[int]:
+    def continuation(self, count: int) -> list[int]:
         """Up to `count` tokens from behind the most recent earlier match of the longest suffix."""
+        text = self.text
         for end in range(self.known + 1, len(text)):  # the text's own end is no match
             for size in range(1, min(self.max_ngram, end) + 1):
                 self.ends[tuple(text[end - size : end])] = end
@@ -35,7 +35,7 @@ class _Index:
         return []
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt lookup: a deterministic draft, copied from behind the most recent match of the longest suffix.
 
     Args:
@@ -44,24 +44,19 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    capturable = False
-    buffers: Sequence[Tensor] = ()
     rules: tuple[str, ...] = ("walk", "token", "block", "typical-lossy")
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
         check_length(draft_length)
         self.draft_length = self.nodes = draft_length
         self.max_ngram = max_ngram
-
-    def start(self, texts: Texts, hidden: Tensor, counts: Tensor, cache: RowCache) -> None:
-        self._indices = [_Index(self.max_ngram) for _ in texts]
+        self._indices: dict[int, _Index] = {}
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        found = [index.continuation(text, self.draft_length) for index, text in zip(self._indices, texts, strict=True)]
+        # An index holds its text, so no other text has that id.
+        self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in texts}
+        found = [index.continuation(self.draft_length) for index in self._indices.values()]
         width = max(map(len, found))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long)
         lengths = torch.tensor([len(row) for row in found])
         return Draft(tokens.view(len(found), width).to(pending.device), lengths.to(pending.device))
-
-    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        """Nothing to learn: the text is read at the next draft."""

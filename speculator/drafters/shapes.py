@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import RowSampling, draw
+from speculator.draft import Draft
 from speculator.drafters.base import LawSource, Texts
 from speculator.errors import UserError
+from speculator.sampling import RowSampling, draw
 
 LOSSY = ("typical-lossy",)
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd count would ask for all memory there is

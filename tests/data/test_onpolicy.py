@@ -18,12 +18,12 @@ from enumeration import chi_square_p, joint_law
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from data import batches
+from data import batches, onpolicy
 from data.commands.generate import main
 from data.onpolicy import generate_rows
-from speculator import HeadDrafter, Sampling, Target, UserError, generate
-from speculator.decoding.sampling import RowSampling
+from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.sampling import RowSampling
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 1], [9] * 7, [2, 2], [8, 7, 6]]
@@ -84,7 +84,7 @@ def test_the_manifest_says_what_was_made_and_how_fast(target, tmp_path):
 
 def test_a_finished_folder_is_not_made_again(target, tmp_path, monkeypatch):
     rows = made(target, tmp_path)
-    monkeypatch.setattr("data.onpolicy.generate", None)
+    monkeypatch.setattr(Engine, "generate", None)
     assert made(target, tmp_path) == rows
 
 
@@ -94,6 +94,7 @@ class Cut(BaseException):
 
 def test_whatever_write_is_the_last_the_same_call_makes_the_same_rows(target, tmp_path, monkeypatch):
     """Each rename and each removal of a folder in turn is where the process ends: just before it, or just after."""
+    monkeypatch.setattr(onpolicy, "_PIECE", 1)
     expected = made(target, tmp_path / "whole")
     moments = 0
     while True:
@@ -120,19 +121,20 @@ def test_whatever_write_is_the_last_the_same_call_makes_the_same_rows(target, tm
         assert made(target, folder) == expected
         assert {path.name for path in folder.iterdir()} == {"rows", "manifest.json"}
         moments += 1
-    assert moments > 2 * (4 + 2)  # four batches, the rows, the manifest
+    assert moments > 2 * (4 + 2)  # four pieces, the rows, the manifest
 
 
-def test_a_finished_batch_is_not_made_again(target, tmp_path, monkeypatch):
-    calls = iter(range(100))
+def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):
+    calls, original = iter(range(100)), Engine.generate
+    monkeypatch.setattr(onpolicy, "_PIECE", 1)
 
     def cut_late(*args, **kwargs):
-        if next(calls) == 4:  # the first batch is clocked: two warm-ups, with a draft, without
+        if next(calls) == 5:  # rows of the first piece are clocked: two warm-ups, with a draft, without
             raise Cut
-        return generate(*args, **kwargs)
+        return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr("data.onpolicy.generate", cut_late)
+        patch.setattr(Engine, "generate", cut_late)
         with pytest.raises(Cut):
             made(target, tmp_path)
     first, second = sorted((tmp_path / "batches").glob("0*.json"))[0], tmp_path / "batches" / "000001.json"
@@ -225,6 +227,19 @@ def test_a_full_disk_is_one_line_and_the_same_call_goes_on_when_there_is_room(ta
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
 
 
+def test_little_is_decoded_twice(target, tmp_path, monkeypatch):
+    """The clocked sample: at most two batches, or 2% of the rows, and no more than 64 tokens of each."""
+    decoded, original = [], Engine.generate
+
+    def counted(engine, prompts, *given, max_new_tokens, **how):
+        decoded.append(len(prompts) * max_new_tokens)
+        return original(engine, prompts, *given, max_new_tokens=max_new_tokens, **how)
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    made(target, tmp_path, prompts=[[1 + i % 30] for i in range(400)], max_new_tokens=12, batch_size=4)
+    assert sum(decoded) < 1.1 * 400 * 12
+
+
 @pytest.fixture
 def command(target_folder, text_file, tmp_path, monkeypatch):
     """The command line of a run of some batches, into a folder."""
@@ -235,7 +250,7 @@ def command(target_folder, text_file, tmp_path, monkeypatch):
 
     def build(output: Path, processes: int = 1) -> list[str]:
         flags = {"target": target_folder, "speculator": head, "sources": text_file, "output": output}
-        flags |= {"prompt_tokens": 8, "max_rows": 30, "max_new_tokens": 100, "batch_size": 2}
+        flags |= {"prompt_tokens": 8, "max_rows": 60, "max_new_tokens": 100, "batch_size": 2}
         launcher = [sys.executable]
         if processes > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d"]
@@ -263,7 +278,7 @@ def test_killed_and_taken_over_by_two_processes_it_makes_the_same(command, tmp_p
     assert main(command(whole)[4:]) == 0
     assert process.wait() == 0, process.stderr.read()
     assert rows_of(killed) == rows_of(whole)
-    assert len(rows_of(whole)) == 30
+    assert len(rows_of(whole)) == 60
 
 
 @pytest.mark.parametrize(

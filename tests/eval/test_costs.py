@@ -42,8 +42,8 @@ def test_the_steps_walked_are_the_loops(target, kind, temperature):
     walked = [result for _, result in walk(target, make(), PROMPTS, sampling, 9, Costs())]
     for row in range(2):
         expected = [step.accepted for step in generation.steps[row]][:9]
-        assert [int(result.kept[row]) for result in walked] == expected
-        tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.kept[row])], r.following[row]]]
+        assert [int(result.accepted[row]) for result in walked] == expected
+        tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.accepted[row])], r.following[row]]]
         assert tokens == generation.tokens[row][1 : 1 + len(tokens)]
 
 
@@ -60,4 +60,4 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
 def test_a_whole_draft_kept_is_walked_whole(target):
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
     walked = list(walk(target, Oracle(texts), [PROMPTS[0]], Sampling(), 5, Costs()))
-    assert [int(result.kept[0]) for _, result in walked] == [3] * 5
+    assert [int(result.accepted[0]) for _, result in walked] == [3] * 5

@@ -22,7 +22,8 @@ from speculator import (
     Target,
     Tree,
 )
-from speculator.decoding.cache import ATTENTION, RowCache
+from speculator.attention import ATTENTION
+from speculator.kv_cache import KVCache
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 SAMPLES = 2000
@@ -98,7 +99,7 @@ def test_a_cache_that_keeps_the_wrong_slots_fails(target, monkeypatch):
     """Float32, a drafter that is nearly always right: only what later tokens see is wrong."""
     drafter = ModelDrafter(Target(tiny_model(), tokenizer=None), target, Tree((3, 2, 1), 6))
     assert not failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
-    monkeypatch.setattr(RowCache, "gather", lambda self, path: None)
+    monkeypatch.setattr(KVCache, "gather", lambda self, path: None)
     assert "logits against plain decoding" in failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
 
 

@@ -12,7 +12,7 @@ from conftest import tiny_head, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from speculator import Candidates, Chain, Paths, Sampling, Session, Tree
+from speculator import Candidates, Chain, Engine, Paths, Sampling, Tree
 from speculator.__main__ import main
 from speculator.commands import generate as command
 from speculator.errors import printable
@@ -383,14 +383,14 @@ def test_chat_with_a_prompt_is_one_user_message(chat_folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"]])
 def test_a_conversation_remembers_and_reuses(chat_folder, head_folder, monkeypatch, capsys, drafting):
-    sessions = []
+    engines = []
 
-    class Recorded(Session):
-        def __init__(self, target):
-            super().__init__(target)
-            sessions.append(self)
+    class Recorded(Engine):
+        def __init__(self, *given, **how):
+            super().__init__(*given, **how)
+            engines.append(self)
 
-    monkeypatch.setattr(command, "Session", Recorded)
+    monkeypatch.setattr(command, "Engine", Recorded)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand then?\nlast"))
     folders = {"--speculator": [str(head_folder)], "--draft_model": [str(chat_folder)]}
     drafting = [part for flag in drafting for part in (flag, *folders.get(flag, []))]
@@ -406,8 +406,8 @@ def test_a_conversation_remembers_and_reuses(chat_folder, head_folder, monkeypat
     assert shown.out == "".join(f"{answer}\n" for answer in answers)
     assert shown.err.startswith("> " * 4)
     assert "tokens/s" in shown.err
-    assert len(sessions) == 1
-    assert 0 < sessions[0].processed < read
+    assert len(engines) == 1
+    assert 0 < engines[0].processed < read
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}"])

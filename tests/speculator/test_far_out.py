@@ -19,8 +19,7 @@ from transformers import (
 from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
-from speculator import HeadDrafter, Target, Tree, UserError, generate
-from speculator.decoding import cache
+from speculator import HeadDrafter, Target, Tree, UserError, attention, generate
 
 _HEADS = {"head_dim": 8}
 _LONG = {
@@ -141,5 +140,5 @@ def test_a_window_of_the_mask_alone_reaches_attention(monkeypatch):
     model = model_of(LlamaConfig(**_SHAPE))
     expected = theirs(model, PROMPTS[3], 30)
     target = Target(model, tokenizer=None)
-    assert {cache.WINDOWS[layer.self_attn] for layer in model.model.layers} == {24}
+    assert {attention.WINDOWS[layer.self_attn] for layer in model.model.layers} == {24}
     assert generate(target, None, [PROMPTS[3]], max_new_tokens=30).tokens == [expected]

@@ -15,8 +15,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from speculator import Target, UserError
-from speculator.decoding import cache as cache_module
+from speculator import Target, UserError, attention
 
 TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -106,7 +105,7 @@ def test_families_that_do_not_use_the_registered_attention_are_refused(config):
 
 def test_a_wrong_mask_is_seen_at_load(monkeypatch):
     """The probe has teeth: an attention that sees the future is refused."""
-    monkeypatch.setattr(cache_module.RowCache, "mask", lambda self, groups, window, dtype: None)
+    monkeypatch.setattr(attention, "mask", lambda write, groups, window, dtype: None)
     with pytest.raises(UserError, match="can't be verified exactly"):
         Target(tiny_model(), tokenizer=None)
 

@@ -15,7 +15,8 @@ def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
     pending = torch.tensor([3, 4])
-    drafter.start([[0], [0]], hidden, torch.tensor([5, 2]), cache=None)
+    drafter = drafter.open(slots=2, capacity=10)
+    drafter.prefill(0, [[0] * 5, [0] * 2], [0, 0], hidden, [5, 2])
     levels = [(torch.tensor([[1, 2], [5, 6]]), [0, 0]), (torch.tensor([[7, 8, 9], [10, 11, 12]]), [1, 0, 1])]
     laws = [drafter.first(pending, [])]
     for level, (tokens, parents) in enumerate(levels, start=1):

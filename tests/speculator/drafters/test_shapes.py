@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator import Chain, Sampling
-from speculator.decoding.sampling import RowSampling
+from speculator.sampling import RowSampling
 
 CPU = torch.device("cpu")
 

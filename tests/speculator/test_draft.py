@@ -1,6 +1,6 @@
 import torch
 
-from speculator.decoding.draft import take_at
+from speculator.draft import take_at
 
 
 def test_each_row_is_taken_at_its_own_place():

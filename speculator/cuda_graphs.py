@@ -7,12 +7,16 @@ the capture decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
@@ -20,49 +24,111 @@ DEVICES = ("cuda",)
 """Kinds of devices whose work can be captured."""
 
 
-class CaptureError(RuntimeError):
-    """The work can't be captured; nothing of it was done."""
+enabled = True
+"""Whether anything is captured: off for the process once a graph was refused, or did not do what its function does."""
+_PROVING = 2
+_TOLERANCE = 1e-2
+"""Between the states that a function and its graph leave, which may round otherwise; whole numbers must be equal."""
 
 
 class Captured(Generic[Result]):
     """A function whose work is captured once per key.
 
-    A key's first call runs as it is, which warms up and counts as any other; the second is captured and replayed, and
-    all later ones are replayed. The result is what the capture returned: its tensors are overwritten by every replay.
+    A key's first call runs as it is, which warms up and counts as any other. The second is captured, and that graph
+    proves itself: for `_PROVING` calls the function runs too, from the same state, and what both give and leave is
+    compared. All later calls are replays. The result is what the capture returned: its tensors are overwritten by every
+    replay. Where a capture is refused or a replay differs, the function's own result stands, nothing is captured any
+    more in this process, and a warning says so.
 
     Args:
         work: the function; what it is called with at later replays of a key is ignored.
         pool: the memory that it shares with other captures, which must not run at the same time.
 
     Attributes:
-        prepared: calls so far, of all functions, that warmed up or captured: their time is not a step's.
-
-    Raises:
-        CaptureError: the device refused the capture.
+        prepared: calls so far, of all functions, that did not replay alone: their time is not a step's.
     """
 
     prepared = 0
 
     def __init__(self, work: Callable[..., Result], pool: Any):
         self.work, self.pool = work, pool
-        self._graphs: dict[Hashable, tuple[Any, Result] | None] = {}
+        self._graphs: dict[Hashable, tuple[Any, Result]] = {}
+        self._calls: Counter[Hashable] = Counter()
 
-    def __call__(self, key: Hashable, *given: Any) -> Result:
-        if key not in self._graphs:
-            Captured.prepared += 1
-            result = warm_up(self.work, *given)
-            self._graphs[key] = None
+    def __call__(
+        self,
+        key: Hashable,
+        state: Sequence[Tensor],  # what the function updates in place
+        *given: Any,
+    ) -> Result:
+        if not enabled:
+            return self.work(*given)
+        self._calls[key] += 1
+        if self._calls[key] > 1 + _PROVING:
+            graph, result = self._graphs[key]
+            graph.replay()
             return result
-        captured = self._graphs[key]
-        if captured is None:
-            Captured.prepared += 1
-            try:
-                captured = self._graphs[key] = capture(self.work, self.pool, *given)
-            except RuntimeError as error:
-                raise CaptureError(str(error.__context__ or error)) from error
-        graph, result = captured
-        graph.replay()
-        return result
+        Captured.prepared += 1
+        if self._calls[key] == 1:
+            return warm_up(self.work, *given)
+        return self._prove(key, state, *given)
+
+    def _prove(self, key: Hashable, state: Sequence[Tensor], *given: Any) -> Result:
+        before = [tensor.clone() for tensor in state]
+        expected = self.work(*given)
+        after = [tensor.clone() for tensor in state]
+        told = [tensor.clone() for tensor in tensors(expected)]
+        _restore(state, before)
+        try:
+            if key not in self._graphs:
+                self._graphs[key] = capture(self.work, self.pool, *given)
+            graph, result = self._graphs[key]
+            graph.replay()
+            if _alike([*tensors(result), *state], [*told, *after]):
+                return result
+            reason = "a replay differed from the step that was captured"
+        except RuntimeError as error:
+            reason = str(error.__context__ or error)
+        _restore(state, after)
+        _switch_off(reason)
+        return expected
+
+
+def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(state, values, strict=True):
+        tensor.copy_(value)
+
+
+def _alike(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE) if x.is_floating_point() else torch.equal(x, y)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _switch_off(reason: str) -> None:
+    global enabled
+    enabled = False
+    warnings.warn(f"steps are not captured as CUDA graphs, so they are slower: {reason}", stacklevel=2)
+
+
+def tensors(result: Any) -> Iterator[Tensor]:
+    """Those of a tensor, a tuple of results, or a dataclass of them."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from tensors(part)
+    elif is_dataclass(result):
+        for field in fields(result):
+            yield from tensors(getattr(result, field.name))
+
+
+def capturable(target: Any, drafter: Any | None) -> bool:
+    """Whether steps run as graphs: on a device that can, where neither the target's code nor the drafter needs the
+    host."""
+    able = target.device.type in DEVICES and target.capturable and (drafter is None or drafter.capturable)
+    return able and enabled
 
 
 def warm_up(work: Callable[..., Result], *given: Any) -> Result:

@@ -9,6 +9,7 @@ import gc
 import time
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,27 +18,23 @@ from torch.utils import _pytree
 from transformers import AutoModelForCausalLM
 
 from eval.costs import Costs, measure
-from eval.speed import Timed, time_ours
+from eval.speed import Engines, Timed, time_ours
 from speculator import (
     Candidates,
     Chain,
+    Engine,
     FixedTree,
     HeadDrafter,
     ModelDrafter,
     NgramDrafter,
     Paths,
     Sampling,
-    Session,
     Target,
     Tree,
     generate,
 )
-from speculator.decoding import cache as cache_module
-from speculator.decoding import graphs
-from speculator.decoding.generate import first_token
-from speculator.decoding.rules import RULES
-from speculator.decoding.sampling import RowSampling
-from speculator.decoding.step import prepare
+from speculator import cuda_graphs as graphs
+from speculator import kv_cache as cache_module
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
 SAMPLINGS = {
@@ -149,17 +146,15 @@ def capturing(monkeypatch, double: type[Double]) -> None:
 
     double.made = 0
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graphs, "enabled", True)
     monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)
 
 
 def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) -> list[list[int]]:
-    settings = SAMPLINGS[sampling][:rows]
-    session = Session(target)
-    return generate(
-        target, drafter, PROMPTS[:rows], settings, max_new_tokens=24, eos_token_ids=eos, session=session
-    ).tokens
+    engine = Engine(target, drafter, slots=rows)
+    return engine.generate(PROMPTS[:rows], SAMPLINGS[sampling][:rows], max_new_tokens=24, eos_token_ids=eos).tokens
 
 
 def early_end(rows: list[list[int]]) -> tuple[int, ...]:
@@ -216,17 +211,16 @@ def test_the_double_has_teeth(target, monkeypatch):
 
     for kind, message in ((Counting, "the steps differ"), (Asking, "asks the device")):
         with pytest.raises(AssertionError, match=message):
-            generate(target, kind(tiny_head()), [[1, 2]], max_new_tokens=20, session=Session(target))
+            Engine(target, kind(tiny_head())).generate([[1, 2]], max_new_tokens=20)
 
 
-def test_a_session_keeps_what_was_captured(monkeypatch):
+def test_an_engine_keeps_what_was_captured(monkeypatch):
     """Another text, other seeds and temperatures of one kind: the same graphs. More room: new ones, not stale ones."""
     target = make_target()
     turns = [
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
         ([[4, 4], [8, 9, 10, 11]], [Sampling(0.7, seed=1), Sampling(1.5, seed=2)], 12),
         ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
-        (PROMPTS[:3], [Sampling(1.0, seed=3)] * 3, 12),
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
     ]
     for name in ("head-chain", "model-tree"):
@@ -236,24 +230,39 @@ def test_a_session_keeps_what_was_captured(monkeypatch):
         ]
         with monkeypatch.context() as patch:
             capturing(patch, Double)
-            session, drafter = Session(target), make_drafter(name, target)
-            made = []
+            engine, made = Engine(target, make_drafter(name, target), slots=2), []
             for (prompts, settings, count), expected in zip(turns, alone, strict=True):
-                session.forget()
-                got = generate(target, drafter, prompts, settings, max_new_tokens=count, session=session).tokens
-                assert got == expected
+                engine.forget()
+                assert engine.generate(prompts, settings, max_new_tokens=count).tokens == expected
                 made.append(Double.made)
+        assert made[2] > made[1]
         if name == "head-chain":
             assert made[1] == made[0]
-        assert made[2] > made[1]
-        assert made[4] > made[3] > made[2]
+
+
+def test_rows_join_and_leave_captured_steps(monkeypatch):
+    """Fewer rows, other rows in their places, and rows that wait in a captured step for the rest of their prompt."""
+    target = make_target()
+    prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
+    settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
+    limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
+    for name in ("none", "head-tree", "model-chain", "model-tree"):
+        expected = [
+            generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
+            for prompt, own, limit in zip(prompts, settings, limits, strict=True)
+        ]
+        with monkeypatch.context() as patch:
+            capturing(patch, Double)
+            engine = Engine(target, make_drafter(name, target), slots=3, chunk=4)
+            assert engine.generate(prompts, settings, max_new_tokens=limits).tokens == expected
+            assert Double.made >= 2
 
 
 def test_who_needs_the_host_is_called(target, monkeypatch):
     capturing(monkeypatch, Double)
 
     def tokens(drafter):
-        return generate(target, drafter, PROMPTS[:2], max_new_tokens=12, session=Session(target)).tokens
+        return Engine(target, drafter, slots=2).generate(PROMPTS[:2], max_new_tokens=12).tokens
 
     plain = tokens(None)
     assert Double.made
@@ -272,23 +281,48 @@ def test_a_single_call_is_not_captured(target, monkeypatch):
     assert Double.made == 0
 
 
-@pytest.mark.parametrize("drafter", [None, HeadDrafter(tiny_head())], ids=["plain", "head"])
-def test_steps_go_on_where_a_capture_is_refused(target, monkeypatch, drafter):
-    """What refuses is not tried again; with a drafter that is the drafter: plain decoding finds out for itself."""
-    expected = texts(target, drafter, "greedy", 2)
+def refused(work, pool, *given):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class Wrong(Double):
+    """Replays something else than what was captured."""
+
+    def replay(self):
+        super().replay()
+        self.result += 1
+
+
+class Forgetful(Double):
+    """Gives the right result, and leaves its cache's lengths as they were."""
+
+    def __init__(self, work, given):
+        lengths = given[0].cache.lengths
+        before = lengths.clone()
+        super().__init__(work, given)
+        lengths.copy_(before)
+
+
+@pytest.mark.parametrize("kind", [refused, Wrong, Forgetful])
+@pytest.mark.parametrize("name", ["none", "head-tree", "model-chain"])
+def test_a_graph_that_is_refused_or_wrong_is_seen_and_none_is_captured_any_more(kind, name, monkeypatch):
+    target = make_target()
+    expected = texts(target, make_drafter(name, target), "greedy", 2)
     capturing(monkeypatch, Double)
+    if kind is refused:
+        monkeypatch.setattr(graphs, "capture", refused)
+    else:
+        capturing(monkeypatch, kind)
+    with pytest.warns(UserWarning, match="not permitted" if kind is refused else "differed") as warned:
+        assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+    assert len(warned) == 1
+    assert not graphs.enabled
+    made = Double.made, kind.made if kind is not refused else 0
+    assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+    assert made == (Double.made, kind.made if kind is not refused else 0)
 
-    def refused(work, pool, *given):
-        raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "capture", refused)
-    with pytest.warns(UserWarning, match="not permitted"):
-        assert texts(target, drafter, "greedy", 2) == expected
-    assert not (drafter or target).capturable
-    assert target.capturable == (drafter is not None)
-
-
-def test_a_session_takes_its_cache_along(target, monkeypatch):
+def test_an_engine_takes_its_cache_along(target, monkeypatch):
     """At once: a cache in a reference cycle would wait for the garbage collector."""
     monkeypatch.setattr(graphs, "DEVICES", ())
     for captured in (False, True):
@@ -297,23 +331,13 @@ def test_a_session_takes_its_cache_along(target, monkeypatch):
         gc.collect()
         gc.disable()
         try:
-            session = Session(target)
-            generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=20, session=session)
-            cache = weakref.ref(session.cache)
-            del session
+            engine = Engine(target, HeadDrafter(tiny_head()), slots=2)
+            engine.generate(PROMPTS[:2], max_new_tokens=20)
+            cache = weakref.ref(engine.cache)
+            del engine
             assert cache() is None
         finally:
             gc.enable()
-
-
-def test_more_room_frees_what_was_captured(target, monkeypatch):
-    capturing(monkeypatch, Double)
-    session = Session(target)
-    for setting in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=4)):
-        generate(target, None, PROMPTS[:2], setting, max_new_tokens=12, session=session)
-    assert len(session.steps) == 3
-    generate(target, None, PROMPTS[:2], max_new_tokens=60, session=session)
-    assert len(session.steps) == 1
 
 
 def test_c_and_v_leave_captures_out(target, monkeypatch):
@@ -334,7 +358,8 @@ def test_c_and_v_leave_captures_out(target, monkeypatch):
 
 def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
     capturing(monkeypatch, Double)
-    sessions: dict[int, Session] = {}
+    engines: Engines = {}
+    drafter = HeadDrafter(tiny_head())
     for prompts in (PROMPTS[:1], PROMPTS[2:3], PROMPTS[:2], PROMPTS[:1]):
         timed, seen = Timed(), []
 
@@ -344,7 +369,7 @@ def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(Double, "replay", replay)
-            time_ours(target, HeadDrafter(tiny_head()), prompts, Sampling(), 20, timed, sessions=sessions)
+            time_ours(target, drafter, prompts, Sampling(), 20, timed, engines=engines)
         (decoded,) = timed.batches
         assert decoded.tokens == generate(target, None, prompts, max_new_tokens=20).tokens
         assert 0 not in seen[-len(decoded.steps[0]) :], "the run that counts replays what was there"
@@ -399,22 +424,16 @@ class TestOnTheGpu:
     @torch.inference_mode()
     def test_a_replay_does_not_wait_for_the_device(self, on_gpu, name, sampling, rows):
         cache_module.BUCKETS["cuda"] = 64  # all steps of one key; `on_gpu` puts it back
-        prompts, drafter, session = PROMPTS[:rows], make_drafter(name, on_gpu), Session(on_gpu)
-        laws = RowSampling(SAMPLINGS[sampling][:rows], on_gpu.device)
-        hidden, counts = session.prefill(prompts, room=64)
-        if drafter:
-            drafter.start(prompts, hidden, counts, session.cache)
-        rule = RULES[drafter.rules[0] if drafter else "token"]
-        step = prepare(on_gpu, session, drafter, rule, laws)
-        step.pending.copy_(first_token(on_gpu, hidden, counts, laws))
-        grown = [[*prompt, 0] for prompt in prompts]
-        for _ in range(2):  # warm-up, capture
-            step(grown)
-        before = session.cache.lengths.clone()
+        engine = Engine(on_gpu, make_drafter(name, on_gpu), slots=rows)
+        for prompt, own in zip(PROMPTS, SAMPLINGS[sampling][:rows], strict=False):
+            engine.submit(prompt, own, max_new_tokens=64)
+        for _ in range(4):  # warm-up, capture, proof
+            engine.step()
+        before = engine.cache.lengths.clone()
+        texts = engine.ready()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            told = step(grown)
+            told = engine._stepping(texts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        kept = told[:, -2]
-        assert torch.equal(session.cache.lengths, before + kept + 1)
+        assert torch.equal(engine.cache.lengths, before + told[:, -2] + 1)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speculator.decoding.draft import Draft, take_at
+from speculator.draft import Draft, take_at
 
 _TINY = 1e-30
 

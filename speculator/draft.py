@@ -15,12 +15,6 @@ def take_at(values: Tensor, place: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X
     return values.gather(1, place[:, None, None].expand(-1, 1, values.shape[-1]))[:, 0]
 
 
-def put(value: Tensor, place: Tensor | None) -> Tensor:
-    """The value, in `place` if that has its form: captured work reads it there."""
-    same = place is not None and (place.shape, place.dtype, place.device) == (value.shape, value.dtype, value.device)
-    return place.copy_(value) if same and place is not None else value
-
-
 @dataclass
 class Draft:
     """Proposed tokens. In a verify pass position 0 is the pending token and draft token i stands at i + 1.

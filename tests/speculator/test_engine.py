@@ -1,5 +1,6 @@
 """The loop's manners: where a row ends, what it streams, what it counts, what it keeps for the next turn."""
 
+import random
 from itertools import product
 
 import numpy as np
@@ -9,18 +10,20 @@ from conftest import Oracle, tiny_head, tiny_model
 from transformers import AutoModelForCausalLM
 
 from speculator import (
+    Candidates,
     Chain,
+    Engine,
     FixedTree,
     HeadDrafter,
     ModelDrafter,
     NgramDrafter,
     Sampling,
-    Session,
     Target,
     Tree,
     UserError,
     generate,
 )
+from speculator.slots import common_prefix
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
@@ -150,14 +153,14 @@ def test_a_chats_next_turn_processes_only_what_is_new(target, head):
     """Two rows, two turns, the second one's text changed near its end; drafters with a memory of their own too."""
     draft_model = Target(tiny_model("qwen3"), None)
     for drafter in (None, HeadDrafter(head), HeadDrafter(head, Tree((3, 2), 4)), ModelDrafter(draft_model, target)):
-        session = Session(target)
+        engine = Engine(target, drafter, slots=2)
         first = [[5, 6, 7, 8, 9, 10], [1, 2, 3]]
-        answers = generate(target, drafter, first, Sampling(1.0, seed=4), max_new_tokens=12, session=session).tokens
-        assert session.processed == 9
+        answers = engine.generate(first, Sampling(1.0, seed=4), max_new_tokens=12).tokens
+        assert engine.processed == 9
         turns = [first[0] + answers[0] + [11, 12], first[1] + answers[1][:5] + [13, 14, 15]]
-        again = generate(target, drafter, turns, max_new_tokens=12, session=session).tokens
+        again = engine.generate(turns, max_new_tokens=12).tokens
         # Row 0: its newest token and the two after it; row 1: from the first that differs.
-        assert session.processed == 9 + 3 + 3
+        assert engine.processed == 9 + 3 + 3
         assert again == generate(target, drafter, turns, max_new_tokens=12).tokens
 
 
@@ -206,3 +209,199 @@ def test_a_target_may_be_cast_after_its_load_and_run_under_autocast(target, coun
     drafter.head.double()
     expected = generate(Target(tiny_model().double(), None), None, prompts, max_new_tokens=8).tokens
     assert generate(target, drafter, prompts, max_new_tokens=8).tokens == expected
+
+
+# ---- slots
+
+
+def chain(dtype=torch.float64) -> HeadDrafter:
+    return HeadDrafter(tiny_head().to(dtype))
+
+
+def double_target() -> Target:
+    """Full and sliding layers, in float64: no near-ties."""
+    return Target(tiny_model("gemma3").double(), tokenizer=None)
+
+
+DRAFTERS = {
+    "none": lambda target: None,
+    "chain": lambda target: chain(),
+    "tree": lambda target: HeadDrafter(tiny_head().double(), Tree((3, 2, 2), 8)),
+    "candidates": lambda target: HeadDrafter(tiny_head().double(), Candidates((3, 2))),
+    "model": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target),
+    "model-tree": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target, Tree((3, 2, 2), 8)),
+    "ngram": lambda target: NgramDrafter(),
+}
+
+
+def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
+    """Prompts, sampling and lengths of all sorts; every fourth prompt begins as the one before it."""
+    draw = random.Random(0)
+    prompts: list[list[int]] = []
+    for i in range(count):
+        prompt = [draw.randrange(32) for _ in range(draw.choice([1, 3, 9, 30]))]
+        prompts.append(prompts[-1][: draw.randrange(1, 20)] + prompt if i % 4 == 3 else prompt)
+    settings = [Sampling(draw.choice([0.0, 0.7, 1.0]), draw.choice([0, 5]), seed=i) for i in range(count)]
+    return prompts, settings, [draw.choice([1, 2, 7, 20, 45]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_does_not_depend_on_when_it_joined_nor_beside_whom(name):
+    """Rows join and leave at random, in three slots and chunks of seven tokens; some are cancelled under way."""
+    target = double_target()
+    prompts, settings, limits = ragged(14)
+    expected = [
+        generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=limit)
+        for prompt, own, limit in zip(prompts, settings, limits, strict=True)
+    ]
+    engine = Engine(target, DRAFTERS[name](target), slots=3, chunk=7)
+    draw, requests = random.Random(1), []
+    for prompt, own, limit in zip(prompts, settings, limits, strict=True):
+        requests.append(engine.submit(prompt, own, max_new_tokens=limit))
+        for _ in range(draw.randrange(4)):
+            engine.step()
+        if draw.randrange(4) == 0:
+            draw.choice(requests).cancel()
+    engine.run()
+    cancelled = 0
+    for request, alone in zip(requests, expected, strict=True):
+        if request.finish_reason == "cancelled":
+            cancelled += 1
+            assert request.tokens == alone.tokens[0][: len(request.tokens)]
+        else:
+            assert request.tokens == alone.tokens[0]
+            assert request.steps == alone.steps[0]
+            assert [request.finish_reason] == alone.finish_reasons
+    assert 0 < cancelled < 6
+    assert engine.processed < sum(map(len, prompts)), "some prompts began as a slot's text"
+
+
+@pytest.mark.parametrize("name", ["none", "tree", "model-tree"])
+def test_max_batch_size_changes_no_text(name):
+    target = double_target()
+    prompts, settings, limits = ragged(9)
+    whole = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits)
+    for size in (1, 4):
+        made = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits, max_batch_size=size)
+        assert (made.tokens, made.steps) == (whole.tokens, whole.steps)
+    with pytest.raises(UserError, match="max_batch_size 0"):
+        generate(target, None, prompts, max_batch_size=0)
+    with pytest.raises(UserError, match="2 numbers of new tokens for 9 prompts"):
+        generate(target, None, prompts, max_new_tokens=[1, 2])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(name, chunk):
+    target = double_target()
+    prompts = [[i % 32 for i in range(50)], [3, 1, 4], [i * 7 % 32 for i in range(64)]]
+    expected = generate(target, DRAFTERS[name](target), prompts, Sampling(0.8), max_new_tokens=20)
+    engine = Engine(target, DRAFTERS[name](target), slots=3, chunk=chunk)
+    made = engine.generate(prompts, Sampling(0.8), max_new_tokens=20)
+    assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    """While it is read, chunk by chunk, the rest decode: one step for each chunk."""
+    target = double_target()
+    engine = Engine(target, slots=2, chunk=4)
+    short = engine.submit([1, 2], max_new_tokens=40)
+    engine.step()
+    long = engine.submit([i % 32 for i in range(80)], max_new_tokens=5)
+    processed = engine.processed
+    for _ in range(10):
+        before = len(short.tokens)
+        engine.step()
+        assert len(short.tokens) == before + 1
+    assert engine.processed == processed + 40
+    assert not long.tokens
+    short_again = engine.submit([5], max_new_tokens=2)
+    engine.run()
+    assert [len(request.tokens) for request in (short, long, short_again)] == [40, 5, 2]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_slot_that_held_a_longer_text_is_as_new(name):
+    """Another text in it, one that begins alike, one that is a part of it."""
+    target = double_target()
+    engine = Engine(target, DRAFTERS[name](target), slots=1)
+    first = [i * 5 % 32 for i in range(40)]
+    (answer,) = engine.generate([first], Sampling(1.0, seed=3), max_new_tokens=30).tokens
+    text = first + answer
+    for prompt in ([9, 9, 9], text, text[:20], [*text[:35], 1, 2, 3], text[:60], [9, 9, 9]):
+        expected = generate(target, DRAFTERS[name](target), [prompt], Sampling(1.0, seed=5), max_new_tokens=25)
+        made = engine.generate([prompt], Sampling(1.0, seed=5), max_new_tokens=25)
+        assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
+
+
+def test_a_request_takes_the_slot_that_begins_most_alike(target):
+    engine = Engine(target, slots=3)
+    texts = [[1, 2, 3, 4, 5, 6], [1, 2, 9, 9], [7, 7, 7]]
+    engine.generate(texts, max_new_tokens=2)
+    before = engine.processed
+    engine.generate([[1, 2, 3, 4, 8]], max_new_tokens=2)
+    assert engine.processed == before + 1
+    engine.generate([[7, 7, 5], [1, 2, 9, 5]], max_new_tokens=2)
+    assert engine.processed == before + 3
+    engine.forget()
+    engine.generate([[1, 2, 9, 5]], max_new_tokens=2)
+    assert engine.processed == before + 7
+
+
+def test_why_a_text_ended(target):
+    plain = generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=())
+    assert plain.finish_reasons == ["length"]
+    eos = [plain.tokens[0][5]]
+    assert generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=eos).finish_reasons == ["eos"]
+    end = generate(target, None, [[1] * (target.context_length - 3)], eos_token_ids=())
+    assert (end.finish_reasons, len(end.tokens[0])) == (["context"], 3)
+
+
+def test_a_request_is_cancelled_from_its_callback_and_its_slot_is_free(target):
+    engine, seen = Engine(target, slots=1), []
+
+    def enough(new, drafted):
+        seen.extend(new)
+        if len(seen) >= 3:
+            first.cancel()
+
+    first = engine.submit([1, 2, 3], max_new_tokens=50, on_step=enough)
+    waiting, second = engine.submit([4], max_new_tokens=5), engine.submit([5], max_new_tokens=4)
+    waiting.cancel()
+    engine.run()
+    assert (first.finish_reason, first.tokens) == ("cancelled", seen)
+    assert len(seen) == 3
+    assert (waiting.finish_reason, waiting.tokens) == ("cancelled", [])
+    assert second.tokens == generate(target, None, [[5]], max_new_tokens=4).tokens[0]
+
+
+def test_what_was_interrupted_is_not_trusted(target, monkeypatch):
+    """A prefill has overwritten keys of the text before; a step has left the device ahead of the host."""
+    engine = Engine(target, slots=1)
+    (first,) = engine.generate([[1, 2, 3, 4]], max_new_tokens=12).tokens
+    text = [1, 2, 3, 4, *first]
+    expected = generate(target, None, [text], max_new_tokens=12).tokens
+    extend = target.extend
+    for passes in (1, 3):
+        left = [passes]
+
+        def interrupted(*given, left=left):
+            hidden = extend(*given)
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return hidden
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "extend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[1, 2, 9, 9, 9, 9, 9, 9, 9]])
+        assert engine.generate([text], max_new_tokens=12).tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count"),
+    [([], [], 0), ([1], [], 0), ([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 2, 3], 2), ([1, 9, 3], [1, 2, 3], 1)],
+)
+def test_what_two_texts_share_ends_where_they_first_differ(a, b, count):
+    assert common_prefix(a, b) == common_prefix(b, a) == count

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from speculator.decoding.sampling import Sampling, draw, uniforms
 from speculator.errors import UserError
+from speculator.sampling import Sampling, draw, uniforms
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_position_and_slot():

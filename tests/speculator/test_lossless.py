@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculator import (
     Candidates,
     Chain,
+    Engine,
     FixedTree,
     HeadDrafter,
     ModelDrafter,
@@ -22,10 +23,9 @@ from speculator import (
     Tree,
     generate,
 )
-from speculator.decoding import rules
-from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import draw, uniforms
-from speculator.decoding.session import Session
+from speculator import verify as rules
+from speculator.draft import Draft
+from speculator.sampling import draw, uniforms
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 # Their grouped matrix products exist in float32 only.
@@ -252,23 +252,22 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
 @pytest.mark.parametrize("name", drafters())
 def test_after_every_step_the_cache_is_that_of_the_text(name):
     target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
-    session, texts = Session(target), [list(prompt) for prompt in PROMPTS]
+    engine, texts = Engine(target, drafters()[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
     checked = 0
 
     def check(row: int, new: list[int], drafted: int) -> None:
         nonlocal checked
         texts[row] += new
+        place = next(i for i, slot in enumerate(engine.slots.rows) if slot.request and slot.text == texts[row])
         tokens = torch.tensor([texts[row][:-1]])
         fresh = target.cache(1, tokens.shape[1])
         target.extend(fresh, tokens)
-        for layer, expected in zip(session.cache.layers, fresh.layers, strict=True):
+        for layer, expected in zip(engine.cache.layers, fresh.layers, strict=True):
             for mine, theirs in ((layer.keys, expected.keys), (layer.values, expected.values)):
-                torch.testing.assert_close(mine[row, :, : tokens.shape[1]], theirs[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(mine[place, :, : tokens.shape[1]], theirs[0], atol=1e-4, rtol=1e-4)
         checked += 1
 
-    generate(
-        target, drafters()[name], PROMPTS, Sampling(1.0, seed=2), max_new_tokens=16, session=session, on_step=check
-    )
+    engine.generate(PROMPTS, Sampling(1.0, seed=2), max_new_tokens=16, on_step=check)
     assert checked > 16
 
 

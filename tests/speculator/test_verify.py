@@ -6,8 +6,8 @@ import enumeration as e
 import pytest
 import torch
 
-from speculator.decoding import rules
-from speculator.decoding.draft import Draft
+from speculator import verify as rules
+from speculator.draft import Draft
 
 EXACT = 1e-12
 SEEDS = range(50)

@@ -1,0 +1,1 @@
+"""Comparisons, a command each."""

@@ -1,0 +1,446 @@
+"""The engine: requests in a fixed number of slots, decoded together, step by step.
+
+A slot is a row of the KV cache. Between steps a finished request leaves its slot and a waiting one joins, in the free
+slot that has most of its prompt already; prompts are prefilled in chunks. The rows that decode are the first ones, so a
+step costs what they cost. Plain decoding is the same engine without a drafter, so a measured speedup compares like with
+like.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator import cuda_graphs
+from speculator.cuda_graphs import Captured
+from speculator.draft import Draft, take_at
+from speculator.drafters.base import Drafter, Texts
+from speculator.errors import UserError
+from speculator.kv_cache import KVCache
+from speculator.request import Generation, Request, StopStrings, check_count, check_prompts, each_sampling
+from speculator.sampling import RowSampling, Sampling, draw, uniforms
+from speculator.slots import DECODING, JOINING, Slots
+from speculator.target import Target
+from speculator.verify import RULES, greedy
+
+CHUNK = 512
+"""Tokens of a prompt that are prefilled at a time."""
+
+
+@dataclass
+class Verified:
+    """A verify pass: what went through the target on the accepted path, and what follows it."""
+
+    tokens: Tensor  # [R, depth + 1] the pending token and the path
+    hidden: Tensor  # [R, depth + 1, D]
+    drafted: Tensor  # [R] the depth of the draft
+    accepted: Tensor  # [R] of its tokens
+    following: Tensor  # [R] the token after them
+    told: Tensor  # [R, depth + 3] for the host: the path, drafted, accepted, following
+
+
+class Engine:
+    """Decodes requests: `submit` some, then `run`, or `step` by step.
+
+    A request's text does not depend on its batch-mates nor on when it joined, up to near-ties of rounded numbers: its
+    uniforms are a function of (its seed, its length, their place in the step). Requests join in the order submitted.
+
+    Args:
+        target: the model that decides.
+        drafter: who proposes; None decodes plainly.
+        slots: requests that are decoded at a time.
+        rule: a name from `speculator.verify.RULES` that fits the drafter; by default the drafter's own. At temperature
+            0 all are the greedy rule.
+        chunk: tokens of each prompt that are prefilled at a time; beside decoding rows, tokens of all together.
+        capacity: tokens that a slot has room for from the start; it grows where a request needs more.
+        capture: on a CUDA device, run steps as graphs where target and drafter can be captured.
+
+    Raises:
+        UserError: the rule is unknown, or does not fit the drafter.
+
+    Attributes:
+        processed: tokens that went through prefills so far.
+        prefill_seconds, decode_seconds: so far.
+    """
+
+    cache: KVCache
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        slots: int = 8,
+        rule: str | None = None,
+        chunk: int = CHUNK,
+        capacity: int = 0,
+        capture: bool = True,
+    ):
+        fitting = drafter.rules if drafter else tuple(RULES)
+        rule = rule or fitting[0]
+        if rule not in RULES:
+            raise UserError(f"no accept rule {rule!r}: there are {', '.join(RULES)}")
+        if rule not in fitting:
+            raise UserError(f"the rule {rule!r} does not fit what this drafter drafts; these do: {', '.join(fitting)}")
+        self.target, self.drafter, self.accept, self.chunk = target, drafter, RULES[rule], chunk
+        self.slots = Slots(slots)
+        self.waiting: deque[Request] = deque()
+        self.processed, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
+        self.pending = torch.zeros(slots, dtype=torch.long, device=target.device)
+        """[slots] the newest token of each decoding row: sampled, not yet processed by the target."""
+        self.alive = torch.ones(slots, dtype=torch.bool, device=target.device)
+        self._capacity = capacity and capacity + self._slack
+        self._decoding: list[Request] = []
+        self._pending = self.pending[:0]
+        self._laws: dict[Hashable, RowSampling] = {}
+        self.capturing = capture and cuda_graphs.capturable(target, drafter)
+        self._pool = cuda_graphs.new_pool(target.device)
+        self._stepping = self.part("_step")
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 128,
+        stop_strings: Sequence[str] = (),
+        eos_token_ids: Collection[int] | None = None,
+        on_step: Callable[[list[int], int], None] | None = None,
+    ) -> Request:
+        """Let a request wait for a slot; see `generate` for what it takes and raises, `Request` for what it gives."""
+        (tokens,) = check_prompts(self.target, [prompt])
+        room = self.target.context_length - len(tokens)
+        limit, at_limit = min((check_count(max_new_tokens), "length"), (room, "context"))
+        eos = self.target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
+        stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
+        return self.enqueue(Request(tokens, sampling or Sampling(), limit, at_limit, eos, stop, on_step))
+
+    def enqueue(self, request: Request) -> Request:
+        """Let a request wait that is known to be right."""
+        self._capacity = max(self._capacity, len(request.prompt) + request.limit + self._slack)
+        self.waiting.append(request)
+        return request
+
+    @property
+    def _width(self) -> int:
+        """Tokens of a row in a step at most: the pending one and the draft."""
+        return 1 + (self.drafter.nodes if self.drafter else 0)
+
+    @property
+    def _slack(self) -> int:
+        """Positions behind a text's end: a captured step also writes, and commits, behind rows that have ended."""
+        return 2 * self._width
+
+    def forget(self) -> None:
+        """Forget the texts of free slots: what follows does not depend on what was decoded before.
+
+        Raises:
+            RuntimeError: some request has not ended.
+        """
+        self.slots.release()
+        if self.busy:
+            raise RuntimeError("requests are in flight")
+        self.slots = Slots(len(self.slots.rows))
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        stop_strings: Sequence[str] = (),
+        eos_token_ids: Collection[int] | None = None,
+        on_step: Callable[[int, list[int], int], None] | None = None,
+    ) -> Generation:
+        """Submit all and run; see the function `generate`."""
+        prompts = check_prompts(self.target, prompts)
+        settings = each_sampling(sampling or Sampling(), len(prompts))
+        counts = max_new_tokens if isinstance(max_new_tokens, list | tuple) else [max_new_tokens] * len(prompts)
+        limits = [check_count(count) for count in counts]
+        if len(limits) != len(prompts):
+            raise UserError(f"{len(limits)} numbers of new tokens for {len(prompts)} prompts")
+        began = self.prefill_seconds, self.decode_seconds
+        requests: list[Request] = []
+        try:
+            for row, (prompt, own, count) in enumerate(zip(prompts, settings, limits, strict=True)):
+                how = {"max_new_tokens": count, "stop_strings": stop_strings, "eos_token_ids": eos_token_ids}
+                told = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
+                requests.append(self.submit(prompt, own, on_step=told, **how))  # type: ignore[arg-type]
+            self.run()
+        finally:  # if this was interrupted
+            for request in requests:
+                request.cancel()
+        return Generation(
+            [request.tokens for request in requests],
+            [request.steps for request in requests],
+            self.prefill_seconds - began[0],
+            self.decode_seconds - began[1],
+            [request.finish_reason for request in requests],
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request has not left its slot, or waits for one."""
+        return bool(self.waiting) or any(slot.request for slot in self.slots.rows)
+
+    def run(self) -> None:
+        """Go on until every request has ended."""
+        while self.step():
+            pass
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Let waiting requests join, prefill a chunk, and take one step; tells whether anything is left to do."""
+        started = time.perf_counter()
+        self.slots.release()
+        self.admit()
+        self.prefill()
+        decoding = time.perf_counter()
+        self.prefill_seconds += decoding - started
+        texts = self.ready()
+        if texts:
+            # The step's one copy to the host.
+            self.tell(self._stepping(texts).tolist())
+            self.decode_seconds += time.perf_counter() - decoding
+        return self.busy
+
+    # ---- between steps
+
+    def admit(self) -> None:
+        """Give waiting requests the free slots."""
+        if not self.waiting:
+            return
+        slots, capacity = len(self.slots.rows), self._capacity
+        if not hasattr(self, "cache"):
+            self.cache = self.target.cache(slots, capacity)
+            if self.drafter:
+                self.drafter = self.drafter.open(slots, capacity)
+        elif self.cache.grow(capacity):
+            if self.drafter:
+                self.drafter.grow(self.cache.capacity)
+            self._stepping = self.part("_step")
+        self.slots.admit(self.waiting, self.drafter.overlap if self.drafter else 0)
+
+    def _arrange(self) -> None:
+        source, to = self.slots.arrange()
+        if to:
+            longest = max(len(self.slots.rows[row].text) for row in to)
+            self.cache.move(source, to, longest)
+            self.pending[to] = self.pending[source]
+            if self.drafter:
+                self.drafter.move(source, to, longest)
+
+    def prefill(self) -> None:
+        """Process a chunk of the prompts that are not in the cache yet, and draw the first token of those that end.
+
+        Beside decoding rows: so many tokens as keep these waiting for a chunk, or as long as their own step does.
+        """
+        rows = self.slots.of(JOINING)
+        if not rows:
+            return
+        if rows[-1] - rows[0] >= len(rows):
+            self._arrange()
+            rows = self.slots.of(JOINING)
+        decoding = self.slots.count(DECODING)
+        budget = max(self.chunk, decoding * self._width) if decoding else None
+        rows, width = self.slots.next_chunk(rows, self.chunk, budget)
+        part = [self.slots.rows[row] for row in rows]
+        texts, begins = [slot.text for slot in part], [slot.known for slot in part]
+        # A row that is short of its end is padded to the widest.
+        width = min(width, self.cache.capacity - max(begins))
+        chunks = [list(text[begin : begin + width]) for text, begin in zip(texts, begins, strict=True)]
+        counts = [len(chunk) for chunk in chunks]
+        device = self.target.device
+        tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
+        lasts = torch.tensor(counts, device=device) - 1
+        self.cache.select(rows[0], rows[-1] + 1, max(begins))
+        self.cache.truncate(torch.tensor(begins))
+        hidden = self.target.extend(self.cache, tokens)
+        self.cache.commit(lasts + 1)
+        if self.drafter:
+            self.drafter.prefill(rows[0], texts, begins, hidden, counts)
+        for slot, count in zip(part, counts, strict=True):
+            slot.known += count
+        self.processed += sum(counts)
+        ended = {row: slot.request for row, slot in zip(rows, part, strict=True) if slot.known == len(slot.text)}
+        if ended:
+            self._begin(ended, take_at(hidden, lasts)[[row - rows[0] for row in ended]])
+
+    def _begin(self, requests: dict[int, Any], hidden: Tensor) -> None:
+        """Draw the first new token of rows from their prompts' last states [R, D]."""
+        laws = RowSampling([request.sampling for request in requests.values()], hidden.device)
+        logits = self.target.logits(hidden)
+        if laws.greedy:
+            first = logits.argmax(-1)
+        else:
+            first = draw(laws.law(logits), uniforms(laws.seeds, torch.zeros_like(laws.seeds), 1)[:, 0])
+        self.pending[list(requests)] = first
+        for (row, request), token in zip(requests.items(), first.tolist(), strict=True):
+            self.slots.rows[row].phase = DECODING
+            if not request.finish_reason:
+                request.take([token])
+
+    def ready(self) -> list[Sequence[int]]:
+        """Select the rows that decode, for a step; gives their texts. Nothing to do: none."""
+        self.slots.release()
+        count = self.slots.count(DECODING)
+        if not count:
+            return []
+        if any(slot.phase != DECODING for slot in self.slots.rows[:count]):
+            self._arrange()
+        part = self.slots.rows[:count]
+        texts = [slot.text for slot in part]
+        # Graphs are few: other rows go along, and nothing of them counts.
+        rows = min(len(self.slots.rows), 1 << (count - 1).bit_length()) if self.capturing else count
+        self.cache.select(0, rows, max(map(len, texts)) - 1)
+        requests = [slot.request for slot in part if slot.request]
+        if requests != self._decoding or rows != len(self._pending):
+            self._decoding, self._pending, self._alive = requests, self.pending[:rows], self.alive[:rows]
+            laws = [request.sampling for request in requests]
+            self.laws = RowSampling(laws + laws[:1] * (rows - count), self.target.device)
+            if self.capturing:  # graphs read the settings where they were
+                same = self._laws.setdefault((rows, *self.laws.kind), self.laws)
+                same.copy_(self.laws)
+                self.laws = same
+                self._alive.copy_(torch.arange(rows) < count)
+        return [*texts, *[[] for _ in range(rows - count)]]
+
+    # ---- one step of the selected rows: draft, verify, keep, tell
+
+    def _step(self, texts: Texts) -> Tensor:  # [R, depth + 3], see `Verified.told`
+        draft, u = self.draft(texts)
+        verified = self.verify(draft, u)
+        self.keep(verified)
+        return verified.told
+
+    def draft(self, texts: Texts) -> tuple[Draft, Tensor]:
+        """What the drafter proposes, and the uniforms [R, n + 1] for `verify`.
+
+        A row's uniforms at this length are numbered: 0..n-1 draw the draft's n tokens, n..2n-1 test them, 2n draws the
+        token after them.
+        """
+        nodes = self.drafter.nodes if self.drafter else 0
+        if self.laws.greedy:
+            u = self.laws.temperature.new_zeros(len(self._pending), 2 * nodes + 1)  # nobody draws
+        else:
+            u = uniforms(self.laws.seeds, self.cache.selected, 2 * nodes + 1)
+        if self.drafter is None:
+            return Draft.none(self._pending), u
+        return self.drafter.propose(self._pending, self.laws, u[:, :nodes], texts), u[:, nodes:]
+
+    def verify(self, draft: Draft, u: Tensor) -> Verified:
+        """One forward pass over the pending token and its draft, whose accepted path comes to lie first in the cache.
+
+        The logits at position j (0: the pending token, i + 1: draft token i) give p[j], the target's distribution of
+        the token after it. The rule accepts a path that ends at position `last`, and the next token is drawn from what
+        it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
+        """
+        tokens = torch.cat([self._pending[:, None], draft.tokens], dim=1)
+        hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
+        logits = self.target.logits(hidden)
+        if self.laws.greedy:
+            last, following = greedy(logits.argmax(-1), draft)
+        else:
+            last, rest = self.accept(self.laws.law(logits), draft, u[:, : draft.tokens.shape[1]])
+            following = draw(rest, u[:, -1])
+        drafted, accepted = draft.lengths, last
+        if draft.parents is not None:
+            path = draft.path(last)
+            self.cache.gather(path)
+            tokens = tokens.gather(1, path)
+            hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
+        columns = (drafted, accepted, following)
+        told = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
+        return Verified(tokens, hidden, drafted, accepted, following, told)
+
+    def keep(self, verified: Verified) -> None:
+        """The pending token and the accepted ones are part of the text: the cache and the drafter learn of it."""
+        counts = verified.accepted + 1
+        if self.capturing:
+            counts = counts * self._alive
+        self.cache.commit(counts)
+        self._pending.copy_(verified.following)
+        if self.drafter:
+            self.drafter.commit(verified.tokens, verified.hidden, counts)
+
+    def tell(self, told: list[list[int]]) -> None:
+        """The host's part: texts grow, and may end."""
+        for request, (*path, drafted, accepted, following) in zip(self._decoding, told, strict=False):
+            if not request.finish_reason:  # another's `on_step` may have cancelled it
+                request.take([*path[:accepted], following], drafted)
+
+    def part(self, method: str) -> Callable[..., Any]:
+        """One of this class's methods as steps run it: as a graph where they are captured."""
+        work, own = Captured(getattr(type(self), method), self._pool), weakref.ref(self)
+
+        def run(*given: Any) -> Any:
+            engine = own()
+            assert engine is not None
+            if not engine.capturing:
+                return work.work(engine, *given)
+            state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
+            with cuda_graphs.on(engine.target.device):
+                return work((len(engine._pending), engine.cache.longest, engine.laws.kind), state, engine, *given)
+
+        return run
+
+
+@torch.inference_mode()
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    rule: str | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    max_batch_size: int | None = None,
+    stop_strings: Sequence[str] = (),
+    eos_token_ids: Collection[int] | None = None,
+    on_step: Callable[[int, list[int], int], None] | None = None,
+) -> Generation:
+    """Continue prompts. Whatever drafts, the text's distribution is the target's own, unless a lossy rule is asked for.
+
+    Args:
+        target: the model that decides.
+        drafter: who proposes; None decodes plainly.
+        prompts: token ids, one list or 1-D tensor a row, none empty.
+        sampling: temperature and its kin, greedy by default: one for each prompt, or one for all, of which prompt r
+            then draws from the stream `seed + r`.
+        rule: see `Engine`.
+        max_new_tokens: the most new tokens, one number for all prompts or one for each; a text also ends at the
+            target's context length.
+        max_batch_size: rows at a time; default: all.
+        stop_strings: a text ends with the token that completes one of them.
+        eos_token_ids: tokens that end a text, by default the target's own; none for measurements of equal length.
+        on_step: called with (row, new tokens, how many of them were drafted) as they come, the prefill's first.
+
+    Raises:
+        UserError: no prompt, an empty prompt, one that fills the target's context or holds what is no token of it; a
+            rule that is unknown or does not fit the drafter; not one setting for each prompt; no new token asked for.
+    """
+    if max_batch_size is not None and max_batch_size < 1:
+        raise UserError(f"max_batch_size {max_batch_size} is not at least 1")
+    prompts = check_prompts(target, prompts)
+    slots = min(len(prompts), max_batch_size or len(prompts))
+    # A single call is over before captures pay.
+    engine = Engine(target, drafter, slots=slots, rule=rule, capture=False)
+    return engine.generate(
+        prompts,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop_strings=stop_strings,
+        eos_token_ids=eos_token_ids,
+        on_step=on_step,
+    )

@@ -1,0 +1,110 @@
+"""Which request is in which row of the cache: what joins, what leaves, who is prefilled next. The host's part alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import takewhile
+
+from speculator.request import Request
+
+DECODING, JOINING, FREE = range(3)
+
+
+class Slot:
+    """A row of the cache: the text that it holds or held, and how many of its tokens have their keys there."""
+
+    def __init__(self) -> None:
+        self.text: Sequence[int] = ()
+        self.known = 0
+        self.request: Request | None = None
+        self.phase = FREE
+        self.turn = 0
+        """When it was prefilled last: the first in line has the least."""
+
+
+class Slots:
+    """The slots in the order of their rows.
+
+    Args:
+        count: of slots.
+    """
+
+    def __init__(self, count: int):
+        self.rows = [Slot() for _ in range(count)]
+        self._turn = 0
+
+    def count(self, phase: int) -> int:
+        return sum(slot.phase == phase for slot in self.rows)
+
+    def of(self, phase: int) -> list[int]:
+        """The rows in a phase."""
+        return [row for row, slot in enumerate(self.rows) if slot.phase == phase]
+
+    def release(self) -> None:
+        """Free the slots whose requests have ended; what they hold stays for a prompt that begins alike."""
+        for slot in self.rows:
+            if slot.request is not None and slot.request.finish_reason:
+                if slot.phase == DECODING:
+                    slot.known = len(slot.request.text) - 1  # all but the newest token
+                slot.text, slot.request, slot.phase = slot.request.text, None, FREE
+
+    def admit(self, waiting: deque[Request], overlap: int) -> None:
+        """Give waiting requests the free slots: to each the one with the longest common prefix.
+
+        Of a prefix the last `overlap` tokens are processed again, and of a prompt at least the last token: its state
+        gives the first new one.
+        """
+        free = [slot for slot in self.rows if slot.phase == FREE]
+        fresh = deque(slot for slot in free if not slot.known)
+        used = [slot for slot in free if slot.known]
+        while waiting and (fresh or used):
+            request = waiting.popleft()
+            if request.finish_reason:  # cancelled
+                continue
+            best, known = None, 0
+            for slot in used:
+                shared = min(common_prefix(slot.text, request.prompt), slot.known)
+                if shared > known:
+                    best, known = slot, shared
+                if known >= len(request.prompt) - 1:
+                    break
+            slot = best or (fresh.popleft() if fresh else used[0])
+            if slot in used:
+                used.remove(slot)
+            slot.known = max(0, min(known, len(request.prompt) - 1) - overlap)
+            slot.request, slot.text, slot.phase, slot.turn = request, request.text, JOINING, self._turn
+
+    def arrange(self) -> tuple[list[int], list[int]]:
+        """Decoding rows first, then those being prefilled, then free ones: a pass runs over neighbours.
+
+        Returns rows and where each of them goes; the others stay.
+        """
+        wanted = sorted(slot.phase for slot in self.rows)
+        to = [row for row, (slot, phase) in enumerate(zip(self.rows, wanted, strict=True)) if slot.phase != phase]
+        source = sorted(to, key=lambda row: self.rows[row].phase)
+        for row, slot in zip(to, [self.rows[row] for row in source], strict=True):
+            self.rows[row] = slot
+        return source, to
+
+    def next_chunk(self, rows: list[int], widest: int, budget: int | None) -> tuple[list[int], int]:
+        """Which of neighbouring rows are prefilled next, and how many tokens of each at most.
+
+        With a `budget` of tokens in all: who has waited longest, and as many of its neighbours as that leaves room for.
+        """
+        widths = [min(widest, len(self.rows[row].text) - self.rows[row].known) for row in rows]
+        start, stop = 0, len(rows)
+        if budget is not None:
+            start = min(range(len(rows)), key=lambda i: self.rows[rows[i]].turn)
+            stop = start + 1
+            while stop < len(rows) and (stop + 1 - start) * max(widths[start : stop + 1]) <= budget:
+                stop += 1
+        for row in rows[start:stop]:
+            self.rows[row].turn = self._turn
+        self._turn += 1
+        return rows[start:stop], max(widths[start:stop])
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that two texts share at their start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
