@@ -59,10 +59,10 @@ class Check:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter that notes the logits behind each new token of a single row; None within decodes plainly."""
 
-    name, capturable, buffers = "recorder", False, ()
+    name = "recorder"
 
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
@@ -70,10 +70,14 @@ class Recorder:
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
 
-    def start(self, texts, hidden, counts, cache):
+    def open(self, slots, capacity):
+        self.drafter = self.drafter and self.drafter.open(slots, capacity)
+        return self
+
+    def prefill(self, start, texts, begins, hidden, counts):
         self.parts = [self.target.logits(hidden)[0, counts[0] - 1 :]]
         if self.drafter:
-            self.drafter.start(texts, hidden, counts, cache)
+            self.drafter.prefill(start, texts, begins, hidden, counts)
 
     def propose(self, pending, sampling, u, texts):
         return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)

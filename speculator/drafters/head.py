@@ -46,8 +46,7 @@ class HeadDrafter(Drafter):
 
     def open(self, slots: int, capacity: int) -> HeadDrafter:
         opened = copy(self)
-        size = len(self.taps) * self.head.config.emb_dim
-        opened._hidden = torch.zeros(slots, size, dtype=self.head.dtype, device=self.head.device)
+        opened._hidden = torch.zeros(slots, self.head.config.emb_dim, dtype=self.head.dtype, device=self.head.device)
         return opened
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
