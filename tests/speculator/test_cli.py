@@ -200,12 +200,16 @@ def test_flags_reach_the_drafter_and_the_text_stays(
 ):
     calls = []
 
-    def recorded(target, drafter, prompts, sampling, **settings):
-        calls.append((drafter, sampling, settings))
-        return generate(target, drafter, prompts, sampling, **settings)
+    class Recorded(Engine):
+        def __init__(self, target, drafter, **how):
+            super().__init__(target, drafter, **how)
+            self.given = drafter, how
 
-    generate = command.generate
-    monkeypatch.setattr(command, "generate", recorded)
+        def submit(self, prompt, sampling, **settings):
+            calls.append((self.given[0], sampling, {**self.given[1], **settings}))
+            return super().submit(prompt, sampling, **settings)
+
+    monkeypatch.setattr(command, "Engine", Recorded)
     argv = ["generate", "--target", str(target_folder), "--prompt", "def f", "--max_new_tokens", "16"]
     assert main(argv) == 0
     plain = capsys.readouterr().out
