@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import wraps
 
 import pytest
 from bad_inputs.properties import PROPERTIES
@@ -16,10 +17,11 @@ def test_it_holds(name):
     check, drawn = PROPERTIES[name]
     end, rounds, count = time.monotonic() + SECONDS / len(PROPERTIES), 0, 0
 
-    def counted(*values):
+    @wraps(check)
+    def counted(**values):
         nonlocal count
         count += 1
-        check(*values)
+        check(**values)
 
     quiet = settings(max_examples=200, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     while time.monotonic() < end:
