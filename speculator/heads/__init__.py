@@ -1,6 +1,8 @@
 """Draft heads, one file per architecture. Importing this package registers them with transformers' Auto classes."""
 
 from speculator.heads.base import Speculator, SpeculatorConfig
+from speculator.heads.eagle3 import Eagle3Speculator
+from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
 from speculator.heads.loading import load_head
 from speculator.heads.lstm import LSTMSpeculator, LSTMSpeculatorConfig
 from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
@@ -12,6 +14,8 @@ ARCHITECTURES: dict[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
 
 __all__ = [
     "ARCHITECTURES",
+    "Eagle3Speculator",
+    "Eagle3SpeculatorConfig",
     "LSTMSpeculator",
     "LSTMSpeculatorConfig",
     "MLPSpeculator",

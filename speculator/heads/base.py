@@ -82,6 +82,11 @@ class SpeculatorConfig(PreTrainedConfig):
         """Rows of an output matrix: V_d, or V without a draft vocabulary."""
         return self.draft_vocab_size or self.vocab_size
 
+    def describe(self) -> str:
+        """What it is beside its sizes, in a few words."""
+        tied, scaled = "" if self.tie_weights else "not ", "" if self.scale_input else "not "
+        return f"{self.n_predict} heads, {tied}tied, input {scaled}scaled"
+
 
 class Speculator(PreTrainedModel, ABC):
     """A head that drafts up to N tokens. `step` is the one piece of maths: training and drafting both call it."""
@@ -210,6 +215,13 @@ class Speculator(PreTrainedModel, ABC):
     ) -> Tensor:  # [N, B, S, V]
         """Every step's logits, for tests and exporters: all of them in memory at once."""
         return torch.stack(list(self.unroll(hidden, tokens)))
+
+    def probe(self) -> tuple[Tensor, ...]:
+        """Inputs of `logits`, always the same: two heads are one if their logits of it are."""
+        config = self.config
+        hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0))
+        tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size
+        return hidden.to(self.device, self.dtype), tokens
 
 
 class BiasedRMSNorm(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
+from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.linear import pack_linears
 from speculator.target import Target, same_target
 
@@ -26,6 +27,8 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
 
     head: Any = load_any(folder)
     config = head.config
+    if isinstance(head, Eagle3Speculator):
+        raise UserError(f"{folder} holds an attention head, which can be inspected and exported, but not drafted with")
     if config.emb_dim != target.hidden_size:
         raise UserError(
             f"{folder} reads hidden states of size {config.emb_dim}, but {target.name} has {target.hidden_size}"

@@ -1,0 +1,372 @@
+"""The attention head: EAGLE-3 (arXiv 2503.01840) as servers run it, with the norms of EAGLE-3.1 (2605.09992).
+
+Tap k is the target's residual stream after k of its layers. Row t is made of the taps at t and the token after it:
+
+    g = fc(cat(taps at t))                              fc_norm: a norm per tap; norm_before_fc: one over all of them
+    e = embed(x[t+1])                                   the target's own embedding
+    u = cat(rms(e; input_layernorm), rms(g; hidden_norm))
+    h = g + o_proj(attention(q(u), k(u), v(u)))         rope at position t; norm_before_residual: rms(g) + ...
+    s = h + down(silu(gate(y)) * up(y)),  y = rms(h; post_attention_layernorm)
+    logits = lm_head(rms(s; norm))                      of x[t+2]
+
+Step i goes on from step i-1 of the same row: g is s, or rms(s; norm) with norm_output; it reads x[t+1+i] at position
+t + i and drafts x[t+2+i]. It sees the keys of step 0 of rows 0..t and those of the steps 1..i of its own row. That is
+what a draft sees: rows of the text up to t, then its own tokens. For t = 2, step 2, D a row of its draft:
+
+    keys         row 0   row 1   row 2   D 1     D 2
+    read         x1      x2      x3      x4      x5
+    position     0       1       2       3       4
+
+Two forms of one function. `forward` runs all steps of all rows of a text (training). `first` and `next` draft, with a
+`Memory` of the text's keys and values: `first` reads what was accepted, `next` a level of drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel
+
+from speculator.errors import UserError
+from speculator.heads.base import Speculator
+from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3_layer import BlockedAttention, Layer, Rope, Rows, attend
+
+_SCORES = {"cpu": 2**20}
+_SCORES_ON_GPU = 2**25
+"""Attention scores that exist at a time in training."""
+
+
+class Memory:
+    """The keys and values of B texts, and of the drafts behind them.
+
+    What lies at or above a row's length is a draft's or dead: the next `first` writes over it. To take tokens back,
+    lower `lengths`: row t holds good while x[0..t+1] stays.
+
+    Attributes:
+        keys, values: [B, K, capacity, d]
+        lengths: [B] rows of text, updated in place.
+        longest: at least the most of `lengths`, known to the host. It decides how many slots are read.
+        states: [B, f, D] what the tokens of the newest level hand to their children.
+        seen: [B, f, n] which of the draft's n slots each of them sees.
+        level: the depth of the newest level; 0 after `first`.
+    """
+
+    states: Tensor
+    seen: Tensor
+
+    def __init__(self, config: Eagle3SpeculatorConfig, rows: int, capacity: int, like: Tensor):
+        shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
+        self.longest = self.level = 0
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:  # [B, T, K, d] twice, [B, T]
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        self.keys[row, :, slots] = keys.to(self.keys.dtype)
+        self.values[row, :, slots] = values.to(self.values.dtype)
+
+    def select(self, start: int, stop: int, longest: int) -> Memory:
+        """Of neighbouring rows of at most `longest` tokens: it writes into this one."""
+        part = copy(self)
+        part.keys, part.values, part.lengths = (x[start:stop] for x in (self.keys, self.values, self.lengths))
+        part.longest = longest
+        return part
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Rows change places: row source[i] becomes row destination[i]."""
+        for x in (self.keys, self.values, self.lengths):
+            x[list(destination)] = x[list(source)]
+
+    def grow(self, capacity: int) -> None:
+        """Have at least `capacity` slots a row."""
+        more = (0, 0, 0, max(0, capacity - self.keys.shape[2]))
+        self.keys, self.values = (nn.functional.pad(x, more) for x in (self.keys, self.values))
+
+
+class Eagle3Speculator(Speculator):
+    """One layer of attention over the target's taps. The modules have the names of the `speculators` layout."""
+
+    config_class = Eagle3SpeculatorConfig
+
+    def __init__(self, config: Eagle3SpeculatorConfig):
+        super().__init__(config)
+        size, wide = config.emb_dim, config.count_taps * config.emb_dim
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(wide, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in range(config.count_taps))
+        self.fc = nn.Linear(wide, size, bias=False)
+        self.layers = nn.ModuleList([Layer(config)])
+        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.output_size, bias=False)
+        self._lent: list[Tensor] = []  # in a list, so that it is none of this module's weights
+        self.rope = Rope(config)
+        if config.own_embedding:
+            self.have_embedding()
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    # --- the embedding
+
+    def have_embedding(self) -> None:
+        """Have an embedding of its own: frozen, and part of its checkpoint."""
+        self.config.own_embedding = True
+        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.emb_dim)
+        self.embed_tokens.requires_grad_(False)
+
+    def share_embedding(
+        self,
+        weight: Tensor,  # [V, D] the target's, as it is: no copy is made, and none is saved
+    ) -> None:
+        """Read this one, if the head has none of its own or one that is equal: what vLLM does."""
+        if self.config.own_embedding:
+            own = self.embed_tokens.weight
+            if not torch.equal(own, weight.to(own)):
+                return
+            del self.embed_tokens
+            self.config.own_embedding = False
+        self._lent = [weight.detach()]
+
+    @property
+    def embedding_weight(self) -> Tensor | None:  # [V, D]
+        """What tokens are read by: the one that it was lent, its own, or None."""
+        if self._lent:
+            return self._lent[-1]
+        return self.embed_tokens.weight if self.config.own_embedding else None
+
+    def start_from(self, output: Tensor) -> None:  # [V, D]
+        """Let the output matrix be the target's, of the draft vocabulary."""
+        rows = output if self.draft_tokens is None else output[self.draft_tokens.to(output.device)]
+        with torch.no_grad():
+            self.lm_head.weight.copy_(rows)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
+        weight = self.embedding_weight
+        if weight is None:
+            raise UserError("the head reads its target's embedding, and was given none")
+        return nn.functional.embedding(tokens, weight).to(self.fc.weight.dtype)
+
+    # --- what both forms share
+
+    @property
+    def _layer(self) -> Layer:
+        return cast(Layer, self.layers[0])
+
+    def _fused(self, taps: Tensor) -> Tensor:  # [..., nD] -> [..., D]
+        if self.config.norm_before_fc:
+            taps = self.input_norm(taps)
+        if self.config.fc_norm:
+            parts = taps.chunk(len(self.fc_norm), -1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(taps)
+
+    def _handed_on(self, state: Tensor) -> tuple[Tensor, Tensor]:  # [..., D] -> what lm_head reads, the next step's g
+        normed = self.norm(state)
+        return normed, normed if self.config.norm_output else state
+
+    # --- training: all steps of all rows
+
+    def unrolled(
+        self,
+        taps: Tensor,  # [B, S, nD]
+        tokens: Tensor,  # [B, S+N-1] step i of row t reads tokens[:, t + i]
+        documents: Tensor | None = None,  # [B, S] the same number throughout a document, which is one piece
+        learns: Tensor | None = None,  # [B, S] bool: rows of which a step is wanted; None: all
+    ) -> list[Tensor]:  # N x [B, S, D]
+        """What the output matrix reads, of each step; 0 in the rows that are not wanted.
+
+        Those have keys and values, and no more. What is held of the others until the backward pass is a few states per
+        step: projections, MLP and, in blocks of rows, the attention's scores are made anew.
+        """
+        length, layer = taps.shape[1], self._layer
+        if documents is None:
+            documents = torch.zeros_like(tokens[:, :length])
+        g = self._fused(taps)
+        positions = torch.arange(length, device=taps.device)
+        u, _ = layer.enter(self._embedded(tokens[:, :length]), g)
+        keys, values = layer.self_attn.key_value(u, self.rope(positions, u.dtype))
+
+        everything = torch.arange(documents.numel(), device=taps.device)
+        wanted = everything if learns is None else learns.flatten().nonzero()[:, 0]
+        if not len(wanted):
+            wanted = everything[:1]  # every weight then has a gradient, as DDP asks
+        limit = _SCORES.get(taps.device.type, _SCORES_ON_GPU) // self.config.num_attention_heads
+        rows = Rows.of(wanted, _begins(documents), limit, self.config.sliding_window)
+        texts = wanted // length
+
+        def again(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+            return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+
+        g = g.flatten(0, 1)[wanted]
+        # Of step 0 a row sees its own key among the others'.
+        own_keys, own_values = keys[0, :0, None].expand(0, len(wanted), -1, -1), values[0, :0, None]
+        own_values = own_values.expand_as(own_keys)
+        features = []
+        for i in range(self.n_predict):
+            query, key, value, residual = again(self._enter, g, tokens[texts, rows.places + i], rows.places + i)
+            if i:
+                own_keys, own_values = torch.cat([own_keys, key[None]]), torch.cat([own_values, value[None]])
+            attended = BlockedAttention.apply(rows, i, query, keys, values, own_keys, own_values)
+            feature, g = again(self._leave, residual, attended)
+            if len(wanted) < len(everything):
+                feature = feature.new_zeros(len(everything), feature.shape[1]).index_copy(0, wanted, feature)
+            features.append(feature.view(*documents.shape, -1))
+        return features
+
+    def _enter(self, g: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        u, residual = self._layer.enter(self._embedded(tokens), g)
+        rope = self.rope(positions, u.dtype)
+        return self._layer.self_attn.query(u, rope), *self._layer.self_attn.key_value(u, rope), residual
+
+    def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        return self._handed_on(self._layer.leave(residual, attended))
+
+    def _near(self, slots: Tensor, positions: Tensor) -> Tensor | bool:
+        window = self.config.sliding_window
+        return True if window is None else slots > positions - window
+
+    def forward(
+        self,
+        hidden: Tensor,  # [B, S, nD] the taps
+        tokens: Tensor,  # [B, S+N-1]
+        measure: Callable[[list[Tensor], list[nn.Linear], Tensor | None], dict[str, Tensor]],
+        documents: Tensor | None = None,  # [B, S]
+        learns: Tensor | None = None,  # [B, S]
+    ) -> dict[str, Tensor]:
+        """What a trainer wraps, as `Speculator.forward`; of documents and rows see `unrolled`."""
+        features = self.unrolled(hidden, tokens, documents, learns)
+        return measure(features, [self.lm_head] * self.n_predict, self.draft_tokens)
+
+    def logits(
+        self,
+        hidden: Tensor,  # [B, S, nD]
+        tokens: Tensor,  # [B, S+N-1]
+        embedding: Tensor | None = None,  # [V, D] to read the tokens by, whatever the head has
+    ) -> Tensor:  # [N, B, S, V]
+        """Every step's logits, for tests and exporters: all of them in memory at once."""
+        had = self._lent
+        if embedding is not None:
+            self._lent = [embedding]
+        try:
+            return torch.stack([self.spread(self.lm_head(x)) for x in self.unrolled(hidden, tokens)])
+        finally:
+            self._lent = had
+
+    def probe(self) -> tuple[Tensor, ...]:
+        hidden, tokens = super().probe()
+        config = self.config
+        taps = torch.cat([hidden.roll(i, -1) for i in range(config.count_taps)], -1)
+        # An embedding of noise, the rows of which overlap: a whole one may be gigabytes.
+        noise = torch.randn(config.vocab_size + config.emb_dim - 1, generator=torch.Generator().manual_seed(1))
+        return taps, tokens, noise.to(self.device, self.dtype).unfold(0, config.emb_dim, 1)
+
+    # --- drafting: level by level
+
+    def memory(self, rows: int, capacity: int) -> Memory:
+        """An empty one, for `rows` texts of at most `capacity` tokens, drafts included."""
+        return Memory(cast(Eagle3SpeculatorConfig, self.config), rows, capacity, self.fc.weight)
+
+    @torch.no_grad()
+    def first(
+        self,
+        memory: Memory,
+        taps: Tensor,  # [B, T, nD] of what was accepted since the last time
+        tokens: Tensor,  # [B, T] the token after each; the last of a row has not been read by the target
+        counts: Tensor,  # [B] how many of them, from the left, are the row's own: at least 1
+    ) -> Tensor:  # [B, 1, V]
+        """Read what was accepted; gives the logits of the first token of a draft."""
+        layer = self._layer
+        positions = memory.lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
+        u, residual = layer.enter(self._embedded(tokens), self._fused(taps))
+        memory.write(*layer.self_attn.key_value(u, self.rope(positions, u.dtype)), positions)
+        memory.lengths += counts
+        memory.longest += taps.shape[1]
+        memory.level = 0
+        memory.seen = memory.lengths.new_zeros(len(taps), 1, 0, dtype=torch.bool)
+        last = (counts - 1).clamp_min(0)[:, None]  # a row that reads nothing is finished: any state will do
+        return self._level(memory, _at(u, last), _at(residual, last))
+
+    @torch.no_grad()
+    def next(
+        self,
+        memory: Memory,
+        tokens: Tensor,  # [B, f] the newest level
+        parents: Tensor,  # [B, f] the place of each one's parent in the level before
+    ) -> Tensor:  # [B, f, V]
+        """Read a level of a draft; gives the logits of its children."""
+        layer, rows = self._layer, tokens.shape[1]
+        drafted = memory.seen.shape[2]
+        own = torch.eye(rows, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        memory.seen = torch.cat([_at(memory.seen, parents), own], -1)
+        memory.level += 1
+        slots = memory.lengths[:, None] + drafted + torch.arange(rows, device=tokens.device)
+        u, residual = layer.enter(self._embedded(tokens), _at(memory.states, parents))
+        memory.write(*layer.self_attn.key_value(u, self.rope(self._position(memory), u.dtype)), slots)
+        return self._level(memory, u, residual)
+
+    def _position(self, memory: Memory) -> Tensor:  # [B, 1]
+        """Of the tokens of the newest level: the last row of text is level 0."""
+        return (memory.lengths - 1 + memory.level)[:, None]
+
+    def _level(self, memory: Memory, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
+        layer, drafted, position = self._layer, memory.seen.shape[2], self._position(memory)
+        extent = min(memory.longest + drafted, memory.keys.shape[2])
+        slots = torch.arange(extent, device=u.device)
+        seen = ((slots < memory.lengths[:, None]) & self._near(slots, position))[:, None].repeat(1, u.shape[1], 1)
+        own = memory.lengths[:, None] + torch.arange(drafted, device=u.device)
+        seen = seen.scatter(2, own[:, None].expand_as(memory.seen), memory.seen)
+        query = layer.self_attn.query(u, self.rope(position, u.dtype))
+        attended = attend(query, memory.keys[:, :, :extent], memory.values[:, :, :extent], seen)
+        feature, memory.states = self._handed_on(layer.leave(residual, attended))
+        return self.spread(self.lm_head(feature))
+
+    # --- of `Speculator`
+
+    def output(self, index: int) -> nn.Linear:
+        return self.lm_head
+
+    @property
+    def entry(self) -> nn.Linear:
+        return self.fc
+
+    def embedding(self, index: int) -> nn.Embedding:
+        self._not_a_recurrence()
+
+    def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
+        self._not_a_recurrence()
+
+    def features(self, index: int, state: Tensor) -> Tensor:
+        self._not_a_recurrence()
+
+    def _not_a_recurrence(self) -> NoReturn:
+        raise TypeError("an attention head does not go from state to state: see `first` and `next`")
+
+
+def _begins(documents: Tensor) -> Tensor:  # [B, S] -> [B, S] the place at which each one's document begins
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    new = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index.where(new, 0).cummax(1).values
+
+
+def _at(values: Tensor, place: Tensor) -> Tensor:  # [B, f, X], [B, n] -> [B, n, X]
+    return values.gather(1, place[:, :, None].expand(-1, -1, values.shape[-1]))
+
+
+AutoConfig.register(Eagle3SpeculatorConfig.model_type, Eagle3SpeculatorConfig)
+AutoModel.register(Eagle3SpeculatorConfig, Eagle3Speculator)

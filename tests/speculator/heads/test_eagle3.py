@@ -1,0 +1,438 @@
+"""The attention head's two forms against its equations, written out with one dense mask, and against each other."""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from conftest import CONFIGS
+from torch.nn.functional import silu
+from transformers import AutoModel, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from speculator import UserError
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3
+from speculator.heads.eagle3 import Memory
+from speculator.heads.eagle3_config import default_taps
+
+V, D, STEPS = 13, 8, 4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = {
+    "3.1": {},
+    "3": {"fc_norm": False, "norm_output": False},
+    "residual": {"norm_before_residual": True},
+    "before-fc": {"fc_norm": False, "norm_before_fc": True, "norm_output": False},
+    "qwen3": {"qk_norm": True, "rope_parameters": LLAMA3},
+    "bias": {"attention_bias": True, "draft_vocab_size": 6, "taps": [1, 5]},
+    "window": {"sliding_window": 4, "own_embedding": True, "norm_before_residual": True},
+}
+
+
+def head_of(**changes) -> Eagle3Speculator:
+    """In float64, its norms and biases away from their first values, at which a swap of two would not show."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 12, "n_predict": STEPS, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 6, "taps": [0, 2, 3], "rms_norm_eps": 1e-5}
+    head = Eagle3Speculator(Eagle3SpeculatorConfig(**shape | changes)).double()
+    for name, weight in head.named_parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, mean=0.0 if "bias" in name else 1.0, std=0.3)
+    if head.draft_tokens is not None:
+        head.draft_tokens.copy_(torch.tensor([1, 2, 5, 8, 9, 12]))
+    if not head.config.own_embedding:
+        head.share_embedding(torch.randn(V, D, dtype=torch.float64))
+    return head.requires_grad_(True)
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [7] * 13])
+
+
+def inputs(head: Eagle3Speculator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Taps [2, 13, nD] and tokens [2, 13 + STEPS - 1] of the packed rows whose documents are DOCUMENTS."""
+    generator = torch.Generator().manual_seed(1)
+    taps = torch.randn(*DOCUMENTS.shape, head.fc.in_features, generator=generator, dtype=torch.float64)
+    return taps, torch.randint(V, (2, DOCUMENTS.shape[1] + STEPS - 1), generator=generator)
+
+
+def written_out(head: Eagle3Speculator, taps, tokens, documents) -> torch.Tensor:  # [N, B, S, V_d]
+    """The equations, every step's keys behind one another: query (t, i) has S (i + 1) columns and a mask of them."""
+    w, config = dict(head.named_parameters()), head.config
+    layer = {name.removeprefix("layers.0."): value for name, value in w.items()}
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    batch, length = documents.shape
+
+    frequencies = LlamaRotaryEmbedding(
+        LlamaConfig(
+            head_dim=size,
+            rope_parameters=dict(config.rope_parameters),
+            max_position_embeddings=config.max_position_embeddings,
+        )
+    ).inv_freq
+
+    def rms(x, weight):
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+    def linear(x, name):
+        out = x @ layer[f"{name}.weight"].T
+        return out + layer[f"{name}.bias"] if f"{name}.bias" in layer else out
+
+    def rope(x, positions):  # [B, S, heads, d], [S]
+        angles = positions[:, None].double() * frequencies.double()
+        cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+        a, b = x[..., : size // 2], x[..., size // 2 :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    if config.norm_before_fc:
+        taps = rms(taps, w["input_norm.weight"])
+    if config.fc_norm:
+        taps = torch.cat([rms(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(taps.split(D, -1))], -1)
+    g = taps @ w["fc.weight"].T
+    embedding = head.embedding_weight
+    t = torch.arange(length)
+    causal = (t <= t[:, None]) & (documents[:, :, None] == documents[:, None])  # [B, S, S]
+    keys, values, masks, logits = [], [], [], []
+    for i in range(config.n_predict):
+        hidden = rms(g, layer["hidden_norm.weight"])
+        u = torch.cat([rms(embedding[tokens[:, i : i + length]], layer["input_layernorm.weight"]), hidden], -1)
+        q, k, v = (linear(u, f"self_attn.{name}_proj").view(batch, length, -1, size) for name in "qkv")
+        if config.qk_norm:
+            q, k = rms(q, layer["self_attn.q_norm.weight"]), rms(k, layer["self_attn.k_norm.weight"])
+        keys.append(rope(k, t + i).repeat_interleave(heads // kv_heads, 2))
+        values.append(v.repeat_interleave(heads // kv_heads, 2))
+        window = config.sliding_window or 1000
+        masks.append(torch.eye(length, dtype=torch.bool).expand(batch, -1, -1))
+        masks[0] = causal & (t > t[:, None] + i - window)
+        scores = torch.einsum("bqhd,bkhd->bhqk", rope(q, t + i), torch.cat(keys, 1)) / math.sqrt(size)
+        scores = scores.masked_fill(~torch.cat(masks, -1)[:, None], -torch.inf)
+        attended = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), torch.cat(values, 1)).flatten(2)
+        h = (hidden if config.norm_before_residual else g) + linear(attended, "self_attn.o_proj")
+        y = rms(h, layer["post_attention_layernorm.weight"])
+        s = h + linear(silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+        normed = rms(s, w["norm.weight"])
+        logits.append(normed @ w["lm_head.weight"].T)
+        g = normed if config.norm_output else s
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_form_is_what_the_equations_say_in_blocks_of_any_size(kind, monkeypatch):
+    """Values and every gradient, the taps' included."""
+    head = head_of(**KINDS[kind])
+    taps, tokens = inputs(head)
+    taps.requires_grad_(True)
+    weights = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
+    expected = written_out(head, taps, tokens, DOCUMENTS)
+    mix = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected_gradients = torch.autograd.grad((expected * mix).sum(), [taps, *weights])
+    for rows in (1, 5, 100):
+        monkeypatch.setitem(eagle3._SCORES, "cpu", rows * 4 * DOCUMENTS.shape[1])
+        found = torch.stack([head.lm_head(x) for x in head.unrolled(taps, tokens, DOCUMENTS)])
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+        for a, b in zip(torch.autograd.grad((found * mix).sum(), [taps, *weights]), expected_gradients, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("wanted", [[2, 3, 6, 12], [0], []])
+def test_rows_that_learn_nothing_are_left_out_and_change_nothing(wanted, monkeypatch):
+    head = head_of()
+    taps, tokens = inputs(head)
+    learns = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
+    learns[1, wanted] = True
+    learns[0] = True
+    monkeypatch.setitem(eagle3._SCORES, "cpu", 3 * 4 * DOCUMENTS.shape[1])
+    queries = []
+    head.layers[0].mlp.register_forward_hook(lambda module, given, out: queries.append(len(given[0])))
+    with torch.no_grad():
+        whole = torch.stack(head.unrolled(taps, tokens, DOCUMENTS))
+        queries.clear()
+        some = torch.stack(head.unrolled(taps, tokens, DOCUMENTS, learns))
+    assert sum(queries) == STEPS * (13 + len(wanted))
+    torch.testing.assert_close(some[:, learns], whole[:, learns], atol=1e-12, rtol=0)
+    assert not some[:, ~learns].any()
+
+
+def test_a_batch_of_which_nothing_is_wanted_still_has_a_gradient():
+    head = head_of()
+    taps, tokens = inputs(head)
+    sum(x.sum() for x in head.unrolled(taps, tokens, DOCUMENTS, DOCUMENTS < 0)).backward()
+    assert [name for name, weight in head.named_parameters() if weight.grad is None] == ["lm_head.weight"]
+
+
+def test_training_in_bfloat16_is_nearly_that_in_float32():
+    head = head_of().float()
+    head.share_embedding(head.embedding_weight.float())
+    taps, tokens = inputs(head)
+    taps = taps.float().requires_grad_(True)
+    weights = [taps, *head.parameters()]
+    exact = torch.stack(head.unrolled(taps, tokens, DOCUMENTS))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.stack(head.unrolled(taps, tokens, DOCUMENTS)).float()
+    assert (found - exact).std() < 0.05 * exact.std()
+    gradients = [torch.autograd.grad(x.pow(3).sum(), weights, allow_unused=True) for x in (found, exact)]
+    for a, b in zip(*gradients, strict=True):
+        assert (a is None) == (b is None)  # the output matrix is not part of it
+        assert a is None or (a - b).norm() < 0.2 * b.norm()
+
+
+def test_measure_has_the_features_the_matrix_and_the_draft_vocabulary():
+    head = head_of(draft_vocab_size=6)
+    taps, tokens = inputs(head)
+    features, outputs, drafted = head(taps, tokens, lambda *given: given)
+    assert [output is head.lm_head for output in outputs] == [True] * STEPS
+    logits = torch.stack([head.spread(output(x)) for x, output in zip(features, outputs, strict=True)])
+    assert torch.equal(logits, head.logits(taps, tokens))
+    assert drafted.tolist() == logits.isfinite().any(0).any(0).any(0).nonzero()[:, 0].tolist()
+
+
+# --- drafting says what training says
+
+LEVELS = [  # of a tree below a row: tokens after the text's own, and the parents in the level before
+    ([None, 3], [0, 0]),
+    ([None, 4, 4, 0], [0, 0, 1, 1]),
+    ([None, 7, 2], [0, 2, 3]),
+]
+CHAIN = [([None], [0])] * (STEPS - 1)
+
+
+KNOWN: dict[tuple, torch.Tensor] = {}
+
+
+class Rounds:
+    """Decodes the documents of `inputs` as three rows of a batch, and compares every logit with the training form's."""
+
+    def __init__(self, kind: str = "3.1", drafting: Eagle3Speculator | None = None, shift: int = 0):
+        self.kind, self.head, self.shift = kind, head_of(**KINDS[kind]), shift
+        self.drafting = drafting or self.head
+        self.taps, self.tokens = inputs(self.head)
+        self.texts = [(0, 0, 5), (0, 5, 13), (1, 0, 13)]  # row of the batch, first row, end
+
+    def expected(self, text: int, row: int, path: list[int]) -> torch.Tensor:  # [V]
+        """The training form's logits of the last step of a path below a row, in a text that goes on with the path."""
+        place = (self.kind, text, row, *path)
+        if place not in KNOWN:
+            KNOWN[place] = self._expected(self.texts[text][0], row, path)
+        return KNOWN[place]
+
+    def _expected(self, b: int, row: int, path: list[int]) -> torch.Tensor:
+        tokens = torch.cat([self.tokens[b, : row + 1], torch.tensor(path + [0] * STEPS)])[None, : row + STEPS]
+        documents, learns = DOCUMENTS[b : b + 1, : row + 1], torch.arange(row + 1)[None] == row
+        features = self.head.unrolled(self.taps[b : b + 1, : row + 1], tokens, documents, learns)
+        return self.head.spread(self.head.lm_head(features[len(path)][0, row]))
+
+    @torch.no_grad()
+    def gap(self, levels=CHAIN, counts=(1,), after=lambda memory, drafted: None) -> float:
+        """The largest difference; `counts` rows are read at a time, of the second text one more."""
+        memory, gap, done = self.drafting.memory(3, capacity=160), 0.0, [begin for _, begin, _ in self.texts]
+        turn = 0
+        while any(at < end for at, (_, _, end) in zip(done, self.texts, strict=True)):
+            asked = [counts[turn % len(counts)] + (text == 1) for text in range(3)]
+            read = [min(n, end - at) for n, at, (_, _, end) in zip(asked, done, self.texts, strict=True)]
+            width, turn = max(read), turn + 1
+            given = [[min(at + i, 12) for i in range(width)] for at in done]
+            rows = [b for b, _, _ in self.texts]
+            taps = torch.stack([self.taps[b].roll(self.shift, 0)[at] for b, at in zip(rows, given, strict=True)])
+            tokens = torch.stack([self.tokens[b, at] for b, at in zip(rows, given, strict=True)])
+            logits = self.drafting.first(memory, taps, tokens, torch.tensor(read))
+            memory.longest = int(memory.lengths.max())
+            done = [at + n for at, n in zip(done, read, strict=True)]
+            paths: list[list[list[int]]] = [[[]] for _ in rows]
+            drafted = 0
+            for own, parents in [([], []), *levels]:
+                if own:
+                    for text, b in enumerate(rows):
+                        depth = len(paths[text][0])
+                        said = [int(self.tokens[b, done[text] + depth]) if x is None else x for x in own]
+                        paths[text] = [[*paths[text][p], x] for p, x in zip(parents, said, strict=True)]
+                    newest = torch.tensor([[path[-1] for path in some] for some in paths])
+                    logits = self.drafting.next(memory, newest, torch.tensor([parents] * 3))
+                    drafted += len(own)
+                for text in (text for text in range(3) if read[text]):
+                    for place, path in enumerate(paths[text]):
+                        expected = self.expected(text, done[text] - 1, path)
+                        gap = max(gap, (logits[text, place] - expected).nan_to_num(0, 0, 0).abs().max().item())
+            after(memory, drafted)
+        return gap
+
+
+@pytest.mark.parametrize("levels", [CHAIN, LEVELS], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafting_with_a_memory_says_what_training_says(kind, levels):
+    """Every row and step of packed documents; read one row at a time, and several, raggedly."""
+    assert Rounds(kind).gap(levels) < 1e-10
+    assert Rounds(kind).gap(levels, counts=(3, 1, 2)) < 1e-10
+
+
+def changed(change) -> Eagle3Speculator:
+    head = copy.deepcopy(head_of())
+    change(head)
+    return head
+
+
+def sees_its_siblings(head: Eagle3Speculator) -> None:
+    level = head._level
+
+    def wrong(memory, u, residual):
+        memory.seen = torch.ones_like(memory.seen)
+        return level(memory, u, residual)
+
+    head._level = wrong
+
+
+def keeps_the_draft(memory: Memory, drafted: int) -> None:
+    memory.lengths += drafted
+    memory.longest += drafted
+
+
+WRONG = {
+    "positions not advanced": {
+        "drafting": lambda: changed(
+            lambda head: setattr(head, "_position", lambda memory: (memory.lengths - 1)[:, None])
+        )
+    },
+    "another row's key seen": {"drafting": lambda: changed(sees_its_siblings)},
+    "taps off by one": {"shift": 1},
+    "fed back from the wrong side of the norm": {
+        "drafting": lambda: changed(lambda head: setattr(head.config, "norm_output", False))
+    },
+    "draft rows left in the cache": {"after": keeps_the_draft},
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_drafting_form_that_is_wrong_is_seen(fault):
+    wrong = dict(WRONG[fault])
+    after = {"after": wrong.pop("after")} if "after" in wrong else {}
+    if "drafting" in wrong:
+        wrong["drafting"] = wrong["drafting"]()
+    assert Rounds(**wrong).gap(LEVELS, **after) > 1e-3
+
+
+def test_another_documents_keys_would_be_seen_in_training(monkeypatch):
+    monkeypatch.setattr(eagle3, "_begins", torch.zeros_like)
+    monkeypatch.setattr(sys.modules[__name__], "KNOWN", {})
+    assert Rounds().gap() > 1e-3
+
+
+def test_text_that_is_taken_back_leaves_nothing():
+    """Reading on from fewer rows is reading from there at first: prefixes that two texts share are read once."""
+    head = head_of()
+    taps, tokens = inputs(head)
+    with torch.no_grad():
+        memory, fresh = head.memory(1, 20), head.memory(1, 20)
+        head.first(memory, taps[:1, :9], tokens[:1, :9], torch.tensor([9]))
+        head.next(memory, torch.tensor([[1, 2]]), torch.tensor([[0, 0]]))
+        memory.lengths.fill_(4)
+        head.first(fresh, taps[:1, :4], tokens[:1, :4], torch.tensor([4]))
+        given = taps[1:, 4:6], tokens[1:, 4:6], torch.tensor([2])
+        expected = head.first(fresh, *given)
+        torch.testing.assert_close(head.first(memory, *given), expected, atol=1e-12, rtol=0)
+
+
+def test_rows_that_moved_and_grew_read_on_as_they_were():
+    head = head_of()
+    taps, tokens = inputs(head)
+    with torch.no_grad():
+        memory, alone = head.memory(4, 6), head.memory(2, 20)
+        head.first(memory.select(1, 3, 0), taps[:, :5], tokens[:, :5], torch.tensor([5, 3]))
+        head.first(alone, taps[:, :5], tokens[:, :5], torch.tensor([5, 3]))
+        memory.move([1, 2], [3, 2])
+        memory.move([2, 3], [1, 2])
+        memory.grow(20)
+        part = memory.select(1, 3, 5)
+        given = taps[:, 5:8], tokens[:, 5:8], torch.tensor([2, 3])
+        turned = [x.flip(0) for x in given]
+        torch.testing.assert_close(head.first(part, *turned).flip(0), head.first(alone, *given), atol=1e-12, rtol=0)
+        assert memory.lengths.tolist()[1:3] == [6, 7]
+        level = torch.tensor([[3], [4]]), torch.tensor([[0], [0]])
+        turned = [x.flip(0) for x in level]
+        torch.testing.assert_close(head.next(part, *turned).flip(0), head.next(alone, *level), atol=1e-12, rtol=0)
+
+
+# --- the embedding and the config
+
+
+def test_the_targets_embedding_is_read_and_not_kept(tmp_path):
+    head = head_of()
+    taps, tokens = inputs(head)
+    assert not [name for name in head.state_dict() if "embed" in name]
+    head.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert isinstance(again, Eagle3Speculator)
+    with pytest.raises(UserError, match="reads its target's embedding, and was given none"):
+        again.logits(taps, tokens)
+    again.share_embedding(head.embedding_weight)
+    assert again.embedding_weight.data_ptr() == head.embedding_weight.data_ptr()
+    torch.testing.assert_close(again.logits(taps, tokens), head.logits(taps, tokens), atol=1e-12, rtol=0)
+
+
+def test_an_embedding_of_its_own_stays_unless_it_is_the_targets(tmp_path):
+    head = head_of(own_embedding=True)
+    head.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    again.share_embedding(head.embedding_weight + 1e-3)
+    assert torch.equal(again.embedding_weight, head.embedding_weight)
+    assert again.config.own_embedding
+    again.share_embedding(head.embedding_weight)
+    assert not again.config.own_embedding
+    assert "embed_tokens.weight" not in again.state_dict()
+
+
+def test_the_output_matrix_starts_from_the_targets_rows():
+    head, output = head_of(draft_vocab_size=6), torch.randn(V, D, dtype=torch.float64)
+    head.start_from(output)
+    assert torch.equal(head.lm_head.weight, output[[1, 2, 5, 8, 9, 12]])
+
+
+def test_default_taps_are_those_of_the_servers():
+    assert default_taps(32) == [2, 16, 29]
+    assert default_taps(7) == [2, 3, 4]
+    with pytest.raises(UserError, match="6 layers has no default taps"):
+        default_taps(6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"taps": [2, 2, 3]}, "not distinct layers in ascending order"),
+        ({"taps": [3, 2]}, "not distinct layers in ascending order"),
+        ({"taps": []}, "not distinct layers in ascending order"),
+        ({"taps": [-1, 2]}, "not distinct layers in ascending order"),
+        ({"norm_before_fc": True}, "one or the other"),
+        ({"num_attention_heads": 3}, "3 heads are not a multiple of 2"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "rope of type dynamic"),
+    ],
+)
+def test_a_config_that_is_no_head_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        head_of(**wrong)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_familys_target_has_a_head(family):
+    target = CONFIGS[family].get_text_config()
+    config = Eagle3SpeculatorConfig.for_target(target, taps=[0, 1], n_predict=2)
+    head = Eagle3Speculator(config)
+    taps, tokens, embedding = head.probe()
+    logits = head.logits(taps, tokens, embedding)
+    assert logits.shape == (2, 1, 4, target.vocab_size)
+    assert logits.isfinite().all()
+    assert config.rope_parameters["rope_type"] == ("yarn" if family == "gpt_oss" else "default")
+
+
+def test_a_head_has_its_targets_sizes_and_rope():
+    target = copy.deepcopy(CONFIGS["llama"])
+    target.num_hidden_layers, target.rope_parameters = 12, LLAMA3
+    config = Eagle3SpeculatorConfig.for_target(target, draft_vocab_size=7)
+    found = [config.emb_dim, config.inner_dim, config.num_attention_heads, config.num_key_value_heads, config.head_dim]
+    assert found == [32, 64, 4, 2, 8]
+    assert config.taps == [2, 6, 9]
+    assert config.rope_parameters == LLAMA3
+    assert (config.fc_norm, config.norm_output, config.norm_before_residual) == (True, True, False)
