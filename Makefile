@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart reference test check soak
+.PHONY: quickstart reference test check serving soak
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
@@ -10,6 +10,19 @@ quickstart: .venv/installed
 # What docs/reference says. On a machine without a network: python3 -m train.reference
 reference: .venv/installed
 	$(BIN)/python -m train.reference
+
+# What servers make of exported heads, each in an environment of its own (4 GB, kept); one that can't be had is skipped.
+SPECULATOR_SERVING ?= .venv-serving
+serving: .venv/installed
+	for server in speculators vllm; do $(MAKE) --no-print-directory $(SPECULATOR_SERVING)/$$server/installed || true; done
+	SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
+
+# torchvision and torchaudio may be of another torch, which breaks the import; nothing here needs them.
+$(SPECULATOR_SERVING)/%/installed: tests/serving/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal

@@ -24,11 +24,9 @@ def run(arguments: argparse.Namespace) -> None:
     head = load(arguments.path, layout)
     config: Any = head.config
     kind = layout.head.__name__.removesuffix("Speculator")
-    tied = "tied" if config.tie_weights else "not tied"
-    scaled = "input scaled" if config.scale_input else "input not scaled"
     facts = {
         "layout": f"{layout.name} ({layout.architecture})",
-        "architecture": f"{kind}, {config.n_predict} heads, {tied}, {scaled}",
+        "architecture": f"{kind}, {config.describe()}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
         "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
         "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",

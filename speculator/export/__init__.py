@@ -8,15 +8,17 @@ from speculator.errors import UserError
 from speculator.export import files
 from speculator.export.arctic import ARCTIC
 from speculator.export.arctic_lstm import ARCTIC_LSTM
+from speculator.export.eagle3 import EAGLE3
 from speculator.export.ibm import IBM
 from speculator.export.layout import Layout, Server, load, save, table
 from speculator.export.native import NATIVE
+from speculator.export.speculators import SPECULATORS
 from speculator.heads.base import Speculator
 from speculator.sealed import MANIFEST, damage
 
 __all__ = ["FORMATS", "LAYOUTS", "Layout", "Server", "layout_of", "load", "load_any", "recognise", "save", "table"]
 
-LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *NATIVE)
+LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, EAGLE3, SPECULATORS, *NATIVE)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 
 
@@ -40,11 +42,13 @@ def recognise(folder: str | Path) -> Layout:
     """
     if (Path(folder) / MANIFEST).exists() and (problem := damage(Path(folder))):
         raise UserError(f"{folder}: {problem}; if it was changed on purpose, delete {MANIFEST}")
-    found = files.read_config(Path(folder)).get("architectures")
+    config = files.read_config(Path(folder))
+    found = config.get("architectures")
     # A list; ArcticTraining's writer of MLP heads makes it a string, of the name that IBM gives them.
     names = found if isinstance(found, list) else [found]
     for layout in LAYOUTS:
-        if len(names) == 1 and names[0] in (layout.architecture, *layout.also):
+        known_by = layout.mark is None or layout.mark in config
+        if len(names) == 1 and names[0] in (layout.architecture, *layout.also) and known_by:
             if not isinstance(found, list) and layout.name == "arctic":
                 raise UserError(f"{folder}: architectures is {found!r}, but arctic-inference takes a list of one only")
             return layout

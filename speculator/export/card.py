@@ -96,8 +96,7 @@ def _architecture(head: Speculator, config: SpeculatorConfig) -> list[str]:
         "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {str(head.dtype)[6:]}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
         "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
-        "weights": f"{'tied' if config.tie_weights else 'not tied'}, "
-        f"input {'scaled' if config.scale_input else 'not scaled'}",
+        "form": config.describe(),
         "target": config.base_model_name_or_path or "not recorded",
         "longest context trained on": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
         "training data": ", ".join(_shown(source) for source in config.training_data or []) or "not recorded",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,11 @@ class Layout:
         translate: config.json as read, into the names that heads here give the fields; may raise a UserError.
         bare: whether its loaders find tensors by names without prefix only.
         also: other architectures that its loaders take for this one.
+        mark: a field that its config.json has and no other layout's, where the architecture's name does not tell.
+        shape: the fields that have to be there, and what they are.
+        kinds: what the fields in `kept` are.
+        pack: a head's tensors as they are stored, where these are not its own under their names.
+        unpack: the stored tensors as the head has them; may raise a UserError that names the folder.
     """
 
     name: str
@@ -91,6 +96,11 @@ class Layout:
     translate: Callable[[dict[str, Any], Path], dict[str, Any]] = lambda read, file: read
     bare: bool = False
     also: tuple[str, ...] = ()
+    mark: str | None = None
+    shape: dict[str, type] = field(default_factory=lambda: SHAPE)
+    kinds: dict[str, type] = field(default_factory=lambda: KEPT)
+    pack: Callable[[Any], dict[str, Tensor]] | None = None
+    unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
 
     def carries(self, config: SpeculatorConfig) -> bool:
         """Whether it has a place for a head's draft vocabulary, if there is one."""
@@ -121,8 +131,10 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
             head = layout.head(config)
     except (RuntimeError, TypeError, OverflowError):
         raise UserError(f"{folder / files.CONFIG}: no tensor can have the sizes that it says") from None
+    tensors = layout.unpack(folder, head, tensors)
     _check_tensors(folder, head, tensors)
-    head.load_state_dict({name: tensors[name] for name in table(head)}, assign=True)
+    # Copies: what is read where it lies in a file is not aligned, and a product of such rounds otherwise.
+    head.load_state_dict({name: tensors.pop(name).clone() for name in table(head)}, assign=True)
     return head.eval()
 
 
@@ -158,6 +170,8 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     _check_tensors("the head", head, held)
     aliases = head.aliases()
     written = {layout.prefix + name: held[aliases.get(name, name)] for name in table(head, expand_tied)}
+    if layout.pack is not None:
+        written = layout.pack(head)
     try:
         scratch.mkdir(parents=True)
         files.write(scratch, layout.fields(config, _dtype_name(head)), written)
@@ -184,21 +198,21 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     file = folder / files.CONFIG
     read = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
     kept = {name: read[name] for name in layout.kept if read.get(name) is not None}
-    for name, kind in {**SHAPE, **{name: KEPT[name] for name in kept}}.items():
+    for name, kind in {**layout.shape, **{name: layout.kinds[name] for name in kept}}.items():
         refuse(
             (name not in read, f"{file}: no {name} in it"),
             (type(read.get(name)) is not kind, f"{file}: {name} is {read.get(name)!r}, not {kind.__name__}"),
         )
-    for name, kind in SHAPE.items():
-        least = 1 if kind is int and name != "inner_dim" else 0  # an inner_dim of 0 means emb_dim
-        refuse((read[name] < least, f"{file}: {name} is {read[name]}"))
+    for name, kind in layout.shape.items():
+        least = 0 if name == "inner_dim" else 1  # an inner_dim of 0 means emb_dim
+        refuse((kind is int and read[name] < least, f"{file}: {name} is {read[name]}"))
     # ArcticTraining's writer misspells it. The list itself says nothing about the weights, but a list for another
     # number of heads says that n_predict is wrong, which changes alpha and shows nowhere else in a tied head.
     widths = read.get("top_k_tokens_per_head", read.get("top_k_tokesns_per_head"))
     if widths is not None and (not isinstance(widths, list) or len(widths) != read["n_predict"]):
         raise UserError(f"{file}: top_k_tokens_per_head is {widths!r}, but n_predict is {read['n_predict']}")
     try:
-        return layout.head.config_class(**{name: read[name] for name in SHAPE}, **kept)
+        return layout.head.config_class(**{name: read[name] for name in layout.shape}, **kept)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -210,10 +224,11 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
     if not surplus and not set(expected) - set(tensors) and set(tensors) != set(expected):
         expected = full
     missing = set(expected) - set(tensors)
-    tied = f"tie_weights is {str(head.config.tie_weights).lower()}"
+    ties = type(head).aliases is not Speculator.aliases
+    tied = f" (tie_weights is {str(head.config.tie_weights).lower()})" if ties else ""
     refuse(
-        (surplus, f"{where}: tensors that do not belong here ({tied}): {_list(surplus)}"),
-        (missing, f"{where}: tensors that are missing ({tied}): {_list(missing)}"),
+        (surplus, f"{where}: tensors that do not belong here{tied}: {_list(surplus)}"),
+        (missing, f"{where}: tensors that are missing{tied}: {_list(missing)}"),
     )
     dtypes = sorted({dtype_name(tensor.dtype) for name, tensor in tensors.items() if name != _DRAFT_TOKENS})
     refuse((len(dtypes) > 1 or dtypes[0] not in DTYPES, f"{where}: stored as {', '.join(dtypes)}, not one float dtype"))
@@ -254,18 +269,21 @@ def _list(names: Iterable[str]) -> str:
 def _prove(head: Speculator, folder: Path, layout: Layout, written: dict[str, Tensor]) -> None:
     """What was written has the fields and the tensors of the layout, and is this head."""
     config: Any = head.config
-    stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in files.read_tensors(folder).items()}
+    stored = files.read_tensors(folder)
     again: Any = load(folder, layout)
     again.to(head.device)
-    hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0)).to(head.device, head.dtype)
-    tokens = torch.arange(3 + config.n_predict, device=head.device)[None] * 7 % config.vocab_size
+    inputs = head.probe()
     weights = again.state_dict()
     held = {
         "config.json": files.read_config(folder) == layout.fields(config, _dtype_name(head)),
-        "tensors": stored == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in written.items()},
+        "tensors": stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored),
         "weights": all(torch.equal(weights[name], tensor) for name, tensor in head.state_dict().items()),
-        "logits": torch.equal(again.logits(hidden, tokens), head.logits(hidden, tokens)),
+        "logits": torch.equal(again.logits(*inputs), head.logits(*inputs)),
     }
     failed = [name for name, holds in held.items() if not holds]
     if failed:
         raise UserError(f"what was written is not this head: its {', '.join(failed)} differ; nothing was kept")
+
+
+def _same(stored: Tensor, written: Tensor) -> bool:
+    return stored.dtype == written.dtype and torch.equal(stored, written.cpu())

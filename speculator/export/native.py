@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from speculator.export.layout import KEPT, Layout, Server
-from speculator.heads import ARCHITECTURES
+from speculator.export import eagle3
+from speculator.export.layout import KEPT, SHAPE, Layout, Server
+from speculator.heads import ARCHITECTURES, Eagle3Speculator
 from speculator.heads.base import Speculator, SpeculatorConfig
 
 
@@ -17,7 +18,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     return [Server("speculator", True, how)]
 
 
-def _layout(head: type[Speculator]) -> Layout:
+def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kinds: dict[str, type] = KEPT) -> Layout:
     def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
         """config.json, as transformers writes it."""
         written = json.loads(config.to_json_string(use_diff=True))
@@ -30,10 +31,15 @@ def _layout(head: type[Speculator]) -> Layout:
         prefix="",
         fields=fields,
         defaults={},
-        kept=tuple(KEPT),
+        kept=tuple(kinds),
         servers=servers,
         expandable=False,
+        shape=shape,
+        kinds=kinds,
     )
 
 
-NATIVE = tuple(_layout(head) for _, head in ARCHITECTURES.values())
+NATIVE = (
+    *(_layout(head) for _, head in ARCHITECTURES.values()),
+    _layout(Eagle3Speculator, eagle3.SHAPE, eagle3.KINDS),
+)

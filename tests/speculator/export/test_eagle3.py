@@ -1,0 +1,450 @@
+"""The attention head's two layouts, there and back, and what is refused of either."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from speculator import UserError
+from speculator.__main__ import main
+from speculator.export import layout_of, load_any, recognise, save
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, load_head
+
+V, D = 23, 8
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 64}
+KINDS = {
+    "3.1": {},
+    "3": {"fc_norm": False, "norm_output": False},
+    "speculators": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True, "sliding_window": 16},
+    "whole": {"draft_vocab_size": None, "taps": None},
+    "yarn": {"rope_parameters": YARN, "attention_bias": True, "taps": [1, 3], "max_position_embeddings": 128},
+    "qwen3": {"qk_norm": True},
+    "own": {"own_embedding": True},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A target of the heads' sizes."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    shape = {"vocab_size": V, "hidden_size": D, "intermediate_size": 12, "num_hidden_layers": 8}
+    LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def head(base) -> Eagle3Speculator:
+    return head_of(base)
+
+
+def head_of(base: Path, dtype: torch.dtype = torch.float32, **changes) -> Eagle3Speculator:
+    torch.manual_seed(1)
+    shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 12, "n_predict": 3, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 4, "taps": [2, 4, 5], "draft_vocab_size": 5}
+    shape |= {"base_model_name_or_path": str(base)}
+    head = Eagle3Speculator(Eagle3SpeculatorConfig(**shape | changes))
+    for name, weight in head.named_parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, mean=0.0 if "bias" in name else 1.0, std=0.2)
+    if head.draft_tokens is not None:
+        head.draft_tokens.copy_(torch.tensor([1, 4, 9, 16, 22]))
+    return head.to(dtype)
+
+
+FLAT, SPECULATORS, NATIVE = ("eagle3", "speculators", "native")
+
+
+def write(head: Eagle3Speculator, folder: Path, name: str) -> Path:
+    save(head, folder, layout_of(name, head))
+    return folder
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def edit(folder: Path, change) -> None:
+    config = config_of(folder)
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = tensors_of(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load_any(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+    return str(error.value)
+
+
+def same_function(a: Eagle3Speculator, b: Eagle3Speculator) -> bool:
+    inputs = a.probe()
+    if a.config.own_embedding:
+        inputs = inputs[:2]
+    return torch.equal(a.logits(*inputs), b.logits(*inputs))
+
+
+# --- there and back
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trips_keep_every_bit(tmp_path, base, dtype, kind):
+    """Native, flat, speculators, flat and native again: weights, draft vocabulary, function and config."""
+    head = head_of(base, dtype, **KINDS[kind])
+    head.save_pretrained(tmp_path / "0")
+    for i, name in enumerate((FLAT, SPECULATORS, FLAT, NATIVE), start=1):
+        write(load_any(tmp_path / str(i - 1)), tmp_path / str(i), name)
+        assert recognise(tmp_path / str(i)).name == name
+    again = Eagle3Speculator.from_pretrained(tmp_path / "4")
+    assert again.dtype == dtype
+    assert again.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in head.state_dict().items())
+    assert same_function(load_any(tmp_path / "4"), head)
+    ours, theirs = head.config.to_dict(), again.config.to_dict()
+    said = {name for name in ours if ours[name] != theirs[name]}
+    assert said <= {"dtype", "architectures", "_name_or_path"}
+
+
+def test_the_flat_layout_is_a_llama_config_with_both_taps_and_both_ropes(tmp_path, base):
+    folder = write(head_of(base, torch.bfloat16, rope_parameters=YARN), tmp_path / "flat", FLAT)
+    config = config_of(folder)
+    assert config.pop("transformers_version")
+    assert config == {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": D,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": V,
+        "draft_vocab_size": 5,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
+        "rope_parameters": YARN,
+        "rope_theta": 500.0,
+        "rope_scaling": {name: value for name, value in YARN.items() if name != "rope_theta"},
+        "ttt_length": 3,
+        "base_model_name_or_path": str(base),
+    }
+    layer = AutoConfig.from_pretrained(folder)  # what SGLang and vLLM begin with
+    assert isinstance(layer, LlamaConfig)
+    assert layer.rope_parameters == YARN
+
+
+def test_the_flat_layouts_tensors(tmp_path, head):
+    tensors = tensors_of(write(head, tmp_path / "flat", FLAT))
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
+        "fc.weight": [D, 3 * D],
+        **{f"fc_norm.{i}.weight": [D] for i in range(3)},
+        "midlayer.input_layernorm.weight": [D],
+        "midlayer.hidden_norm.weight": [D],
+        "midlayer.post_attention_layernorm.weight": [D],
+        "midlayer.self_attn.q_proj.weight": [16, 2 * D],
+        "midlayer.self_attn.k_proj.weight": [8, 2 * D],
+        "midlayer.self_attn.v_proj.weight": [8, 2 * D],
+        "midlayer.self_attn.o_proj.weight": [D, 16],
+        "midlayer.mlp.gate_proj.weight": [12, D],
+        "midlayer.mlp.up_proj.weight": [12, D],
+        "midlayer.mlp.down_proj.weight": [D, 12],
+        "norm.weight": [D],
+        "lm_head.weight": [5, D],
+        "d2t": [5],
+        "t2d": [V],
+    }
+    assert tensors["d2t"].tolist() == [1, 3, 7, 13, 18]  # token - place
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == [1, 4, 9, 16, 22]
+
+
+def test_the_speculators_layouts_config_and_embedding(tmp_path, base, head):
+    folder = write(head, tmp_path / "out", SPECULATORS)
+    config = config_of(folder)
+    assert config.pop("transformers_version")
+    layer = config.pop("transformer_layer_config")
+    assert config == {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "dtype": "float32",
+        "draft_vocab_size": 5,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": str(base), "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+    assert layer["model_type"] == "llama"
+    assert layer["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    stored, embedding = tensors_of(folder), tensors_of(base)["model.embed_tokens.weight"]
+    assert torch.equal(stored["embed_tokens.weight"], embedding)
+    assert "layers.0.self_attn.q_proj.weight" in stored
+    again = load_any(folder)
+    assert torch.equal(again.embedding_weight, embedding)
+    assert not again.config.own_embedding
+
+
+def test_an_embedding_that_was_lent_needs_no_base(tmp_path, base, head):
+    head.config.base_model_name_or_path = "nobody/nothing"
+    with pytest.raises(UserError, match="nobody/nothing is not on this machine: --base_model names"):
+        write(head, tmp_path / "out", SPECULATORS)
+    assert not (tmp_path / "out").exists()
+    head.share_embedding(torch.ones(V, D))
+    assert tensors_of(write(head, tmp_path / "out", SPECULATORS))["embed_tokens.weight"].eq(1).all()
+
+
+def test_a_base_of_other_sizes_or_without_the_tensor_is_refused(tmp_path, base, head):
+    other = tmp_path / "base"
+    LlamaConfig.from_pretrained(base).save_pretrained(other)
+    head.config.base_model_name_or_path = str(other)
+    with pytest.raises(UserError, match=r"has no model\.embed_tokens\.weight in safetensors files"):
+        write(head, tmp_path / "out", SPECULATORS)
+    save_file({"model.embed_tokens.weight": torch.zeros(V, D + 1)}, other / "model.safetensors")
+    with pytest.raises(UserError, match=r"has one that is not \[23, 8\]"):
+        write(head, tmp_path / "out", SPECULATORS)
+
+
+# --- what others wrote
+
+
+def test_a_head_as_eagle_published_it(tmp_path, base):
+    """No taps, no rope_parameters, no flags, the layer under the other name, a pickle."""
+    head = head_of(base, fc_norm=False, norm_output=False, taps=None, head_dim=2)
+    folder = write(head, tmp_path / "flat", FLAT)
+    added = ("rope_parameters", "ttt_length", "head_dim", "norm_before_residual", "norm_before_fc", "fc_norm")
+    edit(folder, lambda config: [config.pop(name) for name in (*added, "norm_output")])
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors_of(folder).items()}
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    again = load_any(folder)
+    assert again.config.n_predict == 7
+    again.config.n_predict = 3
+    assert same_function(again, head)
+
+
+@pytest.mark.parametrize(
+    ("ids", "nested", "taps"),
+    [([2, 4, 5], None, [2, 4, 5]), (None, [1, 3, 4], [2, 4, 5]), ([2, 4, 5], [1, 3, 4], [2, 4, 5]), (None, None, None)],
+)
+def test_taps_by_either_key(tmp_path, head, ids, nested, taps):
+    folder = write(head, tmp_path / "flat", FLAT)
+    name = "eagle_aux_hidden_state_layer_ids"
+    edit(folder, lambda config: config.update({name: ids, "eagle_config": {name: nested}}))
+    assert load_any(folder).config.taps == taps
+
+
+def test_rope_by_the_older_keys(tmp_path, base):
+    head = head_of(base, rope_parameters=YARN)
+    folder = write(head, tmp_path / "flat", FLAT)
+    edit(folder, lambda config: config.pop("rope_parameters"))
+    assert load_any(folder).config.rope_parameters == YARN
+
+
+def test_a_whole_vocabulary_by_null_and_with_tables(tmp_path, base):
+    head = head_of(base, draft_vocab_size=None)
+    folder = write(head, tmp_path / "flat", FLAT)
+    assert config_of(folder)["draft_vocab_size"] == V
+    edit_tensors(folder, lambda t: t.update(d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V, dtype=torch.bool)))
+    assert load_any(folder).config.draft_vocab_size is None
+    edit(folder, lambda config: config.update(draft_vocab_size=None))
+    assert same_function(load_any(folder), head)
+    edit_tensors(folder, lambda t: t["t2d"].fill_(False))
+    assert "d2t and t2d are not of the same draft vocabulary" in refused(folder)
+
+
+def test_an_embedding_in_the_flat_layout_is_the_heads_own(tmp_path, head):
+    """vLLM keeps one that is not the target's; SGLang does not, which is said."""
+    folder = write(head, tmp_path / "flat", FLAT)
+    own = torch.randn(V, D)
+    edit_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": own}))
+    again = load_any(folder)
+    assert again.config.own_embedding
+    assert torch.equal(again.embedding_weight, own)
+    assert not again.embed_tokens.weight.requires_grad
+    loaders = {server.name: server for server in layout_of(FLAT, again).servers(again.config, "D")}
+    assert loaders["vLLM 0.32 and 0.33"].loads
+    assert not loaders["SGLang 0.5.23"].loads
+    assert "an embedding of its own" in loaders["SGLang 0.5.23"].how
+
+
+def test_an_embedding_of_zeros_is_none(tmp_path, head):
+    """The library leaves zeros where it was saved without."""
+    folder = write(head, tmp_path / "out", SPECULATORS)
+    edit_tensors(folder, lambda tensors: tensors["embed_tokens.weight"].zero_())
+    assert load_any(folder).embedding_weight is None
+    edit_tensors(folder, lambda tensors: tensors.pop("embed_tokens.weight"))
+    assert load_any(folder).embedding_weight is None
+
+
+def test_a_layer_config_of_what_differs_from_transformers_own(tmp_path, base):
+    """As the library writes it, with its class's name."""
+    head = head_of(base, num_key_value_heads=4)
+    folder = write(head, tmp_path / "out", SPECULATORS)
+
+    def as_there(config):
+        config["architectures"] = ["Eagle3DraftModel"]
+        for name in ("num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters", "attention_bias"):
+            config["transformer_layer_config"].pop(name)
+
+    edit(folder, as_there)
+    assert same_function(load_any(folder), head)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("norm.weight"), "tensors that are missing: norm.weight"),
+        (lambda t: t.pop("midlayer.mlp.down_proj.weight"), "missing: layers.0.mlp.down_proj.weight"),
+        (lambda t: t.update({"verifier_norm.weight": torch.ones(D)}), "do not belong here: verifier_norm.weight"),
+        (lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.ones(12, D)}), "there as midlayer. and as layers.0."),
+        (lambda t: t.update({"input_norm.weight": torch.ones(3 * D)}), "do not belong here: input_norm.weight"),
+        (lambda t: t.update({"fc.weight": torch.zeros(D, 2 * D)}), "fc.weight is [8, 16], config.json says [8, 24]"),
+        (lambda t: t["lm_head.weight"].fill_(float("nan")), "lm_head.weight has values that are not finite"),
+        (lambda t: t.update({"norm.weight": torch.ones(D).half()}), "not one float dtype"),
+        (lambda t: t.pop("d2t"), "missing: d2t"),
+        (lambda t: t.pop("t2d"), "missing: t2d"),
+        (lambda t: [t.pop("d2t"), t.pop("t2d")], "missing: draft_tokens"),
+        (lambda t: t.update(d2t=torch.tensor([1, 3, 7, 13])), "d2t is [4], config.json says [5]"),
+        (lambda t: t.update(d2t=t["d2t"].float()), "d2t is stored as float32"),
+        (lambda t: t["d2t"].add_(1), "not of the same draft vocabulary"),
+        (lambda t: t.update(d2t=t["d2t"][[1, 0, 2, 3, 4]]), "not of the same draft vocabulary"),
+        (lambda t: t.update({"embed_tokens.weight": torch.ones(V, D + 1)}), "embed_tokens.weight is [23, 9]"),
+    ],
+)
+def test_tensors_that_are_not_the_heads_are_one_line(tmp_path, head, change, message):
+    folder = write(head, tmp_path / "flat", FLAT)
+    edit_tensors(folder, change)
+    assert message in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2}, "2 layers; a head has 1 here"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'; known: llama, qwen3"),
+        ({"target_hidden_size": 16}, "target_hidden_size is 16, not 8"),
+        ({"hidden_size": "8"}, "hidden_size"),
+        ({"norm_before_fc": True}, "one or the other"),
+        ({"fc_norm": 1}, "fc_norm is 1, not bool"),
+        ({"draft_vocab_size": 24}, "draft_vocab_size 24 is not in 1..23"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, "says [2, 4, 5] at the top and [2, 4, 5]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "it reads no taps"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4], "eagle_config": None}, "not distinct layers"),
+        ({"eagle_aux_hidden_state_layer_ids": "2"}, "is '2', not a list of layers"),
+        ({"ttt_length": 0}, "n_predict is 0"),
+        ({"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "rope of type dynamic"),
+    ],
+)
+def test_a_flat_config_that_is_wrong_is_one_line(tmp_path, head, change, message):
+    folder = write(head, tmp_path / "flat", FLAT)
+    edit(folder, lambda config: config.update(change))
+    assert message in refused(folder)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "draft_vocab_size"])
+def test_a_field_of_the_flat_config_that_is_missing_is_named(tmp_path, head, key):
+    folder = write(head, tmp_path / "flat", FLAT)
+    edit(folder, lambda config: config.pop(key))
+    assert f"no {key} in it" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(speculators_model_type="peagle"), "speculators_model_type is 'peagle'"),
+        (lambda c: c.pop("transformer_layer_config"), "transformer_layer_config is no object"),
+        (lambda c: c.pop("speculators_config"), "speculators_config is no object"),
+        (lambda c: c["speculators_config"].update(proposal_methods=[]), "no proposal method or no verifier"),
+        (lambda c: c.pop("norm_before_residual"), "vLLM takes for true and speculators for false"),
+    ],
+)
+def test_a_speculators_config_that_is_wrong_is_one_line(tmp_path, head, change, message):
+    folder = write(head, tmp_path / "out", SPECULATORS)
+    edit(folder, change)
+    assert message in refused(folder)
+
+
+def test_a_trained_embedding_that_is_missing_is_refused(tmp_path, base):
+    folder = write(head_of(base, own_embedding=True), tmp_path / "out", SPECULATORS)
+    edit_tensors(folder, lambda tensors: tensors.pop("embed_tokens.weight"))
+    assert "tensors that are missing: embed_tokens.weight" in refused(folder)
+
+
+def test_heads_of_another_kind_have_no_such_layout(tmp_path, base, head):
+    with pytest.raises(
+        UserError, match="the ibm layout has no Eagle3Speculator; these have: eagle3, speculators, native"
+    ):
+        layout_of("ibm", head)
+
+
+# --- the commands
+
+
+def test_inspect_export_and_card(tmp_path, base, capsys):
+    head_of(base, torch.bfloat16).save_pretrained(tmp_path / "mine")
+    out = tmp_path / "out"
+    assert (
+        main(["export", "--speculator", str(tmp_path / "mine"), "--format", "speculators", "--output", str(out)]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "read back: config, tensors, weights and logits are the head's" in said
+    assert "loads in vLLM 0.32 and 0.33: vllm serve" in said
+    assert "DOES NOT LOAD in SGLang" in said
+    card = (out / "README.md").read_text()
+    assert "| form | 3 steps, 4 heads of 4 over 2, taps 2 4 5, fc_norm, norm_output |" in card
+    assert "[eagle3]\nloads in vLLM" in card
+    assert main(["inspect", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "speculators (Eagle3Speculator)" in shown
+    assert "Eagle3, 3 steps, 4 heads of 4 over 2, taps 2 4 5, fc_norm, norm_output" in shown
+    assert "5 of 23 tokens" in shown
+    assert "eagle3: for vLLM 0.32 and 0.33; SGLang 0.5.23" in shown
+
+
+def test_a_head_that_cannot_be_drafted_with_yet_says_so(tmp_path, head):
+    with pytest.raises(UserError, match="an attention head, which can be inspected and exported, but not drafted with"):
+        load_head(write(head, tmp_path / "flat", FLAT), target=None)
