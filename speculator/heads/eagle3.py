@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModel
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
-from speculator.heads.eagle3_layer import BlockedAttention, Layer, Rope, Rows, attend
+from speculator.heads.eagle3_layer import BlockedAttention, Layer, Norm, Rope, Rows, attend
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**25
@@ -98,12 +98,12 @@ class Eagle3Speculator(Speculator):
         super().__init__(config)
         size, wide = config.emb_dim, config.count_taps * config.emb_dim
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(wide, config.rms_norm_eps)
+            self.input_norm = Norm(wide, config.rms_norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in range(config.count_taps))
+            self.fc_norm = nn.ModuleList(Norm(size, config.rms_norm_eps) for _ in range(config.count_taps))
         self.fc = nn.Linear(wide, size, bias=False)
         self.layers = nn.ModuleList([Layer(config)])
-        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.norm = Norm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.output_size, bias=False)
         self._lent: list[Tensor] = []  # in a list, so that it is none of this module's weights
         self.rope = Rope(config)

@@ -41,6 +41,13 @@ class Rope:
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](known, torch.device("cpu"))
 
 
+class Norm(nn.RMSNorm):
+    """In the weight's dtype, which under autocast is not the input's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Projections of a layer, [..., 2D] -> [..., heads, d] and back."""
 
@@ -53,8 +60,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(wide, self.kv_heads * self.size, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.size, config.emb_dim, bias=bias)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self.size, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self.size, config.rms_norm_eps)
+            self.q_norm = Norm(self.size, config.rms_norm_eps)
+            self.k_norm = Norm(self.size, config.rms_norm_eps)
         self.normed = config.qk_norm
 
     def query(self, u: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., 2D] -> [..., H, d]
@@ -82,9 +89,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.emb_dim, config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.emb_dim, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.emb_dim, config.rms_norm_eps)
+        self.input_layernorm = Norm(config.emb_dim, config.rms_norm_eps)
+        self.hidden_norm = Norm(config.emb_dim, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.emb_dim, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.norm_before_residual = config.norm_before_residual
