@@ -1,4 +1,4 @@
-"""Every file that a command reads back, cut, flipped, deleted or replaced: refused in one line, or the same result.
+"""Every file that a command reads back, cut, flipped, deleted or replaced: refused, told, or the same result.
 
 Weights of a target or a head from elsewhere carry no checksums, so a bit that flips in them can't be seen: those are
 cut, deleted and replaced only. What this project writes for itself (runs, caches, generated rows) is flipped as well.
@@ -131,6 +131,9 @@ def test_damage_is_seen_or_does_no_harm(name, originals, world, here, monkeypatc
     whole = original(name, originals, world, monkeypatch, capfd)
     tries, faults, refused = 0, [], 0
 
+    def folder_of(path: str) -> Path:
+        return (here / "copy" / path).parent
+
     def attempt(damaged: str | None, change: Callable[[bytes], bytes | None]) -> tuple[int, str, Any]:
         folder = here / "copy"
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,11 +168,12 @@ def test_damage_is_seen_or_does_no_harm(name, originals, world, here, monkeypatc
                     raise
                 faults.append(f"{path} {kind}: {type(error).__name__} {error!s:.150}")
                 continue
+            # A damaged checkpoint may have been the best: the next best is then, and a line says so.
             last = (said.strip().splitlines() or [""])[-1]
             refused += code == 2
             if code not in (0, 2) or "Traceback" in said:
                 faults.append(f"{path} {kind}: exit code {code}, {last[:150]}")
-            elif code == 0 and found != expected:
+            elif code == 0 and found != expected and f"passing over {folder_of(path)}" not in said:
                 faults.append(f"{path} {kind}: another result, and exit code 0: {last[:150]}")
             elif code == 2 and not last.startswith(("train.py:", "data ", "speculator:")):
                 faults.append(f"{path} {kind}: not one line: {last[:150]}")
