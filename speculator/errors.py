@@ -155,6 +155,8 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        if started:
+            _leave()  # what was under way has cleaned up; the libraries' threads need not be waited for
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has no reader
