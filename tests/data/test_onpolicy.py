@@ -167,6 +167,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_a_damaged_batch_is_made_anew_and_said(target, tmp_path, monkeypatch, capsys, harm):
+    monkeypatch.setattr(onpolicy, "_PIECE", 1)
     expected = made(target, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(batches.Batches, "finish", lambda *_: (_ for _ in ()).throw(Cut))
@@ -205,6 +206,7 @@ def test_a_damaged_record_of_unfinished_work_is_refused_in_a_line(target, tmp_pa
 
 
 def test_a_full_disk_is_one_line_and_the_same_call_goes_on_when_there_is_room(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(onpolicy, "_PIECE", 1)
     expected = made(target, tmp_path / "whole")
     fsync, left = os.fsync, iter(range(100))
 
