@@ -6,6 +6,7 @@ import doctest
 import inspect
 import json
 import os
+import signal
 import tarfile
 import textwrap
 from dataclasses import replace
@@ -47,6 +48,9 @@ from speculator.sampling import RowSampling
 from speculator.target import Target, resolve_device
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So it is behind `&` in a script; whoever is sent Ctrl-C by a test has to hear it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     # To each worker its own cores: what it starts would else take all of them, and then both workers' runs wait.
