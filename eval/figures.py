@@ -88,7 +88,7 @@ def check_identities(figures: dict, timed: Timed) -> None:
 
 
 def rows_busy(timed: Timed) -> float:
-    """The share of rows that still had something to say, over all steps: a batch is measured until its slowest row ends."""
+    """The share of rows that still had something to say, over all steps, until the slowest row ends."""
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches)
 
