@@ -6,7 +6,6 @@ know and leave alone what they do not find; here the names, shapes and dtypes ha
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from speculator.errors import UserError, refuse
 from speculator.export import files
+from speculator.files import new_folder
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target import dtype_name
 
@@ -149,7 +148,6 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
             in a layout that has no place for it.
     """
     folder = Path(folder).resolve()
-    scratch = folder.with_name(f"{folder.name}.partial")
     config: Any = head.config
     held = head.state_dict()
     refuse(
@@ -160,7 +158,6 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
             f"{layout.name} has no place for a draft vocabulary: its loaders want {config.vocab_size} rows in an "
             f"output matrix, and this head has {config.draft_vocab_size}; native keeps it",
         ),
-        (scratch.exists(), f"{scratch}: left by an export that was cut short; remove it"),
         (
             expand_tied and not head.aliases(),
             "--expand-tied: this head is not tied, each of its tensors is written anyway",
@@ -172,17 +169,9 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     written = {layout.prefix + name: held[aliases.get(name, name)] for name in table(head, expand_tied)}
     if layout.pack is not None:
         written = layout.pack(head)
-    try:
-        scratch.mkdir(parents=True)
+    with new_folder(folder) as scratch:
         files.write(scratch, layout.fields(config, _dtype_name(head)), written)
         _prove(head, scratch, layout, written)
-        if folder.is_dir():
-            folder.rmdir()
-        scratch.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"can't write {folder}: {error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def base_config(name: str | None) -> PreTrainedConfig | None:

@@ -508,11 +508,11 @@ def test_folder_in_use_is_refused_and_an_empty_one_filled(tmp_path):
     assert len({file.stat().st_mode for file in empty.iterdir()}) == 1
 
 
-def test_rest_of_an_export_that_was_killed_is_not_touched(tmp_path):
+def test_an_export_that_was_killed_can_be_repeated(tmp_path):
     (tmp_path / "out.partial").mkdir()
-    with pytest.raises(UserError, match=r"out\.partial: left by an export that was cut short"):
-        save(head_of(**TIED), tmp_path / "out", IBM)
-    assert (tmp_path / "out.partial").is_dir()
+    (tmp_path / "out.partial" / "config.json").write_text("{")
+    save(head_of(**TIED), tmp_path / "out", IBM)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_nothing_is_kept_of_a_write_that_fails(tmp_path, monkeypatch):
