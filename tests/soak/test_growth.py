@@ -19,7 +19,9 @@ PICTURES = ROOT / "docs" / "reliability"
 
 def watch(argv: list[str], cache: Path, working: Path) -> list[tuple[float, float, int]]:
     """(seconds, MiB of memory, open files), sampled while a command works; from when `working` is there."""
-    process = start(argv, cache)
+    said = cache.with_suffix(".log")  # a pipe that nobody reads would fill up
+    with said.open("w") as stream:
+        process = start(argv, cache, stderr=stream)
     seen, began = psutil.Process(process.pid), time.monotonic()
     samples = []
     while process.poll() is None:
@@ -29,8 +31,7 @@ def watch(argv: list[str], cache: Path, working: Path) -> list[tuple[float, floa
             except psutil.Error:
                 break
         time.sleep(0.1)
-    _, said = process.communicate()
-    assert process.returncode == 0, said
+    assert process.wait() == 0, said.read_text()[-2000:]
     return samples
 
 
