@@ -43,10 +43,12 @@ def draw(name: str, samples: list[tuple[float, float, int]]) -> None:
     seconds, memory, files = zip(*samples, strict=True)
     figure, above = pyplot.subplots(figsize=(7, 3), layout="constrained")
     above.plot(seconds, memory, color="tab:blue")
-    above.set(xlabel="seconds", ylabel="MiB", ylim=(0, None), title=f"{STEPS:,} steps of {name}: memory, open files")
+    what = {"training": "steps of training", "generation": "rows of generation"}[name]
+    title = f"{STEPS:,} {what}: memory (blue), open files (orange)"
+    above.set(xlabel="seconds", ylabel="MiB", ylim=(0, 1.1 * max(memory)), title=title)
     below = above.twinx()
     below.plot(seconds, files, color="tab:orange")
-    below.set(ylabel="open files", ylim=(0, None))
+    below.set(ylabel="open files", ylim=(0, 1.1 * max(files)))
     figure.savefig(PICTURES / f"{name}.png", dpi=100)
     pyplot.close(figure)
 
