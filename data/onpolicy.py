@@ -46,7 +46,7 @@ def generate_rows(
     seed: int = 0,
     progress: bool = True,
 ) -> Dataset:
-    """Continue prompts by the target, in the law that `sampling` names, whoever drafts.
+    """Continue prompts by the target, in the distribution that `sampling` names, whoever drafts.
 
     Row r draws from the stream `seed + r`. The rows are made in pieces, each of which the engine begins anew and whose
     rows join in a fixed order, so they do not depend on interruptions, nor on the number of processes where each has as
@@ -80,7 +80,7 @@ def generate_rows(
         (_is_sharded(target.model), f"{target.name}: generating with a target sharded over processes is not supported"),
     )
     check_prompts(target, prompts)
-    laws = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+    samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
@@ -90,7 +90,7 @@ def generate_rows(
         "target": target.name,
         "dtype": dtype_name(target.dtype),
         "drafter": _identity(drafter) if drafter else None,
-        **record_of(laws, seed, max_new_tokens, prompts),
+        **record_of(samplings, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
     }
 
@@ -99,7 +99,7 @@ def generate_rows(
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
     def decode(engine: Engine, rows: list[int], count: int) -> Generation:
-        own = [replace(laws[row % len(laws)], seed=seed + row) for row in rows]
+        own = [replace(samplings[row % len(samplings)], seed=seed + row) for row in rows]
         engine.forget()
         return engine.generate([prompts[row] for row in rows], own, max_new_tokens=count)
 
@@ -121,11 +121,13 @@ def generate_rows(
         return work.finish(prompts, _summary)
 
 
-def record_of(laws: Sequence[Sampling], seed: int, max_new_tokens: int, prompts: list[list[int]]) -> dict[str, Any]:
+def record_of(
+    samplings: Sequence[Sampling], seed: int, max_new_tokens: int, prompts: list[list[int]]
+) -> dict[str, Any]:
     """What continuations depend on, whoever makes them."""
-    settings = [asdict(law) for law in laws]
-    for law in settings:
-        del law["seed"]
+    settings = [asdict(setting) for setting in samplings]
+    for setting in settings:
+        del setting["seed"]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
         "seed": seed,

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally, tell
-from speculator.commands import prompts
+from speculator.cli import prompts
 from speculator.files import digest, make_folder, new_folder, write_text
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})

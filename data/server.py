@@ -17,8 +17,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
+from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, check_secret, check_text, first_line, hide, refuse
-from speculator.export.layout import base_config
 from speculator.files import parse_json
 from speculator.sampling import Sampling
 

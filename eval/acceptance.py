@@ -20,8 +20,8 @@ _NEW_TOKENS = 64
 def acceptance(steps: Iterable[Step], draft_length: int) -> dict:
     """tokens_per_step and its parts, over the steps that neither EOS nor the length limit cut.
 
-    `acceptance_by_position[i]` is conditional: kept at i given that i-1 was. A position that was not drafted counts
-    as not kept; `acceptance_when_drafted[i]` leaves such steps out.
+    `acceptance_by_position[i]` is conditional: accepted at i given that i-1 was. A position that was not drafted counts
+    as not accepted; `acceptance_when_drafted[i]` leaves such steps out.
     """
     whole = [step for step in steps if not step.cut]
     lengths = [0] * (draft_length + 1)

@@ -4,8 +4,8 @@
 
 A plain step and a verify pass are compared with the time in which this machine can read their bytes once: all weights
 and the live keys and values, over a bandwidth that is measured first with a large copy. c and v are measured as every
-report's are (`eval.costs`), on the loop's own steps. How much of a draft is kept can't be known with random weights:
-the speedup at an acceptance that others published is a projection, and is called one.
+report's are (`eval.costs`), on the loop's own steps. How much of a draft is accepted can't be known with random
+weights: the speedup at an acceptance that others published is a projection, and is called one.
 """
 
 from __future__ import annotations

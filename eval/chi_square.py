@@ -1,4 +1,4 @@
-"""The chi-square test of whether two samples of token pairs follow one law, and what it can see."""
+"""The chi-square test of whether two samples of token pairs follow one distribution, and what it can see."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BUCKETS = 16
 
 
 def homogeneity(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> tuple[float, int, float]:
-    """Do two samples of token pairs follow one law? Gives (chi-square, degrees of freedom, p-value).
+    """Do two samples of token pairs follow one distribution? Gives (chi-square, degrees of freedom, p-value).
 
     A pair has a cell of its own if it is frequent enough. A rare one shares a cell with others of the same first token,
-    or of the same second one, as its hash says, so that a wrong law of either shows; what is still rare goes by its
-    hash alone. Merging looks at the two samples pooled: it knows nothing of how they differ, and p keeps its meaning.
-    """
+    or of the same second one, as its hash says, so that a wrong distribution of either shows; what is still rare goes
+    by its hash alone. Merging looks at the two samples pooled: it knows nothing of how they differ, and p keeps its
+    meaning."""
     ours, theirs = Counter(first), Counter(second)
     least = _LEAST_EXPECTED * (len(first) + len(second)) / min(len(first), len(second))
     coarser: list[Callable[[tuple[int, int]], Hashable]] = [
@@ -44,7 +44,7 @@ def homogeneity(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, in
         smallest[0] += sum(ours[pair] for pair in left)
         smallest[1] += sum(theirs[pair] for pair in left)
     degrees = len(cells) - 1
-    if degrees < 1:  # a law of one outcome
+    if degrees < 1:  # a distribution of one outcome
         return 0.0, 0, 1.0
     seen = torch.tensor(list(cells.values()), dtype=torch.float64)
     expected = seen.sum(1, keepdim=True) * seen.sum(0) / seen.sum()

@@ -19,7 +19,7 @@ from eval.decoders import OPTIONAL
 from eval.run import check_flags, evaluate
 from eval.suites import load_suite
 from speculator import Target, load_head
-from speculator.commands import drafting
+from speculator.cli import drafting
 from speculator.errors import OneLineParser, refuse, run_command
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.commands.prompts import encode
+from speculator.cli.prompts import encode
 from speculator.errors import UserError, check_text
 
 _BETWEEN = "\n\n"  # what parts the turns of a raw conversation

@@ -115,7 +115,7 @@ def walk(
         drafting, (draft, u) = clock(propose, texts)
         verifying, result = clock(verify, draft, u)
         learning, _ = clock(keep, result)
-        telling, _ = clock(lambda told: engine.tell(told.tolist()), result.told)
+        telling, _ = clock(lambda report: engine.tell(report.tolist()), result.report)
         if place:
             sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
         if place == BLOCK - 1 and Captured.prepared == prepared:

@@ -23,7 +23,7 @@ from eval.run import check_lengths
 from eval.speed import as_loaded
 from eval.suites import load_suite
 from speculator import Drafter, Generation, Sampling, Target, UserError, generate
-from speculator.commands import drafting
+from speculator.cli import drafting
 from speculator.draft import Draft
 from speculator.engine import Engine
 from speculator.errors import refuse_below
@@ -35,7 +35,7 @@ from speculator.verify import RULES
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
 _SAMPLED_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
 _BATCH = 128
-_MOST_PROBABILITIES = 2**26  # of all laws in one verify pass
+_MOST_PROBABILITIES = 2**26  # of all distributions in one verify pass
 
 
 @dataclass
@@ -255,7 +255,7 @@ def sampled_checks(
             statistic, degrees, p = homogeneity(*pairs)
             checks.append(
                 Check(
-                    f"law after prompt {number + 1}",
+                    f"distribution after prompt {number + 1}",
                     temperature,
                     f"2 x {samples} rows",
                     f"chi-square {statistic:.1f}, {degrees} df",
@@ -329,7 +329,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if warm:
         seen = [check.figures["detectable"] for check in checks if "detectable" in check.figures]
         alpha, off = _ALPHA / len(seen), max(seen)
-        print(f"\nA p-value fails below {alpha:.1e}. A law that is {off:.2g} off in total variation, over the cells")
+        print(f"\nA p-value fails below {alpha:.1e}. One that is {off:.2g} off in total variation, over the cells")
         print("of its test, would fail 99 times in 100.")
     print(f"\n{verdict}")
     if arguments.output:

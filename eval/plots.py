@@ -105,7 +105,7 @@ def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[d
 def _acceptance(axis, rows: list[dict], lengths: set[int]) -> None:
     _side_by_side(axis, _drafting(rows), lengths, lambda row: row["acceptance_by_position"], first=1)
     axis.set_xlabel("draft position")
-    axis.set_ylabel("kept, given that the one before was", fontsize=9)
+    axis.set_ylabel("accepted, given that the one before was", fontsize=9)
     _up_to_one(axis)
 
 

@@ -1,6 +1,6 @@
 """Models of published shapes with random weights, and what bounds them on this machine: bandwidth and matrix rate.
 
-What a step costs depends on shapes; how much of a draft is kept depends on weights, so that is never measured here.
+What a step costs depends on shapes; how much of a draft is accepted depends on weights, so that is never measured here.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ Path = tuple[int, ...]
 def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Path]:
     """The tree of `nodes` nodes that keeps the most tokens, by dynamic programming (Sequoia, 2402.12374, section 3).
 
-    A node is kept with the product of the acceptances along its path, and the tokens that a step keeps are in the mean
-    the sum of that over all nodes. With g(d, r, n) the most that n nodes can add among the children from rank r on, and
-    below them, of a token at depth d that is kept:
+    A node is accepted with the product of the acceptances along its path, and the tokens that a step keeps are in the
+    mean the sum of that over all nodes. With g(d, r, n) the most that n nodes can add among the children from rank r
+    on, and below them, of an accepted token at depth d:
 
         g(d, r, n) = max over m in 1..n of  a[d][r] (1 + g(d + 1, 0, m - 1)) + g(d, r + 1, n - m)
 
     Args:
-        acceptance: a[d][r], how often the child of rank r of a kept token at depth d is the one that is kept.
+        acceptance: a[d][r], how often the child of rank r of an accepted token at depth d is the accepted one.
         nodes: the budget; no more than the ranks and depths of `acceptance` have room for are used.
 
     Gives:

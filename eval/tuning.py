@@ -1,9 +1,9 @@
 """What a head drafts fastest on this machine, at this batch size: how long a chain, or what tree.
 
-How often a child of each rank is kept is measured on real steps with a wide tree. Under every budget of nodes dynamic
-programming gives the best tree, whose steps are then timed; the most promising trees and every chain are decoded in
-turns. The one with the highest predicted speed E / (G c + v) wins, all of it measured: of a tree G c is one draft.
-"""
+How often a child of each rank is accepted is measured on real steps with a wide tree. Under every budget of nodes
+dynamic programming gives the best tree, whose steps are then timed; the most promising trees and every chain are
+decoded in turns. The one with the highest predicted speed E / (G c + v) wins, all of it measured: of a tree G c is one
+draft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eval.speed import Engines
 from eval.suites import Suite, load_suite
 from eval.tree_shape import best_tree, expected_tokens
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
-from speculator.drafters.shapes import Chain
+from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import TUNED, described, place
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
@@ -159,12 +159,12 @@ def rank_acceptance(
     steps: int = _RANK_STEPS,
     eos: Collection[int] = (),
 ) -> list[list[float]]:
-    """a[d][r]: how often the child of rank r is the one that is kept, of a token at depth d that was kept itself.
+    """a[d][r]: how often the child of rank r is the accepted one, of a token at depth d that was accepted itself.
 
     Steps from a token of `eos` on are left out.
     """
     branches = tuple(min(n, target.vocab_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
-    kept = [torch.zeros(width) for width in branches]
+    hits = [torch.zeros(width) for width in branches]
     reached = [0] * len(branches)
     drafter = HeadDrafter(head, Candidates(branches))
     for prompt in tqdm(prompts, desc=f"ranks, temperature {sampling.temperature:g}", unit="prompt"):
@@ -173,15 +173,15 @@ def rank_acceptance(
             accepted = int(result.accepted[0])
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):
                 break
-            start, size, place = 0, 1, 0  # of a level, the count of their parents, and which of those was kept
+            start, size, place = 0, 1, 0  # of a level, the count of their parents, and which of those was accepted
             for depth, width in enumerate(branches[: accepted + 1]):
                 reached[depth] += 1
                 if depth < accepted:
                     family = start + place * width
                     rank = tokens[family : family + width].index(path[depth])
-                    kept[depth][rank] += 1
+                    hits[depth][rank] += 1
                     start, size, place = start + size * width, size * width, place * width + rank
-    return [(hits / max(1, count)).tolist() for hits, count in zip(kept, reached, strict=True)]
+    return [(hit / max(1, count)).tolist() for hit, count in zip(hits, reached, strict=True)]
 
 
 def _promising(

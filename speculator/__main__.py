@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> OneLineParser:
     """The commands and their flags."""
-    from speculator.commands import export, generate, inspect, push  # takes seconds: after `start`
+    from speculator.cli import export, generate, inspect, push  # takes seconds: after `start`
 
     parser = OneLineParser(prog="python -m speculator")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -77,14 +77,14 @@ class Captured(Generic[Result]):
         before = [tensor.clone() for tensor in state]
         expected = self.work(*given)
         after = [tensor.clone() for tensor in state]
-        told = [tensor.clone() for tensor in tensors(expected)]
+        eager = [tensor.clone() for tensor in tensors(expected)]
         _restore(state, before)
         try:
             if key not in self._graphs:
                 self._graphs[key] = capture(self.work, self.pool, *given)
             graph, result = self._graphs[key]
             graph.replay()
-            if _alike([*tensors(result), *state], [*told, *after]):
+            if _alike([*tensors(result), *state], [*eager, *after]):
                 return result
             reason = "a replay differed from the step that was captured"
         except RuntimeError as error:

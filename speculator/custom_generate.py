@@ -49,7 +49,7 @@ def speculative(
     rule: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Callable[..., Tensor]:
-    """A function for `custom_generate` of transformers' `generate`: the same text, or the same law, in fewer passes.
+    """A function for `custom_generate` of transformers' `generate`: the same text or distribution, in fewer passes.
 
     Taken over from the call: max_new_tokens and max_length, EOS and pad ids, do_sample with temperature, top_k, top_p
     and min_p, attention_mask, num_return_sequences, and stop strings as

@@ -22,8 +22,8 @@ class Draft:
     Attributes:
         tokens: [B, n].
         lengths: [B] how many of them each row really drafted; the rest is padding.
-        probs: [B, n, V] the law that each token was drawn from, or None for a deterministic draft (one-hot). Siblings
-            share the law of their parent's continuation.
+        probs: [B, n, V] what each token was drawn from, or None for a deterministic draft (one-hot). Siblings share the
+            distribution of their parent's continuation.
         parents: [B, n] index of each token's parent in the draft, -1 under the pending token; parents come before
             their children. None for a chain.
         depth: the longest path. A chain's is its n.
@@ -57,7 +57,7 @@ class Draft:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
     @cached_property
-    def before(self) -> Tensor:  # [B, n] the verify position whose law decides over each token
+    def before(self) -> Tensor:  # [B, n] the verify position whose distribution decides over each token
         if self.parents is None:
             return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return self.parents + 1

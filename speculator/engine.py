@@ -45,7 +45,7 @@ class Verified:
     drafted: Tensor  # [R] the depth of the draft
     accepted: Tensor  # [R] of its tokens
     following: Tensor  # [R] the token after them
-    told: Tensor  # [R, depth + 3] for the host: the path, drafted, accepted, following
+    report: Tensor  # [R, depth + 3] for the host: the path, drafted, accepted, following
 
 
 class Engine:
@@ -101,7 +101,7 @@ class Engine:
         self._capacity = capacity and capacity + self._slack
         self._decoding: list[Request] = []
         self._pending = self.pending[:0]
-        self._laws: dict[Hashable, RowSampling] = {}
+        self._samplings: dict[Hashable, RowSampling] = {}
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
         self._pool = cuda_graphs.new_pool(target.device)
         self._stepping = self.part("_step")
@@ -176,8 +176,8 @@ class Engine:
         try:
             for row, (prompt, own, count) in enumerate(zip(prompts, settings, limits, strict=True)):
                 how = {"max_new_tokens": count, "stop_strings": stop_strings, "eos_token_ids": eos_token_ids}
-                told = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
-                requests.append(self.submit(prompt, own, on_step=told, **how))  # type: ignore[arg-type]
+                callback = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
+                requests.append(self.submit(prompt, own, on_step=callback, **how))  # type: ignore[arg-type]
             self.run()
         finally:  # if this was interrupted
             for request in requests:
@@ -280,12 +280,12 @@ class Engine:
 
     def _begin(self, requests: dict[int, Any], hidden: Tensor) -> None:
         """Draw the first new token of rows from their prompts' last states [R, D]."""
-        laws = RowSampling([request.sampling for request in requests.values()], hidden.device)
+        sampling = RowSampling([request.sampling for request in requests.values()], hidden.device)
         logits = self.target.logits(hidden)
-        if laws.greedy:
+        if sampling.greedy:
             first = logits.argmax(-1)
         else:
-            first = draw(laws.law(logits), uniforms(laws.seeds, torch.zeros_like(laws.seeds), 1)[:, 0])
+            first = draw(sampling.probs(logits), uniforms(sampling.seeds, torch.zeros_like(sampling.seeds), 1)[:, 0])
         self.pending[list(requests)] = first
         for (row, request), token in zip(requests.items(), first.tolist(), strict=True):
             self.slots.rows[row].phase = DECODING
@@ -308,22 +308,22 @@ class Engine:
         requests = [slot.request for slot in part if slot.request]
         if requests != self._decoding or rows != len(self._pending):
             self._decoding, self._pending, self._alive = requests, self.pending[:rows], self.alive[:rows]
-            laws = [request.sampling for request in requests]
-            self.laws = RowSampling(laws + laws[:1] * (rows - count), self.target.device)
+            sampling = [request.sampling for request in requests]
+            self.sampling = RowSampling(sampling + sampling[:1] * (rows - count), self.target.device)
             if self.capturing:  # graphs read the settings where they were
-                same = self._laws.setdefault((rows, *self.laws.kind), self.laws)
-                same.copy_(self.laws)
-                self.laws = same
+                same = self._samplings.setdefault((rows, *self.sampling.kind), self.sampling)
+                same.copy_(self.sampling)
+                self.sampling = same
                 self._alive.copy_(torch.arange(rows) < count)
         return [*texts, *[[] for _ in range(rows - count)]]
 
     # ---- one step of the selected rows: draft, verify, keep, tell
 
-    def _step(self, texts: Texts) -> Tensor:  # [R, depth + 3], see `Verified.told`
+    def _step(self, texts: Texts) -> Tensor:  # [R, depth + 3], see `Verified.report`
         draft, u = self.draft(texts)
         verified = self.verify(draft, u)
         self.keep(verified)
-        return verified.told
+        return verified.report
 
     def draft(self, texts: Texts) -> tuple[Draft, Tensor]:
         """What the drafter proposes, and the uniforms [R, n + 1] for `verify`.
@@ -332,13 +332,13 @@ class Engine:
         token after them.
         """
         nodes = self.drafter.nodes if self.drafter else 0
-        if self.laws.greedy:
-            u = self.laws.temperature.new_zeros(len(self._pending), 2 * nodes + 1)  # nobody draws
+        if self.sampling.greedy:
+            u = self.sampling.temperature.new_zeros(len(self._pending), 2 * nodes + 1)  # nobody draws
         else:
-            u = uniforms(self.laws.seeds, self.cache.selected, 2 * nodes + 1)
+            u = uniforms(self.sampling.seeds, self.cache.selected, 2 * nodes + 1)
         if self.drafter is None:
             return Draft.none(self._pending), u
-        return self.drafter.propose(self._pending, self.laws, u[:, :nodes], texts), u[:, nodes:]
+        return self.drafter.propose(self._pending, self.sampling, u[:, :nodes], texts), u[:, nodes:]
 
     def verify(self, draft: Draft, u: Tensor) -> Verified:
         """One forward pass over the pending token and its draft, whose accepted path comes to lie first in the cache.
@@ -350,10 +350,10 @@ class Engine:
         tokens = torch.cat([self._pending[:, None], draft.tokens], dim=1)
         hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
         logits = self.target.logits(hidden)
-        if self.laws.greedy:
+        if self.sampling.greedy:
             last, following = greedy(logits.argmax(-1), draft)
         else:
-            last, rest = self.accept(self.laws.law(logits), draft, u[:, : draft.tokens.shape[1]])
+            last, rest = self.accept(self.sampling.probs(logits), draft, u[:, : draft.tokens.shape[1]])
             following = draw(rest, u[:, -1])
         drafted, accepted = draft.lengths, last
         if draft.parents is not None:
@@ -363,8 +363,8 @@ class Engine:
             hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
             drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
         columns = (drafted, accepted, following)
-        told = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
-        return Verified(tokens, hidden, drafted, accepted, following, told)
+        report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
+        return Verified(tokens, hidden, drafted, accepted, following, report)
 
     def keep(self, verified: Verified) -> None:
         """The pending token and the accepted ones are part of the text: the cache and the drafter learn of it."""
@@ -376,9 +376,9 @@ class Engine:
         if self.drafter:
             self.drafter.commit(verified.tokens, verified.hidden, counts)
 
-    def tell(self, told: list[list[int]]) -> None:
+    def tell(self, report: list[list[int]]) -> None:
         """The host's part: texts grow, and may end."""
-        for request, (*path, drafted, accepted, following) in zip(self._decoding, told, strict=False):
+        for request, (*path, drafted, accepted, following) in zip(self._decoding, report, strict=False):
             if not request.finish_reason:  # another's `on_step` may have cancelled it
                 request.take([*path[:accepted], following], drafted)
 
@@ -393,7 +393,7 @@ class Engine:
                 return work.work(engine, *given)
             state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
-                return work((len(engine._pending), engine.cache.longest, engine.laws.kind), state, engine, *given)
+                return work((len(engine._pending), engine.cache.longest, engine.sampling.kind), state, engine, *given)
 
         return run
 

@@ -1,4 +1,4 @@
-"""From logits to a law, from a law to a token, with counter-based randomness."""
+"""From logits to a distribution, from a distribution to a token, with counter-based randomness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits. The same settings shape the target's law p and a drafter's law q.
+    """How a token is drawn from logits. The same settings shape the target's distribution p and a drafter's q.
 
     Attributes:
         temperature: 0 for greedy decoding; so is one below 1e-30, which float32 logits can't be divided by.
@@ -54,9 +54,9 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature < _COLDEST
 
-    def law(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
-        """The law that a token is drawn from, in float32 at least; at temperature 0 all on the likeliest token."""
-        return RowSampling([self], logits.device).law(logits.view(1, -1, logits.shape[-1])).view(logits.shape)
+    def probs(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
+        """What a token is drawn from, in float32 at least; at temperature 0 all on the likeliest token."""
+        return RowSampling([self], logits.device).probs(logits.view(1, -1, logits.shape[-1])).view(logits.shape)
 
 
 class RowSampling:
@@ -70,7 +70,7 @@ class RowSampling:
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
         self.rows = list(rows)
         self.greedy = all(row.greedy for row in rows)
-        """Every row is at temperature 0: no law is needed, the likeliest token decides."""
+        """Every row is at temperature 0: no distribution is needed, the likeliest token decides."""
         self._cold = any(row.greedy for row in rows)
         self._most = max(row.top_k for row in rows)
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
@@ -85,18 +85,18 @@ class RowSampling:
         self.top_k = column(min(row.top_k or 2**31, 2**31) for row in rows).long()
         self.top_p = column(row.top_p for row in rows)
         self.min_p = column(row.min_p for row in rows)
-        self.cold = column(row.greedy for row in rows).bool()
+        self.at_zero = column(row.greedy for row in rows).bool()
 
     def copy_(self, other: RowSampling) -> None:
         """Take over settings of the same kind, in place."""
         self.rows = other.rows
-        for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "cold"):
+        for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero"):
             getattr(self, name).copy_(getattr(other, name))
 
-    def law(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
-        """The law that each row's tokens are drawn from: temperature, then top-k, top-p and min-p, as transformers."""
+    def probs(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
+        """What each row's tokens are drawn from: temperature, then top-k, top-p and min-p, as transformers."""
         if logits.dim() == 2:
-            return self.law(logits[:, None])[:, 0]
+            return self.probs(logits[:, None])[:, 0]
         given = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = given / self.temperature.to(given.dtype)
         size = logits.shape[-1]
@@ -109,14 +109,14 @@ class RowSampling:
             ordered, index = logits.softmax(-1).sort(descending=True)
             outside = ((ordered.cumsum(-1) - ordered) >= self.top_p) & (self.top_p < 1)
             logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, index, outside), -torch.inf)
-        law = logits.softmax(-1)
+        probs = logits.softmax(-1)
         if self._min_p:
-            law = law.masked_fill(law < self.min_p * law.amax(-1, keepdim=True), 0)
-            law = law / law.sum(-1, keepdim=True)
+            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0)
+            probs = probs / probs.sum(-1, keepdim=True)
         if self._cold:
-            best = torch.zeros_like(law).scatter_(-1, given.argmax(-1, keepdim=True), 1)
-            law = torch.where(self.cold, best, law)
-        return law
+            best = torch.zeros_like(probs).scatter_(-1, given.argmax(-1, keepdim=True), 1)
+            probs = torch.where(self.at_zero, best, probs)
+        return probs
 
 
 _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone maps 0 to 0
@@ -146,12 +146,12 @@ def uniforms(
 
 
 def draw(
-    law: Tensor,  # [B, V] need not be normalised
+    probs: Tensor,  # [B, V] need not be normalised
     uniform: Tensor,  # [B]
 ) -> Tensor:  # [B]
-    """One token a row by inversion: the first whose cumulative law exceeds `uniform` times the total."""
-    cumulative = law.double().cumsum(-1)
+    """One token a row by inversion: the first whose cumulative distribution exceeds `uniform` times the total."""
+    cumulative = probs.double().cumsum(-1)
     token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # Rounding can put the last bound a hair below the total; the last token of positive law takes that sliver.
-    last = cumulative.shape[-1] - 1 - (law > 0).flip(-1).to(torch.uint8).argmax(-1)
+    # Rounding can put the last bound a hair below the total; the last token of positive probability takes that sliver.
+    last = cumulative.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
     return torch.minimum(token, last)

@@ -58,7 +58,7 @@ class _Given(nn.Module):
 
 
 class Target:
-    """The model whose output law speculation keeps.
+    """The model whose output distribution speculation keeps.
 
     `hidden` is always the state after the final norm, [B, T, D]: what the lm_head reads. The model's own code
     does all the maths, logit scaling and soft-capping included; nothing of it is copied here.
@@ -260,12 +260,12 @@ class Target:
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache of `rows` rows of `capacity` positions."""
-        kept_as = (self.dtype, self.device)  # a model may be cast or moved after its load
-        if kept_as not in self._forms:
+        form = (self.dtype, self.device)  # a model may be cast or moved after its load
+        if form not in self._forms:
             tokens = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
-                self._forms[kept_as] = forms(self._body(input_ids=tokens, use_cache=True).past_key_values)
-        return KVCache(self._forms[kept_as], rows, capacity, self.device)
+                self._forms[form] = forms(self._body(input_ids=tokens, use_cache=True).past_key_values)
+        return KVCache(self._forms[form], rows, capacity, self.device)
 
     @torch.no_grad()
     def hidden(
@@ -289,7 +289,7 @@ class Target:
 
         `cache.commit` keeps them.
         With a `tree` they are its verify positions from `base` on; `base` positions were written before them and not
-        committed. A draft may reach past the context's end; such tokens are never kept, so their positions don't
+        committed. A draft may reach past the context's end; such tokens are never accepted, so their positions don't
         matter.
         """
         with cache.writing(tokens.shape[1], tree, base) as positions:

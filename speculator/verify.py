@@ -1,11 +1,11 @@
-"""Accept rules: pure functions of the target's law, the draft and uniforms.
+"""Accept rules: pure functions of the target's distribution, the draft and uniforms.
 
-Notation: at verify position j (0 the pending token, i + 1 draft token i) the target's law of the next token is p[j].
-A rule gives `last`, the position where the kept path ends (0: nothing kept), and the law of the token that follows
-it, which need not be normalised. So every step emits the tokens of the path and one more.
+Notation: at verify position j (0 the pending token, i + 1 draft token i) the target's distribution of the next token is
+p[j]. A rule gives `last`, the position where the accepted path ends (0: nothing accepted), and the distribution of the
+token that follows it, which need not be normalised. So every step emits the tokens of the path and one more.
 
-Every rule but those called lossy keeps the target's law exactly, for the drafts that it is made for. A uniform can be
-exactly 0, so a test `u * q < p` is strict: what the target never says is never kept.
+Every rule but those called lossy keeps the target's distribution exactly, for the drafts that it is made for. A uniform
+can be exactly 0, so a test `u * q < p` is strict: what the target never says is never accepted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from speculator.draft import Draft, take_at
 _TINY = 1e-30
 
 
-def _chosen(laws: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B, T]
-    return laws.gather(2, tokens[:, :, None])[..., 0]
+def _chosen(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B, T]
+    return probs.gather(2, tokens[:, :, None])[..., 0]
 
 
 def _deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
@@ -40,7 +40,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
     return torch.where(left.sum(-1, keepdim=True) > _TINY, left, p)
 
 
-def _draft_laws(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
+def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
     """q at every position: one-hot for a deterministic draft, 0 where nothing was drafted."""
     q = draft.probs
     if q is None:
@@ -67,7 +67,7 @@ def token(
     Accept x_i iff u_i q_i(x_i) < p_i(x_i). After a refusal the next token follows norm((p - q)_+), after a whole draft
     p itself.
     """
-    q = _draft_laws(p, draft)
+    q = _draft_probs(p, draft)
     accept = u * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
     last = _deepest(accept, draft)
     return last, _residual(take_at(p, last), take_at(q, last))
@@ -83,7 +83,7 @@ def block(
     P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)); a prefix of i < G tokens passes with h_i = S / (S + 1 - P_i), where
     S = sum_x (P_i p_{i+1}(x) - q_{i+1}(x))_+, the whole draft with P_G. The next token follows norm((P_n p - q)_+).
     """
-    q = _draft_laws(p, draft)
+    q = _draft_probs(p, draft)
     drawn = _chosen(q[:, :-1], draft.tokens)
     ratio = _chosen(p[:, :-1], draft.tokens) / drawn.clamp_min(_TINY)
     weights = [p.new_ones(len(p))]
@@ -124,7 +124,7 @@ def walk(
 
 def multi_candidate(
     p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # siblings drawn one after the other from their parent's law, without replacement
+    draft: Draft,  # siblings drawn one after the other from their parent's distribution, without replacement
     u: Tensor,  # [B, n]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
     """Recursive rejection sampling over siblings (2401.06706 algorithm 2, 2402.14160), drawn without replacement.
@@ -136,7 +136,7 @@ def multi_candidate(
 
 def multi_candidate_replacement(
     p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # siblings drawn independently from their parent's law
+    draft: Draft,  # siblings drawn independently from their parent's distribution
     u: Tensor,  # [B, n]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
     """`multi_candidate` for siblings that are drawn with replacement: s stays as it is (2401.06706 algorithm 1)."""
@@ -145,9 +145,9 @@ def multi_candidate_replacement(
 
 def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(p), device=p.device)
-    q = _draft_laws(p, draft)
+    q = _draft_probs(p, draft)
     last = torch.zeros_like(draft.lengths)
-    law = p[:, 0]
+    probs = p[:, 0]
     moving = torch.ones_like(last, dtype=torch.bool)
     for _ in range(draft.depth):
         child = (draft.before == last[:, None]) & draft.drafted & moving[:, None]  # [B, n]
@@ -160,7 +160,7 @@ def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[T
             if sibling == 0:
                 s = q[rows, index]
             x = draft.tokens[rows, index]
-            # A child that its law could not give is none: siblings had used that law up.
+            # A child that its distribution could not give is none: siblings had used that distribution up.
             exists = here.any(-1) & ~entered & (s[rows, x] > 0)
             accept = exists & (u[rows, index] * s[rows, x] < t[rows, x])
             refuse = exists & ~accept
@@ -172,9 +172,9 @@ def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[T
                 others = s.scatter(1, x[:, None], 0)
                 others = others / others.sum(-1, keepdim=True).clamp_min(_TINY)
                 s = torch.where(refuse[:, None], others, s)
-        law = torch.where((moving & ~entered)[:, None], t, law)
+        probs = torch.where((moving & ~entered)[:, None], t, probs)
         moving = moving & entered
-    return last, torch.where(moving[:, None], take_at(p, last), law)
+    return last, torch.where(moving[:, None], take_at(p, last), probs)
 
 
 def typical_lossy(
@@ -184,7 +184,7 @@ def typical_lossy(
     threshold: float = 0.3,
     share: float = 0.09,
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Typical acceptance (Medusa, 2401.10774 section 2.3.1): NOT the target's law.
+    """Typical acceptance (Medusa, 2401.10774 section 2.3.1): NOT the target's distribution.
 
     Keep x iff p(x) > min(threshold, share exp(-H(p))): the longest path of such tokens.
     """

@@ -110,7 +110,7 @@ CONFIGS = {
 
 
 def tiny_model(family: str = "llama", scale: float = 4.0):
-    """A random model whose laws are far from uniform: its weights are `scale` times the usual ones."""
+    """A random model whose distributions are far from uniform: its weights are `scale` times the usual ones."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
     for parameter in model.parameters():
@@ -180,7 +180,7 @@ class Oracle(Drafter):
 
 
 class MisstatedHead(HeadDrafter):
-    """The classic bug: draws its tokens from one law and tells another."""
+    """The classic bug: draws its tokens from one distribution and tells another."""
 
     def propose(self, pending, sampling, u, texts):
         colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)

@@ -1,8 +1,9 @@
-"""Exact laws of what an accept rule emits: every draft, every accept pattern, nothing sampled.
+"""Exact distributions of what an accept rule emits: every draft, every accept pattern, nothing sampled.
 
-A *world* is a pair of next-token laws (p the target's, q the drafter's) over every prefix of a draft. A *drafting* is
-how a draft comes about: a list of (tokens, chance) with the laws that the drafter claims. A rule is fed every draft
-and every cell of its uniforms, and the law of the emitted tokens, completed by p to depth + 1, is compared with p's.
+A *world* is a pair of next-token distributions (p the target's, q the drafter's) over every prefix of a draft. A
+*drafting* is how a draft comes about: a list of (tokens, chance) with the distributions that the drafter claims. A rule
+is fed every draft and every cell of its uniforms, and the distribution of the emitted tokens, completed by p to depth +
+1, is compared with p's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class World:
-    """p[prefix], q[prefix]: laws over `size` tokens for every prefix of up to `depth` tokens."""
+    """p[prefix], q[prefix]: distributions over `size` tokens for every prefix of up to `depth` tokens."""
 
     size: int
     depth: int
@@ -34,10 +35,10 @@ KINDS = ("plain", "zeros", "one-hot", "equal", "disjoint")
 
 
 def world(seed: int, size: int, depth: int, kind: str) -> World:
-    """Random laws of a kind: with zeros in them, one-hot, p = q, or with disjoint supports."""
+    """Random distributions of a kind: with zeros in them, one-hot, p = q, or with disjoint supports."""
     generator = torch.Generator().manual_seed(seed)
 
-    def law(side: int) -> torch.Tensor:
+    def probs(side: int) -> torch.Tensor:
         weights = torch.rand(size, generator=generator, dtype=torch.float64) ** 3 + 1e-3
         if kind == "zeros":
             weights[torch.randint(size, (1,), generator=generator)] = 0
@@ -49,8 +50,8 @@ def world(seed: int, size: int, depth: int, kind: str) -> World:
         return weights / weights.sum()
 
     prefixes = [prefix for n in range(depth + 1) for prefix in product(range(size), repeat=n)]
-    p = {prefix: law(0) for prefix in prefixes}
-    q = {prefix: law(1) for prefix in prefixes}
+    p = {prefix: probs(0) for prefix in prefixes}
+    q = {prefix: probs(1) for prefix in prefixes}
     return World(size, depth, p, p if kind == "equal" else q)
 
 
@@ -60,14 +61,14 @@ class Case:
 
     Attributes:
         tokens: of each node; parents: index of each node's parent, -1 at the root.
-        laws: the law that each node's token is said to have been drawn from, or None for a deterministic draft.
+        distributions: what each node's token is said to have been drawn from, or None for a deterministic draft.
         chance: how probable this draft is.
         length: nodes really drafted.
     """
 
     tokens: Prefix
     parents: Prefix
-    laws: list[torch.Tensor] | None
+    distributions: list[torch.Tensor] | None
     chance: float
     length: int
 
@@ -88,23 +89,25 @@ CHAINS = {depth: tuple(range(-1, depth - 1)) for depth in range(1, 4)}
 def sampled(w: World, parents: Prefix, replacement: bool = True) -> Iterator[Case]:
     """Every draft whose siblings are drawn from their parent's q one after the other."""
 
-    def grow(tokens: Prefix, laws: list[torch.Tensor], chance: float) -> Iterator[Case]:
+    def grow(tokens: Prefix, distributions: list[torch.Tensor], chance: float) -> Iterator[Case]:
         node = len(tokens)
         if node == len(parents):
-            yield Case(tokens, parents, laws, chance, node)
+            yield Case(tokens, parents, distributions, chance, node)
             return
         so_far = Case(tokens, parents[:node], None, chance, node)
-        law = w.q[so_far.path(parents[node])]
-        left = law.clone()
+        probs = w.q[so_far.path(parents[node])]
+        left = probs.clone()
         if not replacement:
             left[[tokens[i] for i in so_far.children(parents[node])]] = 0
             left = left / left.sum() if left.sum() > 0 else left
-        if left.sum() == 0:  # the elders used the law up: the drafter gives some token that its law can't
-            yield from grow((*tokens, 0), [*laws, law * 0], chance)
+        if (
+            left.sum() == 0
+        ):  # the elders used the distribution up: the drafter gives some token that its distribution can't
+            yield from grow((*tokens, 0), [*distributions, probs * 0], chance)
             return
         for token in range(w.size):
             if left[token] > 0:
-                yield from grow((*tokens, token), [*laws, law], chance * left[token].item())
+                yield from grow((*tokens, token), [*distributions, probs], chance * left[token].item())
 
     return grow((), [], 1.0)
 
@@ -115,8 +118,8 @@ def deterministic(w: World, parents: Prefix) -> Iterator[Case]:
     for node in range(len(parents)):
         so_far = Case(tokens, parents[:node], None, 1.0, node)
         elders = so_far.children(parents[node])
-        law = w.q[so_far.path(parents[node])]
-        tokens = (*tokens, law.argsort(descending=True, stable=True)[len(elders)].item())
+        probs = w.q[so_far.path(parents[node])]
+        tokens = (*tokens, probs.argsort(descending=True, stable=True)[len(elders)].item())
     yield Case(tokens, parents, None, 1.0, len(parents))
 
 
@@ -130,7 +133,7 @@ def token_breaks(w: World, case: Case) -> Breaks:
     breaks: Breaks = []
     for i, token in enumerate(case.tokens):
         p = w.p[case.path(i - 1)][token].item()
-        q = 1.0 if case.laws is None else case.laws[i][token].item()
+        q = 1.0 if case.distributions is None else case.distributions[i][token].item()
         breaks.append({p / q} if q > 0 else set())
     return breaks
 
@@ -140,7 +143,7 @@ def block_breaks(w: World, case: Case) -> Breaks:
     weight, breaks = 1.0, []
     for i, token in enumerate(case.tokens):
         one_hot = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
-        q = one_hot if case.laws is None else case.laws[i]
+        q = one_hot if case.distributions is None else case.distributions[i]
         weight = min(1.0, weight * w.p[case.path(i - 1)][token].item() / q[token].item())
         if i + 1 == case.length:
             breaks.append({weight})
@@ -149,8 +152,8 @@ def block_breaks(w: World, case: Case) -> Breaks:
         if nxt is None:
             nxt = (
                 torch.nn.functional.one_hot(torch.tensor(case.tokens[i + 1]), w.size).double()
-                if case.laws is None
-                else case.laws[i + 1]
+                if case.distributions is None
+                else case.distributions[i + 1]
             )
         surplus = (weight * w.p[case.path(i)] - nxt).clamp_min(0).sum().item()
         rest = surplus + 1 - weight
@@ -181,10 +184,10 @@ def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
             for child in case.children(node):
                 token = case.tokens[child]
                 if s is None:
-                    if case.laws is None:
+                    if case.distributions is None:
                         s = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
                     else:
-                        s = case.laws[child].clone()
+                        s = case.distributions[child].clone()
                 if s[token] <= 0:
                     continue
                 breaks[child].add((t[token] / s[token]).item())
@@ -212,7 +215,7 @@ class Outcome:
     """What a rule did over everything that can happen."""
 
     total_variation: float
-    """Between the law of the emitted tokens, completed to depth + 1, and the target's."""
+    """Between the distribution of the emitted tokens, completed to depth + 1, and the target's."""
     kept: float
     """Draft tokens kept, in the mean."""
 
@@ -224,7 +227,7 @@ def outcome(
 
     With `shared` one uniform serves every test, as in a decoder that reseeds before each of them.
     """
-    tokens, parents, laws, targets, uniforms, chances, lengths = [], [], [], [], [], [], []
+    tokens, parents, distributions, targets, uniforms, chances, lengths = [], [], [], [], [], [], []
     for case in cases:
         breaks = find_breaks(w, case)
         if shared:
@@ -245,8 +248,8 @@ def outcome(
             targets.append(target)
             uniforms.append(u)
             chances.append(case.chance * measure)
-            if case.laws is not None:
-                laws.append(torch.stack(case.laws))
+            if case.distributions is not None:
+                distributions.append(torch.stack(case.distributions))
     count = len(parents[0])
     is_chain = tuple(parents[0]) == tuple(range(-1, count - 1))
     depth = max(case.level(node) + 1 for case in cases[:1] for node in range(count))
@@ -254,18 +257,18 @@ def outcome(
     draft = Draft(
         torch.tensor(tokens),
         torch.tensor(lengths),
-        torch.stack(laws) if laws else None,
+        torch.stack(distributions) if distributions else None,
         None if is_chain else torch.tensor(parents),
         depth=depth,
         width=width,
     )
-    last, law = rule(torch.stack(targets), draft, torch.tensor(uniforms, dtype=torch.float64))
-    law = law / law.sum(-1, keepdim=True)
+    last, probs = rule(torch.stack(targets), draft, torch.tensor(uniforms, dtype=torch.float64))
+    probs = probs / probs.sum(-1, keepdim=True)
     chance = torch.tensor(chances, dtype=torch.float64)
     path, kept = draft.path(last), draft.depths.gather(1, last[:, None])[:, 0]
     emitted = torch.cat([torch.zeros(len(tokens), 1, dtype=torch.long), draft.tokens], 1).gather(1, path)
     joint: dict[Prefix, float] = {}
-    for row, n, mass, following in zip(emitted.tolist(), kept.tolist(), chance.tolist(), law, strict=True):
+    for row, n, mass, following in zip(emitted.tolist(), kept.tolist(), chance.tolist(), probs, strict=True):
         for token, share in enumerate(following.tolist()):
             if share > 0 and mass > 0:
                 key = (*row[1 : n + 1], token)
@@ -277,7 +280,7 @@ def outcome(
 
 
 def _complete(w: World, joint: dict[Prefix, float], length: int) -> dict[Prefix, float]:
-    """Extend emitted prefixes by the target's own law, which the next steps would draw from."""
+    """Extend emitted prefixes by the target's own distribution, which the next steps would draw from."""
     for n in range(length):
         grown: dict[Prefix, float] = {}
         for prefix, mass in joint.items():
@@ -295,27 +298,27 @@ def _complete(w: World, joint: dict[Prefix, float], length: int) -> dict[Prefix,
 # ---- what real models say
 
 
-def joint_law(model, prompt: list[int], count: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The exact law of `count` sampled tokens, by enumerating the model."""
-    laws = {(): 1.0}
+def joint_distribution(model, prompt: list[int], count: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The exact distribution of `count` sampled tokens, by enumerating the model."""
+    distributions = {(): 1.0}
     for _ in range(count):
-        prefixes = list(laws)
+        prefixes = list(distributions)
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]), use_cache=False).logits[:, -1]
-        rows = sampling.law(logits.double())
-        laws = {
-            (*prefix, token): laws[prefix] * row[token].item()
+        rows = sampling.probs(logits.double())
+        distributions = {
+            (*prefix, token): distributions[prefix] * row[token].item()
             for prefix, row in zip(prefixes, rows, strict=True)
             for token in range(len(row))
             if row[token] > 0
         }
-    return laws
+    return distributions
 
 
-def chi_square_p(counts: Counter, law: dict, total: int) -> float:
+def chi_square_p(counts: Counter, probs: dict, total: int) -> float:
     """Goodness of fit, cells with fewer than 5 expected merged."""
     cells, rest, rest_seen = [], 0.0, 0
-    for outcome, probability in law.items():
+    for outcome, probability in probs.items():
         if probability * total >= 5:
             cells.append((counts[outcome], probability * total))
         else:

@@ -50,14 +50,14 @@ LOSSES = {
 
 
 def naive(head: MLPSpeculator, hidden: Tensor, tokens: Tensor, labels: Tensor, lm_head: nn.Linear) -> Tensor:
-    """Cross-entropy or KL the plain way: every head's logits and every law at once."""
+    """Cross-entropy or KL the plain way: every head's logits and every distribution at once."""
     length = labels.shape[-1]
     logits = head.logits(hidden[:, :length], tokens[:, 1:-1])  # [N, B, S, V]
     if lm_head is None:
         return F.cross_entropy(logits.flatten(0, 2), labels.transpose(0, 1).flatten(), reduction="sum")
-    law = lm_head(hidden).log_softmax(-1)
-    laws = torch.stack([law[:, i + 1 : i + 1 + length] for i in range(head.n_predict)])
-    return F.kl_div(logits.log_softmax(-1), laws, log_target=True, reduction="sum")
+    log_p = lm_head(hidden).log_softmax(-1)
+    log_ps = torch.stack([log_p[:, i + 1 : i + 1 + length] for i in range(head.n_predict)])
+    return F.kl_div(logits.log_softmax(-1), log_ps, log_target=True, reduction="sum")
 
 
 def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:
@@ -76,8 +76,8 @@ def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:
             measure = Measure(labels, hidden, lm_head, LOSSES[loss])
             height = _height(lambda: head(hidden[:, :tokens], ids[:, 1:-1], measure)["objective"].backward(), device)  # noqa: B023
         else:
-            law = lm_head if LOSSES[loss].kl else None
-            height = _height(lambda: naive(head, hidden, ids, labels, law).backward(), device)  # noqa: B023
+            log_p = lm_head if LOSSES[loss].kl else None
+            height = _height(lambda: naive(head, hidden, ids, labels, log_p).backward(), device)  # noqa: B023
         gradients = sum(parameter.grad.nbytes for parameter in head.parameters() if parameter.grad is not None)
         rows.append({"loss": loss, "chunked": chunked, "bytes": height - gradients})
     return rows

@@ -113,7 +113,7 @@ def fits_target(config: RunConfig, target: Target) -> None:
     }
     if config.stage2.max_steps:
         generate = config.stage2.generate
-        own_laws(generate)
+        own_sampling(generate)
         name = "stage2.generate.prompt_tokens + stage2.generate.max_new_tokens"
         longest[name] = generate.prompt_tokens + generate.max_new_tokens
     for name, length in longest.items():
@@ -135,8 +135,8 @@ def _fits_memory(config: RunConfig, target: Target) -> None:
         )
 
 
-def own_laws(generate: GenerateConfig) -> list[Sampling]:
-    """The laws that the target's own text is drawn from: the prompts take them in turn."""
+def own_sampling(generate: GenerateConfig) -> list[Sampling]:
+    """The distributions that the target's own text is drawn from: the prompts take them in turn."""
     if not generate.temperatures:
         raise UserError("stage2.generate.temperatures is empty: name one at least")
     return [Sampling(t, generate.top_k, generate.top_p, generate.min_p) for t in generate.temperatures]

@@ -81,13 +81,13 @@ class LossConfig:
     cross_entropy: float = 0.0
     """Of the token that the text goes on with: the published recipe."""
     kl: float = 1.0
-    """Of the divergence from the target's own law of that token."""
+    """Of the divergence from the target's own distribution of that token."""
     total_variation: float = 0.0
     """Of the chance that a sampled draft is rejected."""
     lk: float = 0.0
     """Of the LK hybrid: divergence while little is accepted, then the chance of rejection."""
     kl_temperature: float = 1.0
-    """Softens both laws in the divergence."""
+    """Softens both distributions in the divergence."""
     lk_eta: float = 3.0
     """How soon the hybrid turns from divergence to acceptance."""
     head_decay: float = 1.0
@@ -139,7 +139,7 @@ class GenerateConfig:
     max_new_tokens: int = 192
     """New tokens per prompt."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Of the target's law; 0 is greedy. The prompts take them in turn: name those that the head will draft at."""
+    """0 is greedy. The prompts take them in turn: name those that the head will draft at."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0

@@ -8,8 +8,8 @@ import datasets
 import torch
 from torch import Tensor, nn
 
+from speculator.checkpoints import load_any
 from speculator.errors import UserError
-from speculator.export import load_any
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.target import Target
 from train.config import RunConfig, SpeculatorConfig

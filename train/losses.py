@@ -4,17 +4,17 @@ Alignment, 0-based, with a row x of L tokens, hidden states h, N heads and S = L
 
     head i at position t reads h_t and x[t+1 .. t+1+i] and predicts x[t+2+i]
 
-so the target's own law of that token comes from u = t+1+i, which the same forward pass gave. For L = 8, N = 2:
+so the target's own distribution of that token comes from u = t+1+i, which the same forward pass gave. For L = 8, N = 2:
 
     t         0  1  2  3  4
-    head 0    x2 x3 x4 x5 x6      law from h1 .. h5
-    head 1    x3 x4 x5 x6 x7      law from h2 .. h6
+    head 0    x2 x3 x4 x5 x6      distribution from h1 .. h5
+    head 1    x3 x4 x5 x6 x7      distribution from h2 .. h6
 
-Everything here is laid out by u, so that one law, made once, teaches every head.
+Everything here is laid out by u, so that one distribution, made once, teaches every head.
 
-A head with a draft vocabulary has V_d of the V logits. The law is normalised over all V and then cut to the V_d, so
-that a sum over tokens is a sum over these: q is 0 elsewhere. A label that can't be drafted is a miss, and has no
-cross-entropy; it is counted all the same.
+A head with a draft vocabulary has V_d of the V logits. The distribution is normalised over all V and then cut to the
+V_d, so that a sum over tokens is a sum over these: q is 0 elsewhere. A label that can't be drafted is a miss, and has
+no cross-entropy; it is counted all the same.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def draft_ids(labels: Tensor, draft_tokens: Tensor | None) -> Tensor:  # [...], 
     return torch.where(labels == IGNORE, IGNORE, ids)
 
 
-class Law(NamedTuple):
-    """The target's law of each token of a chunk, of the tokens that are drafted; softened by `kl`'s temperature."""
+class TargetProbs(NamedTuple):
+    """The target's distribution of each token of a chunk, of what can be drafted; softened by `kl`'s temperature."""
 
     p: Tensor  # [C, V_d] sums to 1 over the whole vocabulary
     softened: Tensor  # [C, V_d] so does this
     entropy: Tensor  # [C] of the softened: the part of these tokens
 
 
-def law(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | None = None) -> Law:  # [C, V]
+def target_probs(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
     def drafted(log_p: Tensor) -> Tensor:  # [C, V] -> [C, V_d]
         return log_p if draft_tokens is None else log_p[:, draft_tokens]
 
@@ -81,9 +81,9 @@ def law(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | None = Non
     if kl_temperature == 1:
         log_p = drafted(log_p)
         log_soft, p = log_p, log_p.exp()
-        return Law(p, p, -(p * log_soft).sum(-1))
+        return TargetProbs(p, p, -(p * log_soft).sum(-1))
     log_soft = drafted((log_p / kl_temperature).log_softmax(-1))
-    return Law(drafted(log_p).exp(), log_soft.exp(), -(log_soft.exp() * log_soft).sum(-1))
+    return TargetProbs(drafted(log_p).exp(), log_soft.exp(), -(log_soft.exp() * log_soft).sum(-1))
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
@@ -91,11 +91,11 @@ def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> 
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
 
-def kl(log_q: Tensor, target: Law, temperature: float) -> Tensor:  # [C, V_d] -> [C]
+def kl(log_q: Tensor, target: TargetProbs, temperature: float) -> Tensor:  # [C, V_d] -> [C]
     """KL(p || q), both softened, times temperature^2 so that its gradient keeps its size (1503.02531).
 
     With a draft vocabulary the sum over it of p (log p - log q), p not normalised anew: a token counts as much as the
-    target's law has to draft. It is least, M log M of the mass M there, where q is p in proportion.
+    target's distribution has to draft. It is least, M log M of the mass M there, where q is p in proportion.
     """
     if temperature != 1:
         log_q = (log_q / temperature).log_softmax(-1)
@@ -107,7 +107,9 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
     return torch.minimum(p, log_q.exp()).sum(-1)
 
 
-def loss_per_token(z: Tensor, labels: Tensor, target: Law | None, weights: LossConfig) -> Tensor:  # [C, V_d] -> [C]
+def loss_per_token(
+    z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
+) -> Tensor:  # [C, V_d] -> [C]
     """The weighted mix of one head's losses."""
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
@@ -128,7 +130,7 @@ def loss_per_token(z: Tensor, labels: Tensor, target: Law | None, weights: LossC
     return loss
 
 
-def needs_law(weights: LossConfig) -> bool:
+def needs_target_probs(weights: LossConfig) -> bool:
     """Whether the target's lm_head is needed at all."""
     return bool(weights.kl or weights.total_variation or weights.lk)
 
@@ -141,7 +143,7 @@ class Measure:
     Args:
         labels: [B, N, S] from `align`.
         hidden: [B, L, D] the target's states of the whole rows.
-        logits: the target's lm_head, [C, D] -> [C, V], called where a loss needs the target's law.
+        logits: the target's lm_head, [C, D] -> [C, V], called where a loss needs the target's distribution.
         weights: of the losses.
         chunk: tokens at a time; None takes what fits in a fixed budget of logits.
         vocab_size: V of `logits`, for that budget; None where the heads' outputs have it.
@@ -168,7 +170,7 @@ class Measure:
         """Gives `objective` (a scalar, to be minimised) and sums of each head, [N].
 
         The sums: loss, count, hits, prefix_hits (every head up to this one was right) and, where gradients are off
-        and the target's law is at hand, overlap.
+        and the target's distribution is at hand, overlap.
         """
         batch, heads, length = self.labels.shape
         total = length + heads - 1  # u = 1 .. total
@@ -201,7 +203,11 @@ class Measure:
             "hits": hits.sum((1, 2)),
             "prefix_hits": hits.cumprod(0).sum((1, 2)),
         }
-        return sums if torch.is_grad_enabled() or not needs_law(self.weights) else sums | {"overlap": accepted.sum(1)}
+        return (
+            sums
+            if torch.is_grad_enabled() or not needs_target_probs(self.weights)
+            else sums | {"overlap": accepted.sum(1)}
+        )
 
 
 class _Chunked(torch.autograd.Function):
@@ -232,8 +238,8 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, kept, chunk):
             span = slice(start, start + chunk)
             target = None
-            if needs_law(weights):
-                target = law(measure.logits(hidden[span]), weights.kl_temperature, draft_tokens)
+            if needs_target_probs(weights):
+                target = target_probs(measure.logits(hidden[span]), weights.kl_temperature, draft_tokens)
             for i in range(heads):
                 counted = labels[i, span] != IGNORE
                 x = features[i][span].to(dtype)

@@ -23,10 +23,10 @@ from eval.run import evaluate
 from eval.suites import Suite, from_text
 from eval.tuning import write_tuned
 from speculator import HeadDrafter
+from speculator.checkpoints import load_any
+from speculator.checkpoints.card import write_card
 from speculator.drafters.tuned import TUNED, tuned_drafter
 from speculator.errors import run_command
-from speculator.export import load_any
-from speculator.export.card import write_card
 from speculator.heads import load_head
 from speculator.target import Target
 from train import checks
@@ -222,7 +222,7 @@ def generate_own_text(
         else tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size),
         own_prompts,
         Path(config.output_dir) / "generated",
-        sampling=checks.own_laws(settings),
+        sampling=checks.own_sampling(settings),
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed,

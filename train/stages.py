@@ -19,8 +19,8 @@ from accelerate import PartialState
 from eval import tracking
 from eval.acceptance import real_acceptance
 from eval.suites import Suite
+from speculator.checkpoints import load_any
 from speculator.errors import UserError
-from speculator.export import load_any
 from speculator.files import new_folder, read_text, write_text
 from speculator.heads import Speculator
 from speculator.sealed import damage, seal

@@ -32,7 +32,7 @@ from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
 from speculator.heads import Speculator
 from speculator.target import Target
-from train.checks import own_laws
+from train.checks import own_sampling
 from train.config import GenerateConfig, LossConfig, RunConfig, SpeculatorConfig
 from train.initialise import new_head
 from train.trainer import Collator, SpeculatorTrainer
@@ -163,9 +163,15 @@ class Study:
         """`count` rows that the target said: the same for every arm and seed."""
         beginnings = [row[:PROMPT_TOKENS] for row in self.text[2 * STEPS : 2 * STEPS + count]["input_ids"]]
         folder = self.folder / f"own_text_{count}"
-        laws = own_laws(GenerateConfig())
+        samplings = own_sampling(GenerateConfig())
         return generate_rows(
-            self.target, None, beginnings, folder, sampling=laws, max_new_tokens=LENGTH - PROMPT_TOKENS, batch_size=50
+            self.target,
+            None,
+            beginnings,
+            folder,
+            sampling=samplings,
+            max_new_tokens=LENGTH - PROMPT_TOKENS,
+            batch_size=50,
         )
 
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:

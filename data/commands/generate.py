@@ -16,7 +16,7 @@ from data.rendering import load_tokenizer
 from data.server import CONCURRENCY, Prompt, fetch_rows
 from data.sources import Room, prompts
 from data.tally import Tally, add_max_bad_rows
-from speculator.commands.prompts import encode, prompt_of, read_rows
+from speculator.cli.prompts import encode, prompt_of, read_rows
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
 from speculator.files import check_folder
@@ -49,7 +49,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--prompt_tokens", type=int, default=64, help="of each prompt of --sources; default: 64")
     parser.add_argument("--max_rows", type=int, help="at most so many prompts; default: all")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="the most new tokens of a row; default: 256")
-    parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the target's own law")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the target's own distribution")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
     parser.add_argument("--min_p", type=float, default=0.0, help="sample from those this share as likely as the first")
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer, target.context_length)]
         generate_rows(target, drafter, prompts, arguments.output, batch_size=arguments.batch_size or BATCH_SIZE, **how)
     if processes.is_main_process:
-        print(printable(_told(arguments.output)), file=sys.stderr)
+        print(printable(_line(arguments.output)), file=sys.stderr)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -143,14 +143,14 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     return chosen
 
 
-def _told(folder: Path) -> str:
+def _line(folder: Path) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
     speed = manifest["tokens_per_second"]
-    told = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
+    line = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
     if manifest["tokens_per_step"] and manifest["drafter"]:
-        told += f", {manifest['tokens_per_step']:.2f} tokens per step"
+        line += f", {manifest['tokens_per_step']:.2f} tokens per step"
     if speed["speculative"] and speed["same_loop"]:
         gain = speed["speculative"] / speed["same_loop"]
-        told += f", {speed['speculative']:.0f} tokens/s where the same loop without a draft gives "
-        told += f"{speed['same_loop']:.0f} ({gain:.2f}x)"
-    return told
+        line += f", {speed['speculative']:.0f} tokens/s where the same loop without a draft gives "
+        line += f"{speed['same_loop']:.0f} ({gain:.2f}x)"
+    return line

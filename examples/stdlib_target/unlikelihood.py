@@ -59,8 +59,8 @@ class UnlikelihoodTrainer(LanguageModelTrainer):
             )
         model.train()
         bad = torch.tensor([repeated(text) for text in texts.tolist()], device=rows.device)[:, _PROMPT:]
-        laws = model(texts[:, :-1]).logits[:, _PROMPT - 1 :].float().log_softmax(-1)
-        chosen = laws.gather(2, texts[:, _PROMPT:, None])[..., 0]
+        distributions = model(texts[:, :-1]).logits[:, _PROMPT - 1 :].float().log_softmax(-1)
+        chosen = distributions.gather(2, texts[:, _PROMPT:, None])[..., 0]
         unlikelihood = -torch.log((1 - chosen.exp()).clamp_min(1e-5))
         return likelihood + (unlikelihood * bad).sum() / bad.sum().clamp_min(1)
 

@@ -5,7 +5,7 @@ from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.model import ModelDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.drafters.shapes import Candidates, Chain, Paths, Tree
+from speculator.drafters.topology import Candidates, Chain, Paths, Tree
 
 __all__ = [
     "Candidates",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculator.draft import Draft
 from speculator.drafters.base import Drafter, Texts
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads.eagle3 import Eagle3Speculator, Memory
 from speculator.sampling import RowSampling

@@ -84,7 +84,7 @@ class Drafter:
         return ()
 
 
-class LawSource(Protocol):
+class LogitsSource(Protocol):
     """A model that gives next-token logits along a draft that is being built, level by level."""
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:  # [B] -> [B, 1, V]

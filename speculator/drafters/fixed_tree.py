@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from speculator.draft import Draft
-from speculator.drafters.base import LawSource, Texts
-from speculator.drafters.shapes import LOSSY, check_nodes, siblings
+from speculator.drafters.base import LogitsSource, Texts
+from speculator.drafters.topology import LOSSY, check_nodes, siblings
 from speculator.errors import UserError
 from speculator.sampling import RowSampling
 
@@ -62,30 +62,30 @@ class FixedTree:
             self._most.append(most)
             expanded = [level[i] for i in has_children]
 
-    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         rows = len(pending)
         form, levels = self._place(pending)
         logits = source.first(pending, texts)  # [B, f, V] of the expanded tokens
         all_tokens: list[Tensor] = []
-        all_laws: list[Tensor] = []
+        all_probs: list[Tensor] = []
         drafted = 0
         for depth, (most, level) in enumerate(zip(self._most, levels, strict=True), start=1):
             parents, places, has_children, parents_of_these = level
             if sampling.greedy:
                 offered = logits.topk(most).indices  # [B, f, most]
             else:
-                laws = sampling.law(logits)
-                own = u.new_zeros(rows, laws.shape[1] * most)
+                probs = sampling.probs(logits)
+                own = u.new_zeros(rows, probs.shape[1] * most)
                 own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
-                offered = siblings(laws.flatten(0, 1), own.view(-1, most), False).view(rows, -1, most)
-                all_laws.append(laws.index_select(1, parents))
+                offered = siblings(probs.flatten(0, 1), own.view(-1, most), False).view(rows, -1, most)
+                all_probs.append(probs.index_select(1, parents))
             tokens = offered.flatten(1).index_select(1, places)
             all_tokens.append(tokens)
             drafted += len(places)
             if depth == self.depth:
                 break
             logits = source.next(depth, tokens.index_select(1, has_children), parents_of_these.expand(rows, -1))
-        return form.filled(torch.cat(all_tokens, 1), torch.cat(all_laws, 1) if all_laws else None)
+        return form.filled(torch.cat(all_tokens, 1), torch.cat(all_probs, 1) if all_probs else None)
 
     def _place(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
         """A draft of this form, whose tokens are yet to come, and the levels' indices, on the rows' device."""

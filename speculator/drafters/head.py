@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculator.draft import Draft, take_at
 from speculator.drafters.base import Drafter, Texts
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sampling import RowSampling

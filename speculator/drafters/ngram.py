@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speculator.draft import Draft
 from speculator.drafters.base import Drafter, Texts
-from speculator.drafters.shapes import check_length
+from speculator.drafters.topology import check_length
 from speculator.sampling import RowSampling
 
 

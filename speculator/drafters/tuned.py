@@ -9,7 +9,7 @@ from typing import Any
 
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import Speculator, load_head
 from speculator.sampling import Sampling

@@ -23,7 +23,7 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     Raises:
         UserError: no head there, missing, surplus or damaged tensors, or a head for another hidden size or vocabulary.
     """
-    from speculator.export import load_any  # imports heads: at the top it would be a circle
+    from speculator.checkpoints import load_any  # imports heads: at the top it would be a circle
 
     head: Any = load_any(folder)
     config = head.config

@@ -25,7 +25,7 @@ from data.packing import pack
 from data.rendering import render
 from data.rows import KEYS, content
 from data.sources import documents
-from speculator.commands.prompts import read_rows
+from speculator.cli.prompts import read_rows
 from speculator.errors import UserError
 from speculator.sealed import MANIFEST, damage, seal
 from train.config import RunConfig, parse

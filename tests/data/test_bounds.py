@@ -15,7 +15,7 @@ from datasets import Dataset
 from data.rendering import load_tokenizer
 from data.sources import documents, token_documents
 from data.tally import Tally
-from speculator.commands.prompts import read_rows
+from speculator.cli.prompts import read_rows
 from speculator.errors import UserError
 from speculator.lines import MOST_BYTES
 

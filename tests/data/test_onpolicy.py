@@ -1,4 +1,4 @@
-"""Text by the target through the decoder: its law, its order, the same rows whatever interrupts or shares the work."""
+"""Text by the target through the decoder: its distribution, its order, the same rows whatever interrupts the work."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import tiny_head, tiny_model
 from datasets import load_from_disk
-from enumeration import chi_square_p, joint_law
+from enumeration import chi_square_p, joint_distribution
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -45,14 +45,14 @@ def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tm
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
 
 
-def test_rows_take_several_laws_in_turn(target, tmp_path):
+def test_rows_take_several_distributions_in_turn(target, tmp_path):
     rows = made(target, tmp_path / "out", sampling=[Sampling(0.0), Sampling(1.0)], seed=5, batch_size=4)
     for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
         own = Sampling(index % 2, seed=5 + index)
         alone = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).tokens[0]
         assert row["input_ids"] == [*prompt, *alone]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert [law["temperature"] for law in manifest["sampling"]] == [0.0, 1.0]
+    assert [expected["temperature"] for expected in manifest["sampling"]] == [0.0, 1.0]
     with pytest.raises(UserError, match="sampling"):
         made(target, tmp_path / "out", sampling=Sampling(1.0), seed=5, batch_size=4)
 
@@ -343,11 +343,11 @@ def test_a_sharded_target_is_refused(target, tmp_path):
         torch.distributed.destroy_process_group()
 
 
-# ---- the law
+# ---- the distribution
 
 
 class MisstatedHead(HeadDrafter):
-    """Drafts from a colder law than the one it claims."""
+    """Drafts from a colder distribution than the one it claims."""
 
     def propose(self, pending, sampling, u, texts):
         draft = super().propose(pending, RowSampling([Sampling(0.5)], pending.device), u, texts)
@@ -355,12 +355,12 @@ class MisstatedHead(HeadDrafter):
         return draft
 
 
-def law_p_value(drafter, folder, temperature=1.0) -> float:
+def p_value_of_text(drafter, folder, temperature=1.0) -> float:
     """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
     model, prompt, rows = tiny_model(), [1, 2, 3, 4, 5], 20_000
-    law: dict[tuple[int, ...], float] = Counter()
-    for tokens, probability in joint_law(model, prompt, 3, Sampling(1.0)).items():
-        law[tokens[1:]] += probability
+    expected: dict[tuple[int, ...], float] = Counter()
+    for tokens, probability in joint_distribution(model, prompt, 3, Sampling(1.0)).items():
+        expected[tokens[1:]] += probability
     made = generate_rows(
         Target(model, None),
         drafter,
@@ -371,16 +371,16 @@ def law_p_value(drafter, folder, temperature=1.0) -> float:
         batch_size=4096,
         progress=False,
     )
-    return chi_square_p(Counter(tuple(ids[-2:]) for ids in made["input_ids"]), law, rows)
+    return chi_square_p(Counter(tuple(ids[-2:]) for ids in made["input_ids"]), expected, rows)
 
 
-def test_the_text_follows_the_targets_enumerated_law(tmp_path):
-    assert law_p_value(HeadDrafter(tiny_head()), tmp_path) > 1e-4
+def test_the_text_follows_the_targets_enumerated_distribution(tmp_path):
+    assert p_value_of_text(HeadDrafter(tiny_head()), tmp_path) > 1e-4
 
 
-def test_a_draft_law_that_is_not_the_drawn_one_is_seen(tmp_path):
-    assert law_p_value(MisstatedHead(tiny_head()), tmp_path) < 1e-6
+def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen(tmp_path):
+    assert p_value_of_text(MisstatedHead(tiny_head()), tmp_path) < 1e-6
 
 
 def test_a_colder_text_is_seen(tmp_path):
-    assert law_p_value(HeadDrafter(tiny_head()), tmp_path, temperature=0.8) < 1e-6
+    assert p_value_of_text(HeadDrafter(tiny_head()), tmp_path, temperature=0.8) < 1e-6

@@ -28,7 +28,7 @@ def pairs(count, generator, first, second):
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (300, 300), (10**6, 10**6)])
-def test_p_values_of_equal_laws_are_uniform_however_rare_the_outcomes(sizes):
+def test_p_values_of_equal_distributions_are_uniform_however_rare_the_outcomes(sizes):
     generator = random.Random(0)
     wide, deep = ((size, 0.7) for size in sizes)
     p_values = [homogeneity(*(pairs(400, generator, wide, deep) for _ in range(2)))[2] for _ in range(200)]
@@ -39,7 +39,7 @@ def test_p_values_of_equal_laws_are_uniform_however_rare_the_outcomes(sizes):
 
 @pytest.mark.parametrize("tilted", [0, 1])
 @pytest.mark.parametrize("size", [4, 300])
-def test_a_wrong_law_of_either_token_is_seen_though_every_pair_is_rare(size, tilted):
+def test_a_wrong_distribution_of_either_token_is_seen_though_every_pair_is_rare(size, tilted):
     generator = random.Random(0)
     fair, wrong = [(size, 0.5)] * 2, [(size, 0.5)] * 2
     wrong[tilted] = (size, 0.8)
@@ -53,8 +53,8 @@ def test_the_deviation_said_to_be_seen_is_seen():
     even = torch.full((cells,), 1 / cells)
 
     def seen(deviation):
-        law = even * (1 + 2 * deviation * torch.tensor([1.0, -1.0]).repeat(cells // 2))
-        draws = [[w.multinomial(samples, True, generator=generator).tolist() for w in (even, law)] for _ in range(50)]
+        probs = even * (1 + 2 * deviation * torch.tensor([1.0, -1.0]).repeat(cells // 2))
+        draws = [[w.multinomial(samples, True, generator=generator).tolist() for w in (even, probs)] for _ in range(50)]
         return sum(homogeneity(*([(cell, 0) for cell in row] for row in pair))[2] < 1e-4 for pair in draws)
 
     assert seen(detectable(cells, samples)) >= 47

@@ -30,7 +30,7 @@ SAMPLES = 2000
 
 
 def warm_target() -> Target:
-    """Laws with several likely tokens: what a rule gets wrong shows."""
+    """Distributions with several likely tokens: what a rule gets wrong shows."""
     return Target(tiny_model(scale=2.0), tokenizer=None)
 
 
@@ -67,7 +67,7 @@ def test_a_lossy_rule_fails():
     assert failures(checks)
 
 
-def test_a_drafter_that_misstates_its_law_fails():
+def test_a_drafter_that_misstates_its_distribution_fails():
     checks = sampled_checks(warm_target(), MisstatedHead(tiny_head()), PROMPTS[:2], [1.0], 4000)
     assert failures(checks)
 
@@ -134,7 +134,7 @@ def test_a_text_may_part_only_where_the_two_best_logits_are_close():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target with sharp laws, a head for it and a text to continue, as a user has them."""
+    """A target with sharp distributions, a head for it and a text to continue, as a user has them."""
     base = tmp_path_factory.mktemp("lossless")
     config = copy.deepcopy(CONFIGS["llama"])
     config.vocab_size = 300
@@ -187,7 +187,7 @@ def test_the_command_tells_a_lossy_rule_by_its_exit_code(folders, capsys):
     assert command(folders, *flags, samples=4000) == 1
     output = capsys.readouterr().out
     assert "FAIL" in output
-    assert output.splitlines()[-1].startswith("NOT LOSSLESS: law after prompt")
+    assert output.splitlines()[-1].startswith("NOT LOSSLESS: distribution after prompt")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculator.export import layout_of, load_any, save
+from speculator.checkpoints import layout_of, load_any, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 
 V, D, STEPS = 300, 64, 4

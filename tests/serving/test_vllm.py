@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speculator.export import layout_of, save
+from speculator.checkpoints import layout_of, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 
 TARGET = Path(__file__).parents[2] / "examples" / "stdlib_target"

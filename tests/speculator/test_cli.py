@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from speculator import Candidates, Chain, Engine, Paths, Sampling, Tree
 from speculator.__main__ import main
-from speculator.commands import generate as command
+from speculator.cli import generate as command
 from speculator.errors import printable
 from speculator.streaming import Detokenizer, TextStream, decode
 

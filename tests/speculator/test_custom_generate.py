@@ -103,7 +103,7 @@ def test_sampling_follows_torchs_seed(model):
     assert len({tuple(row) for row in rows}) == 3
 
 
-def test_sampling_settings_reach_the_law(model):
+def test_sampling_settings_reach_the_distribution(model):
     """Only the likeliest token survives each of these, so they are greedy in disguise."""
     ids = torch.tensor([PROMPTS[0]])
     expected = model.generate(ids, max_new_tokens=COUNT, do_sample=False)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.rendering import load_tokenizer
 from speculator import MLPSpeculator, MLPSpeculatorConfig, Target, UserError, load_head
 from speculator.__main__ import main
-from speculator.export.layout import base_config
+from speculator.checkpoints.layout import base_config
 from speculator.sealed import MANIFEST, seal
 from speculator.target import same_target
 from train.config import RunConfig

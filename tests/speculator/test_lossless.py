@@ -1,4 +1,4 @@
-"""Whatever drafts, the text is the target's: greedy text to the token, sampled text in law, the cache to the slot."""
+"""Whatever drafts, the text is the target's: greedy text to the token, sampled text in distribution, the cache too."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CONFIGS, MisstatedHead, Oracle, tiny_head, tiny_model
-from enumeration import chi_square_p, joint_law
+from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator import (
@@ -105,58 +105,58 @@ def test_greedy_text_is_what_transformers_generates(family):
 # ---- above it
 
 
-_LAWS: dict = {}
+_DISTRIBUTIONS: dict = {}
 
 
 def sampled_p_value(drafter, sampling, rule=None, rows: int = 20_000, batch: int | None = None) -> float:
     """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
     model = tiny_model(scale=2.0)
     key = replace(sampling, seed=0)
-    if key not in _LAWS:
-        law: dict[tuple[int, ...], float] = Counter()
-        for tokens, probability in joint_law(model, PROMPTS[0], 3, sampling).items():
-            law[tokens[1:]] += probability
-        _LAWS[key] = law
+    if key not in _DISTRIBUTIONS:
+        probs: dict[tuple[int, ...], float] = Counter()
+        for tokens, probability in joint_distribution(model, PROMPTS[0], 3, sampling).items():
+            probs[tokens[1:]] += probability
+        _DISTRIBUTIONS[key] = probs
     target = Target(model, None)
     counts: Counter = Counter()
     for start in range(0, rows, batch or rows):
         own = replace(sampling, seed=sampling.seed + start)
         generation = generate(target, drafter, [PROMPTS[0]] * (batch or rows), own, rule=rule, max_new_tokens=3)
         counts.update(tuple(row[1:]) for row in generation.tokens)
-    return chi_square_p(counts, _LAWS[key], sum(counts.values()))
+    return chi_square_p(counts, _DISTRIBUTIONS[key], sum(counts.values()))
 
 
 WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, top_p=0.8, min_p=0.02, seed=7)]
 
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(drafters())))
-def test_sampled_text_follows_the_enumerated_law(number, name):
+def test_sampled_text_follows_the_enumerated_distribution(number, name):
     assert sampled_p_value(drafters()[name], WARPERS[number % 3]) > 1e-4
 
 
 @pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
 @pytest.mark.parametrize("name", ["none", "head-chain", "model-candidates"])
-def test_every_warper_keeps_the_law(name, sampling):
+def test_every_warper_keeps_the_distribution(name, sampling):
     assert sampled_p_value(drafters()[name], sampling) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["head-chain", "head-greedy-chain", "model-chain", "ngram", "pruned-chain"])
-def test_block_verification_follows_the_enumerated_law(name):
+def test_block_verification_follows_the_enumerated_distribution(name):
     assert sampled_p_value(drafters()[name], WARPERS[0], rule="block") > 1e-4
 
 
 @pytest.mark.parametrize("name", ["head-chain", "head-tree", "model-candidates"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_small_batches_follow_the_enumerated_law(name, batch):
+def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(drafters()[name], WARPERS[1], rows=1500, batch=batch) > 1e-4
 
 
-def test_a_draft_law_that_is_not_the_drawn_one_is_seen():
+def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen():
     assert sampled_p_value(MisstatedHead(tiny_head()), WARPERS[0]) < 1e-6
 
 
-class ShiftedLaw(HeadDrafter):
-    """A wrong map in one place of two: tokens drawn from a draft vocabulary, their law told of the tokens beside it."""
+class ShiftedDistribution(HeadDrafter):
+    """A wrong map in one place of two: tokens of a draft vocabulary, the distribution that of their neighbours."""
 
     def propose(self, pending, sampling, u, texts):
         draft = super().propose(pending, sampling, u, texts)
@@ -164,8 +164,8 @@ class ShiftedLaw(HeadDrafter):
         return draft
 
 
-def test_a_draft_vocabulary_that_tokens_and_law_do_not_share_is_seen():
-    assert sampled_p_value(ShiftedLaw(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0]) < 1e-6
+def test_a_draft_vocabulary_that_tokens_and_distribution_do_not_share_is_seen():
+    assert sampled_p_value(ShiftedDistribution(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0]) < 1e-6
 
 
 def test_typical_acceptance_is_seen():
@@ -182,7 +182,7 @@ RULE_DRAFTS = {
 
 
 @pytest.mark.parametrize("name", RULE_DRAFTS)
-def test_a_million_rows_of_each_rule_follow_the_target_law(name):
+def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
     """The production functions in float32, uniforms and draws included: pairs of tokens, 256 cells."""
     parents, sampled, replacement = RULE_DRAFTS[name]
     size, rows, chunk = 16, 1_000_000, 100_000
@@ -192,29 +192,29 @@ def test_a_million_rows_of_each_rule_follow_the_target_law(name):
     for start in range(0, rows, chunk):
         u = uniforms(torch.arange(start, start + chunk), torch.zeros(chunk, dtype=torch.long), 2 * len(parents) + 2)
         tokens: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         for node, parent in enumerate(parents):
             state = torch.full((chunk,), size) if parent < 0 else tokens[parent]  # the table's row: the last token
-            law = q_table[state]
+            probs = q_table[state]
             elders = [i for i in range(node) if parents[i] == parent]
-            left = law
+            left = probs
             for elder in [] if replacement and sampled else elders:
                 left = left.scatter(1, tokens[elder][:, None], 0)
             tokens.append(draw(left, u[:, node]) if sampled else left.argmax(-1))
-            laws.append(law)
+            distributions.append(probs)
         chain = parents == (-1, 0)
         draft = Draft(
             torch.stack(tokens, 1),
             torch.full((chunk,), len(parents)),
-            torch.stack(laws, 1) if sampled else None,
+            torch.stack(distributions, 1) if sampled else None,
             None if chain else torch.tensor(parents).expand(chunk, -1),
             depth=2,
             width=2,
         )
         root = torch.full((chunk, 1), size)
         p = p_table[torch.cat([root, draft.tokens], 1)]
-        last, law = rules.RULES[name](p, draft, u[:, len(parents) : -2])
-        following = draw(law, u[:, -2])
+        last, probs = rules.RULES[name](p, draft, u[:, len(parents) : -2])
+        following = draw(probs, u[:, -2])
         path = torch.cat([root, draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
         kept = draft.depths.gather(1, last[:, None])[:, 0]
         first = torch.where(kept > 0, path[:, 0], following)
@@ -222,8 +222,8 @@ def test_a_million_rows_of_each_rule_follow_the_target_law(name):
         plain = draw(p_table[first], u[:, -1])
         second = torch.where(kept > 1, path[:, 1], torch.where(kept == 1, following, plain))
         seen += torch.bincount(first * size + second, minlength=size * size)
-    law = (p_table[size][:, None].double() * p_table[:size].double()).flatten()
-    cells = {(i,): probability for i, probability in enumerate(law.tolist())}
+    probs = (p_table[size][:, None].double() * p_table[:size].double()).flatten()
+    cells = {(i,): probability for i, probability in enumerate(probs.tolist())}
     assert chi_square_p(Counter({(i,): n for i, n in enumerate(seen.tolist())}), cells, rows) > 1e-4
 
 

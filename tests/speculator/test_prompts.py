@@ -7,7 +7,7 @@ import time
 import pytest
 from chat_templates import CHATML, chat_tokenizer
 
-from speculator.commands.prompts import RefusedError, chat_text, encode, read_rows
+from speculator.cli.prompts import RefusedError, chat_text, encode, read_rows
 from speculator.errors import UserError
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -64,7 +64,7 @@ def test_whatever_a_template_raises_is_one_line(template):
     ],
 )
 def test_a_template_without_end_or_bound_is_stopped(template, message, monkeypatch):
-    monkeypatch.setattr("speculator.commands.prompts._TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr("speculator.cli.prompts._TEMPLATE_SECONDS", 1.0)
     tokenizer, handler = chat_tokenizer("qwen3", template), signal.getsignal(signal.SIGALRM)
     started = time.monotonic()
     with pytest.raises(UserError, match=f"the chat template of .*{message}"):

@@ -179,7 +179,7 @@ def test_a_push_that_is_interrupted_leaves_the_folder_as_it_was(hub, head, monke
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("speculator.commands.push.HfApi.upload_folder", interrupt)
+    monkeypatch.setattr("speculator.cli.push.HfApi.upload_folder", interrupt)
     assert push(head) == 130
     assert contents(head) == before
 
@@ -197,7 +197,7 @@ def test_a_card_that_can_not_be_written_leaves_nothing(hub, head, capsys, monkey
 
 @pytest.mark.parametrize("token", ["hf_sec\nret", "hf_sec ret"])
 def test_a_token_that_no_header_can_hold_is_not_shown(hub, head, capsys, monkeypatch, token):
-    monkeypatch.setattr("speculator.commands.push.get_token", lambda: token)
+    monkeypatch.setattr("speculator.cli.push.get_token", lambda: token)
     line = refused(capsys, push(head))
     assert "the hub's token has a line end" in line
     assert "sec" not in line
@@ -207,7 +207,7 @@ def test_a_refusal_that_repeats_the_token_does_not_show_it(hub, head, capsys, mo
     def refuse(*_, **__):
         raise ValueError("bad: Bearer hf_secret")
 
-    monkeypatch.setattr("speculator.commands.push.HfApi.create_repo", refuse)
+    monkeypatch.setattr("speculator.cli.push.HfApi.create_repo", refuse)
     assert refused(capsys, push(head)).endswith("bad: Bearer ***")
 
 

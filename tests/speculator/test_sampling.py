@@ -36,32 +36,32 @@ def test_neighbouring_streams_are_not_correlated():
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.03
 
 
-def test_draw_inverts_the_cumulative_law():
-    law = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(5, 1)
-    tokens = draw(law, torch.tensor([0.0, 0.2499, 0.25, 0.9, 1 - 1e-16], dtype=torch.float64))
+def test_draw_inverts_the_cumulative_distribution():
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(5, 1)
+    tokens = draw(probs, torch.tensor([0.0, 0.2499, 0.25, 0.9, 1 - 1e-16], dtype=torch.float64))
     assert tokens.tolist() == [1, 1, 3, 3, 3]
 
 
 def test_warpers_keep_what_they_say():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert (Sampling(1.0, top_k=2).law(logits) > 0).tolist() == [[True, True, False, False]]
-    assert (Sampling(1.0, top_k=2**70).law(logits) > 0).all()
-    assert (Sampling(1.0, top_p=0.65).law(logits) > 0).tolist() == [[True, True, False, False]]
-    assert (Sampling(1.0, top_p=0.75).law(logits) > 0).tolist() == [[True, True, True, False]]
-    assert (Sampling(1.0, min_p=0.6).law(logits) > 0).tolist() == [[True, True, False, False]]
-    torch.testing.assert_close(Sampling(0.5).law(logits), torch.tensor([[16, 9, 4, 1]]) / 30)
+    assert (Sampling(1.0, top_k=2).probs(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(1.0, top_k=2**70).probs(logits) > 0).all()
+    assert (Sampling(1.0, top_p=0.65).probs(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(1.0, top_p=0.75).probs(logits) > 0).tolist() == [[True, True, True, False]]
+    assert (Sampling(1.0, min_p=0.6).probs(logits) > 0).tolist() == [[True, True, False, False]]
+    torch.testing.assert_close(Sampling(0.5).probs(logits), torch.tensor([[16, 9, 4, 1]]) / 30)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-39, 1e-31, 1e-30, 1e-20, 1e-3, 1.0, 1e30])
 @pytest.mark.parametrize("others", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
 def test_every_temperature_gives_a_distribution(temperature, others):
     logits = torch.tensor([[300.0, -200.0, 299.0, -torch.inf], [1.0, 2.0, 3.0, -torch.inf]])
-    law = Sampling(temperature, **others).law(logits)
-    torch.testing.assert_close(law.sum(-1), torch.ones(2))
-    assert (law[:, 3] == 0).all()
+    probs = Sampling(temperature, **others).probs(logits)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(2))
+    assert (probs[:, 3] == 0).all()
     if temperature < 1e-3:
-        assert law.argmax(-1).tolist() == [0, 2]
-        assert law.amax(-1).tolist() == [1, 1]
+        assert probs.argmax(-1).tolist() == [0, 2]
+        assert probs.amax(-1).tolist() == [1, 1]
     assert Sampling(temperature).greedy == (temperature < 1e-30)
 
 

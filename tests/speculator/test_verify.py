@@ -26,7 +26,7 @@ CHAINS = [(size, depth) for size in (3, 4, 5, 6) for depth in (1, 2, 3) if size*
 @pytest.mark.parametrize(
     ("rule", "breaks"), [(rules.token, e.token_breaks), (rules.block, e.block_breaks)], ids=["token", "block"]
 )
-def test_a_sampled_chain_keeps_the_target_law(rule, breaks, size, depth):
+def test_a_sampled_chain_keeps_the_target_distribution(rule, breaks, size, depth):
     for seed in SEEDS:
         w = e.world(seed, size, depth, kind(seed))
         assert e.outcome(rule, w, list(e.sampled(w, e.CHAINS[depth])), breaks).total_variation < EXACT
@@ -38,14 +38,14 @@ def test_a_sampled_chain_keeps_the_target_law(rule, breaks, size, depth):
     [(rules.token, e.token_breaks), (rules.block, e.block_breaks), (rules.walk, e.walk_breaks)],
     ids=["token", "block", "walk"],
 )
-def test_a_deterministic_chain_keeps_the_target_law(rule, breaks, size, depth):
+def test_a_deterministic_chain_keeps_the_target_distribution(rule, breaks, size, depth):
     for seed in SEEDS:
         w = e.world(seed, size, depth, kind(seed))
         assert e.outcome(rule, w, list(e.deterministic(w, e.CHAINS[depth])), breaks).total_variation < EXACT
 
 
 @pytest.mark.parametrize("parents", [*TREES, (-1, -1, -1, 0, 0, 1, 3)])
-def test_a_deterministic_tree_keeps_the_target_law(parents):
+def test_a_deterministic_tree_keeps_the_target_distribution(parents):
     for size in (3, 5):
         for seed in SEEDS:
             w = e.world(seed, size, 3, kind(seed))
@@ -54,7 +54,7 @@ def test_a_deterministic_tree_keeps_the_target_law(parents):
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
 @pytest.mark.parametrize("parents", [*TREES, e.CHAINS[2]])
-def test_sampled_candidates_keep_the_target_law(parents, replacement):
+def test_sampled_candidates_keep_the_target_distribution(parents, replacement):
     rule = rules.multi_candidate_replacement if replacement else rules.multi_candidate
     for size, seeds in ((3, SEEDS), (4, range(10))):
         for seed in seeds:
@@ -63,13 +63,13 @@ def test_sampled_candidates_keep_the_target_law(parents, replacement):
             assert e.outcome(rule, w, cases, e.recursive_breaks(replacement)).total_variation < EXACT
 
 
-def test_a_sampled_tree_of_seven_nodes_keeps_the_target_law():
+def test_a_sampled_tree_of_seven_nodes_keeps_the_target_distribution():
     w = e.world(1, 3, 2, "plain")
     cases = list(e.sampled(w, (-1, -1, 0, 0, 1, 1), replacement=False))
     assert e.outcome(rules.multi_candidate, w, cases, e.recursive_breaks(False)).total_variation < EXACT
 
 
-def test_a_draft_cut_by_its_confidence_keeps_the_target_law():
+def test_a_draft_cut_by_its_confidence_keeps_the_target_distribution():
     """Whether to go on may depend on what was drawn, as long as what was drawn stays."""
     for seed in SEEDS:
         w = e.world(seed, 3, 3, kind(seed))
@@ -79,15 +79,15 @@ def test_a_draft_cut_by_its_confidence_keeps_the_target_law():
 
 
 def _cut(case: e.Case, least: float = 0.4) -> int:
-    """Behind the first token that its law gave less than `least`."""
+    """Behind the first token that its distribution gave less than `least`."""
     for i, token in enumerate(case.tokens):
-        if case.laws[i][token] < least:
+        if case.distributions[i][token] < least:
             return i + 1
     return len(case.tokens)
 
 
 def test_what_is_kept_in_the_mean():
-    """Token: the sum of its acceptances' products. Block at least that, without replacement at least with, by law."""
+    """Token: its acceptances' products summed. Block at least that, candidates without replacement at least with."""
     block_gain, candidate_gain = 0.0, 0.0
     for seed in range(30):
         w = e.world(seed, 3, 3, kind(seed))
@@ -132,7 +132,7 @@ def resample_from_target(p, draft, u):
     return last, p[torch.arange(len(p)), last]
 
 
-def forget_the_draft_law(p, draft, u):
+def forget_the_draft_distribution(p, draft, u):
     """Tests a sampled token as if it had been certain."""
     return rules.token(p, replace(draft, probs=None), u)
 
@@ -157,7 +157,7 @@ def block_to_first_failure(p, draft, u):
     """Block verification's tests, stopped at the first that fails, with block's residual."""
     _, passes = _block_parts(p, draft, u)
     last = passes.long().cumprod(-1).sum(-1)
-    return last, _block_law(p, draft, last)
+    return last, _block_distribution(p, draft, last)
 
 
 def block_with_ordinary_residual(p, draft, u):
@@ -182,7 +182,7 @@ def _block_parts(p, draft, u):
     return weight, u < torch.cat([h, weight[:, -1:]], 1)
 
 
-def _block_law(p, draft, last):
+def _block_distribution(p, draft, last):
     weight, _ = _block_parts(p, draft, torch.zeros_like(draft.tokens, dtype=p.dtype))
     q = torch.nn.functional.pad(draft.probs, (0, 0, 0, 1))
     rows = torch.arange(len(p))
@@ -194,7 +194,7 @@ def _block_law(p, draft, last):
     ("wrong", "breaks", "least"),
     [
         (resample_from_target, e.token_breaks, 1e-2),
-        (forget_the_draft_law, e.token_breaks, 1e-2),
+        (forget_the_draft_distribution, e.token_breaks, 1e-2),
         (any_position, e.token_breaks, 1e-2),
         (misstated_temperature, e.token_breaks, 1e-2),
         (block_to_first_failure, e.block_breaks, 1e-3),
@@ -214,7 +214,9 @@ def test_a_greedy_draft_tested_against_its_softmax_fails():
     """The token is the likeliest of q, and q is claimed: HF issue 32867, and MCSD at draft temperature 0."""
 
     def claim(w, parents):
-        return [replace(c, laws=[w.q[c.path(parent)] for parent in parents]) for c in e.deterministic(w, parents)]
+        return [
+            replace(c, distributions=[w.q[c.path(parent)] for parent in parents]) for c in e.deterministic(w, parents)
+        ]
 
     for parents, rule, breaks in (
         (e.CHAINS[2], rules.token, e.token_breaks),
@@ -240,14 +242,14 @@ def test_a_sampled_token_that_is_dropped_for_its_value_fails():
         cases = []
         for case in e.sampled(w, e.CHAINS[2]):
             cut = _cut(case)
-            low = case.laws[cut - 1][case.tokens[cut - 1]] < 0.4
+            low = case.distributions[cut - 1][case.tokens[cut - 1]] < 0.4
             cases.append(replace(case, length=cut - 1 if low else cut))
         return e.outcome(rules.token, w, cases, e.token_breaks).total_variation
 
     assert max(map(gap, worlds)) > 1e-2
 
 
-def test_sampled_siblings_that_are_pruned_by_their_law_fail():
+def test_sampled_siblings_that_are_pruned_by_their_distribution_fail():
     """Of two sampled children the likelier is verified, as if it alone had been drawn."""
 
     def gap(w):
@@ -262,7 +264,7 @@ def test_sampled_siblings_that_are_pruned_by_their_law_fail():
 
 
 def test_siblings_drawn_without_replacement_and_tested_as_with_it_fail():
-    """The other way round is exact: a twin is skipped, and what is not a twin follows the law that its elders left."""
+    """The other way round is exact: a twin is skipped, and what is not a twin follows what its elders left."""
 
     def gap(seed, drawn, tested, with_replacement):
         w = e.world(seed, 5, 1, "plain")
@@ -287,9 +289,9 @@ def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     probs = None if name == "walk" else torch.tensor([[[1.0, 0.0]]])
     parents = torch.tensor([[-1]]) if name.startswith("multi") else None
     draft = Draft(torch.tensor([[0]]), torch.tensor([1]), probs, parents, depth=1)
-    last, law = rules.RULES[name](p, draft, torch.zeros(1, 1))
+    last, probs = rules.RULES[name](p, draft, torch.zeros(1, 1))
     assert last.item() == 0
-    assert (law[0] / law.sum()).tolist() == [0.0, 1.0]
+    assert (probs[0] / probs.sum()).tolist() == [0.0, 1.0]
 
 
 def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
@@ -304,13 +306,13 @@ def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
         ):
             for case in cases:
                 target = torch.stack([w.p[case.path(node)] for node in range(-1, len(case.tokens))])[None]
-                laws = None if case.laws is None else torch.stack(case.laws)[None]
+                distributions = None if case.distributions is None else torch.stack(case.distributions)[None]
                 parents = None if case.parents == e.CHAINS[2] else torch.tensor([case.parents])
-                draft = Draft(torch.tensor([case.tokens]), torch.tensor([2]), laws, parents, depth=1, width=2)
-                last, law = rule(target, draft, torch.zeros(1, 2, dtype=torch.float64))
+                draft = Draft(torch.tensor([case.tokens]), torch.tensor([2]), distributions, parents, depth=1, width=2)
+                last, probs = rule(target, draft, torch.zeros(1, 2, dtype=torch.float64))
                 path = case.path(last.item() - 1)
                 assert all(w.p[path[:i]][token] > 0 for i, token in enumerate(path))
-                assert not (law[0] > 0)[w.p[path] == 0].any()
+                assert not (probs[0] > 0)[w.p[path] == 0].any()
 
 
 @pytest.mark.parametrize("rule", [rules.token, rules.block, rules.walk])
@@ -318,9 +320,9 @@ def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
 def test_what_was_not_drafted_is_neither_kept_nor_subtracted(rule, length):
     p = torch.full((1, 3, 3), 1 / 3, dtype=torch.float64)
     draft = Draft(torch.zeros(1, 2, dtype=torch.long), torch.tensor([length]), None)
-    last, law = rule(p, draft, torch.zeros(1, 2, dtype=torch.float64))
+    last, probs = rule(p, draft, torch.zeros(1, 2, dtype=torch.float64))
     assert last.item() == length
-    torch.testing.assert_close(law / law.sum(), p[:, length])
+    torch.testing.assert_close(probs / probs.sum(), p[:, length])
 
 
 def test_greedy_keeps_the_leading_matches_of_a_chain():

@@ -21,7 +21,7 @@ def test_a_step_is_counted_in_operations_of_the_targets_forward(target_folder):
     rows = step_over_target(Target.load(str(target_folder)), heads=2, length=32, runs=1)
     by_loss = {row["loss"]: row["operations"] for row in rows}
     assert by_loss["KL"] == pytest.approx(by_loss["LK"])
-    assert by_loss["KL"] > by_loss["cross-entropy"] > 1, "the law costs the target's lm_head"
+    assert by_loss["KL"] > by_loss["cross-entropy"] > 1, "the distribution costs the target's lm_head"
     assert all(row["time"] > 0 for row in rows)
 
 
@@ -37,9 +37,9 @@ def test_a_step_at_a_shape_is_compared_with_its_operations(tmp_path, capsys):
     # Of 2 x 64 tokens the target's products: two layers' weights, twice an operation each; attention is beside them.
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
     assert rows["cross-entropy"]["operations"] > 2 * 128 * 2 * layer
-    # The law of every token is one more product with the output matrix.
-    law = rows["KL"]["operations"] - rows["cross-entropy"]["operations"]
-    assert law == pytest.approx(2 * 128 * 64 * 512, rel=0.1)
+    # The distribution of every token is one more product with the output matrix.
+    probs = rows["KL"]["operations"] - rows["cross-entropy"]["operations"]
+    assert probs == pytest.approx(2 * 128 * 64 * 512, rel=0.1)
     assert "| KL |" in capsys.readouterr().out
 
 

@@ -58,8 +58,8 @@ def test_a_recipe_runs(recipe, capsys):
     assert f"= {tokens:,} per optimiser step; {stage.max_steps:,} steps = {tokens * stage.max_steps:,} in all" in text
 
 
-def test_what_runs_is_the_configured_head_and_law_on_the_named_family():
-    """Only sizes shrink. A recipe whose head or law were replaced too would prove nothing."""
+def test_what_runs_is_the_configured_head_and_distribution_on_the_named_family():
+    """Only sizes shrink. A recipe whose head or distribution were replaced too would prove nothing."""
     given = parse(["--config", str(ROOT / "configs" / "qwen3-8b.yaml"), "--dry_run"])
     given = replace(given, speculator=replace(given.speculator, architecture="lstm"))
     seen = []

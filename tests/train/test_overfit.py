@@ -5,7 +5,7 @@ import torch
 from conftest import VOCAB, tiny_model
 
 from speculator import HeadDrafter, Target, generate
-from speculator.drafters.shapes import Shape, Tree
+from speculator.drafters.topology import Shape, Tree
 from speculator.heads import ARCHITECTURES
 from train.config import LossConfig
 from train.losses import Measure, align

@@ -6,7 +6,7 @@ import torch
 from conftest import VOCAB, tiny_model
 
 from speculator import Target, UserError
-from speculator.export import layout_of, save
+from speculator.checkpoints import layout_of, save
 from train.config import RunConfig, SpeculatorConfig
 from train.initialise import new_head
 from train.vocabulary import count_tokens, describe, most_frequent

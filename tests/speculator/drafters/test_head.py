@@ -18,9 +18,9 @@ def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
     drafter = drafter.open(slots=2, capacity=10)
     drafter.prefill(0, [[0] * 5, [0] * 2], [0, 0], hidden, [5, 2])
     levels = [(torch.tensor([[1, 2], [5, 6]]), [0, 0]), (torch.tensor([[7, 8, 9], [10, 11, 12]]), [1, 0, 1])]
-    laws = [drafter.first(pending, [])]
+    distributions = [drafter.first(pending, [])]
     for level, (tokens, parents) in enumerate(levels, start=1):
-        laws.append(drafter.next(level, tokens, torch.tensor([parents, parents])))
+        distributions.append(drafter.next(level, tokens, torch.tensor([parents, parents])))
     for row, last in enumerate((4, 1)):
         for leaf in range(3):
             parent = levels[1][1][leaf]
@@ -28,7 +28,7 @@ def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
             whole = head.logits(hidden[row : row + 1, last : last + 1], torch.tensor([text]))[:, 0, 0]
             assert whole.shape == (3, VOCAB)
             for level, place in enumerate((0, parent, leaf)):
-                torch.testing.assert_close(laws[level][row, place], whole[level])
+                torch.testing.assert_close(distributions[level][row, place], whole[level])
 
 
 def test_more_branches_than_tokens_to_draft_from_are_refused():

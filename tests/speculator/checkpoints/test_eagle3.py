@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from speculator import UserError
 from speculator.__main__ import main
-from speculator.export import layout_of, load_any, recognise, save
+from speculator.checkpoints import layout_of, load_any, recognise, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, load_head
 
 V, D = 23, 8

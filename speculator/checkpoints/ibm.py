@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from speculator.export.layout import PREFIX, Layout, Server
+from speculator.checkpoints.layout import PREFIX, Layout, Server
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp import MLPSpeculator
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import transformers
 
+from speculator.checkpoints.arctic import base_archs, servers
+from speculator.checkpoints.ibm import IBM
+from speculator.checkpoints.layout import Layout
 from speculator.errors import refuse
-from speculator.export.arctic import base_archs, servers
-from speculator.export.ibm import IBM
-from speculator.export.layout import Layout
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.lstm import LSTMSpeculator
 

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
+from speculator.checkpoints import LAYOUTS, load_any
 from speculator.errors import UserError
-from speculator.export import LAYOUTS, load_any
 from speculator.files import write_text
 from speculator.heads.base import Speculator, SpeculatorConfig
 

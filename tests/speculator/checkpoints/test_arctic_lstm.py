@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from speculator import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig, UserError
 from speculator.__main__ import main
-from speculator.export import files, layout_of, load_any, recognise, save
-from speculator.export.arctic_lstm import ARCTIC_LSTM
-from speculator.export.ibm import IBM
+from speculator.checkpoints import files, layout_of, load_any, recognise, save
+from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
+from speculator.checkpoints.ibm import IBM
 
 GATES = ("forget", "input", "output", "cell")
 

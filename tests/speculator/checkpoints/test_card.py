@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from speculator import UserError
 from speculator.__main__ import main
-from speculator.export.card import write_card
+from speculator.checkpoints.card import write_card
 
 SETTINGS = {
     "data": {"seq_length": 128},

@@ -16,8 +16,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from speculator.checkpoints.layout import KEPT, Layout, Server
 from speculator.errors import UserError, refuse
-from speculator.export.layout import KEPT, Layout, Server
 from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
 

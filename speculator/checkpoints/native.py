@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from speculator.export import eagle3
-from speculator.export.layout import KEPT, SHAPE, Layout, Server
+from speculator.checkpoints import eagle3
+from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.heads import ARCHITECTURES, Eagle3Speculator
 from speculator.heads.base import Speculator, SpeculatorConfig
 

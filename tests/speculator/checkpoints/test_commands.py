@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig
 from speculator.__main__ import main
-from speculator.export import layout_of, save
+from speculator.checkpoints import layout_of, save
 
 
 def head_folder(folder, base, **changes):

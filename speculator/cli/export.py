@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from speculator.checkpoints import FORMATS, layout_of, load_any, save
+from speculator.checkpoints.card import NAME, write_card
+from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.errors import OneLineParser, UserError, refuse
-from speculator.export import FORMATS, layout_of, load_any, save
-from speculator.export.card import NAME, write_card
-from speculator.export.layout import DTYPES, base_config
 from speculator.heads.base import SpeculatorConfig
 from speculator.target import dtype_name
 

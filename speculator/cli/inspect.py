@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from speculator.checkpoints import LAYOUTS, load, recognise
 from speculator.errors import OneLineParser
-from speculator.export import LAYOUTS, load, recognise
 from speculator.target import dtype_name
 
 HELP = "say what a head's folder holds: architecture, size, base model, layout, and what it can be exported to"

@@ -16,8 +16,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from speculator.checkpoints import files
 from speculator.errors import UserError, refuse
-from speculator.export import files
 from speculator.files import new_folder
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target import dtype_name

@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from speculator.commands import drafting
-from speculator.commands.prompts import encode, prompt_of, read_rows
+from speculator.cli import drafting
+from speculator.cli.prompts import encode, prompt_of, read_rows
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_text, refuse, show
 from speculator.files import check_file, write_text

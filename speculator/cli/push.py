@@ -8,9 +8,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
 
+from speculator.checkpoints import load_any
+from speculator.checkpoints.card import NAME, write_card
 from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
-from speculator.export import load_any
-from speculator.export.card import NAME, write_card
 
 HELP = "upload a head's folder, in the layout that it has, to the Hugging Face hub; one without a model card gets one"
 # Of the folder, what belongs to a head: nothing that lies there by chance.

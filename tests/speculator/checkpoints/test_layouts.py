@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig, UserError
-from speculator.export import files, layout_of, load, load_any, recognise, save, table
+from speculator.checkpoints import files, layout_of, load, load_any, recognise, save, table
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TIED = {"tie_weights": True, "scale_input": True}

@@ -1,4 +1,4 @@
-"""Shapes of a draft: chain, sampled candidates, tree of the likeliest, best paths. Any source gives the laws."""
+"""Shapes of a draft: chain, sampled candidates, tree of the likeliest, best paths. Any source gives the logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speculator.draft import Draft
-from speculator.drafters.base import LawSource, Texts
+from speculator.drafters.base import LogitsSource, Texts
 from speculator.errors import UserError
 from speculator.sampling import RowSampling, draw
 
@@ -22,7 +22,7 @@ _MOST_OFFERED = 2**16
 
 
 class Shape(Protocol):
-    """How a draft is built from next-token laws."""
+    """How a draft is built from next-token distributions."""
 
     depth: int
     nodes: int
@@ -32,7 +32,7 @@ class Shape(Protocol):
     capturable: bool
     """See `Drafter.capturable`."""
 
-    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         """See `Drafter.propose`."""
         ...
 
@@ -65,7 +65,7 @@ class Chain:
 
     Args:
         length: the most tokens.
-        sampled: above temperature 0, draw each token from the source's law instead of taking the likeliest.
+        sampled: above temperature 0, draw each token from the source's distribution instead of taking the likeliest.
         min_confidence: stop behind the token with which the drawn tokens' joint probability falls below this. What was
             drawn is never dropped, so the text stays exact. Asks the device once a token.
     """
@@ -77,35 +77,35 @@ class Chain:
         self.capturable = not min_confidence
         self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *LOSSY)
 
-    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         sampled = self.sampled and not sampling.greedy
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        probs: list[Tensor] = []
         lengths = torch.ones_like(pending)
         confidence: Tensor | float = 1.0
         logits = source.first(pending, texts)[:, 0]
         while True:
             if sampled:
-                laws.append(sampling.law(logits))
-                tokens.append(draw(laws[-1], u[:, len(tokens)]))
+                probs.append(sampling.probs(logits))
+                tokens.append(draw(probs[-1], u[:, len(tokens)]))
             else:
                 tokens.append(logits.argmax(-1))
             if len(tokens) == self.depth:
                 break
             going: Tensor | int = 1
             if self.min_confidence:
-                law = laws[-1] if sampled else logits.softmax(-1)
-                confidence = confidence * law.gather(1, tokens[-1][:, None])[:, 0].float()
+                drawn_from = probs[-1] if sampled else logits.softmax(-1)
+                confidence = confidence * drawn_from.gather(1, tokens[-1][:, None])[:, 0].float()
                 going = confidence >= self.min_confidence
                 if not going.any():
                     break
             logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
             lengths = lengths + going
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
 
 
 class Candidates:
-    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children, drawn from one law.
+    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children of one distribution.
 
     Args:
         branches: children per token, level by level.
@@ -124,23 +124,23 @@ class Candidates:
         check_nodes(self.nodes)
         self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *LOSSY)
 
-    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         count, so_far = len(pending), Draft.none(pending)
         logits = source.first(pending, texts)  # [B, f, V]
         for level, children in enumerate(self.branches):
             before, width = so_far.tokens.shape[1], logits.shape[1]
-            laws = None
+            probs = None
             if sampling.greedy:
                 tokens = logits.topk(children).indices
             else:
-                laws = sampling.law(logits)
+                probs = sampling.probs(logits)
                 own = u[:, before : before + width * children].reshape(count * width, children)
-                tokens = siblings(laws.flatten(0, 1), own, self.replacement)
-                laws = laws.repeat_interleave(children, 1)
-                laws = laws if so_far.probs is None else torch.cat([so_far.probs, laws], 1)
+                tokens = siblings(probs.flatten(0, 1), own, self.replacement)
+                probs = probs.repeat_interleave(children, 1)
+                probs = probs if so_far.probs is None else torch.cat([so_far.probs, probs], 1)
             tokens = tokens.reshape(count, width * children)
             place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
-            so_far = grown(so_far, tokens, place, width, laws, max(self.branches))
+            so_far = grown(so_far, tokens, place, width, probs, max(self.branches))
             if level + 1 < self.depth:
                 logits = source.next(level + 1, tokens, place)
         return so_far
@@ -166,13 +166,13 @@ def grown(
     )
 
 
-def siblings(laws: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
-    """k draws from each law, one after the other."""
+def siblings(probs: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
+    """k draws from each distribution, one after the other."""
     tokens: list[Tensor] = []
     for i in range(u.shape[1]):
-        tokens.append(draw(laws, u[:, i]))
+        tokens.append(draw(probs, u[:, i]))
         if not replacement:
-            laws = laws.scatter(1, tokens[-1][:, None], 0)
+            probs = probs.scatter(1, tokens[-1][:, None], 0)
     return torch.stack(tokens, 1)
 
 
@@ -199,7 +199,7 @@ class Tree:
         if not self.depth <= nodes <= self.offered:
             raise UserError(f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self.offered}")
 
-    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         tokens, parents, scores = _expand(source, pending, self.branches, self.beam, texts)
         keep = scores.topk(self.nodes).indices.sort(-1).values
         return _selected(tokens, parents, keep, torch.full_like(pending, self.nodes), self)
@@ -224,7 +224,7 @@ class Paths:
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
 
-    def draft(self, source: LawSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         tokens, parents, scores = _expand(source, pending, self.branches, prod(self.branches), texts)
         leaves = prod(self.branches)
         keep = scores[:, -leaves:].topk(self.paths).indices + scores.shape[1] - leaves
@@ -238,7 +238,7 @@ class Paths:
 
 
 def _expand(
-    source: LawSource, pending: Tensor, branches: Sequence[int], beam: int, texts: Texts
+    source: LogitsSource, pending: Tensor, branches: Sequence[int], beam: int, texts: Texts
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
 

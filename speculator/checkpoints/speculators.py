@@ -17,10 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from speculator.errors import UserError, refuse
-from speculator.export import files
-from speculator.export.arctic import base_archs
-from speculator.export.eagle3 import (
+from speculator.checkpoints import files
+from speculator.checkpoints.arctic import base_archs
+from speculator.checkpoints.eagle3 import (
     EMBEDDING,
     FLAGS,
     KINDS,
@@ -33,7 +32,8 @@ from speculator.export.eagle3 import (
     tables,
     vllm,
 )
-from speculator.export.layout import Layout, Server, base_config
+from speculator.checkpoints.layout import Layout, Server, base_config
+from speculator.errors import UserError, refuse
 from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import TAPS as COUNT
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
@@ -149,8 +149,8 @@ def base_embedding(config: Any) -> Tensor:  # [V, D]
     """
     name = config.base_model_name_or_path
     known = base_config(name)
-    told = f"the speculators layout holds the target's embedding, and {name or 'the base model'} "
-    refuse((known is None, f"{told}is not on this machine: --base_model names a folder or a model of the hub's cache"))
+    where = f"the speculators layout holds the target's embedding, and {name or 'the base model'} "
+    refuse((known is None, f"{where}is not on this machine: --base_model names a folder or a model of the hub's cache"))
     if Path(name).is_dir():
         folder = Path(name)
     else:
@@ -163,8 +163,8 @@ def base_embedding(config: Any) -> Tensor:  # [V, D]
     found = _tensor(folder, {tensor_name, tensor_name.removeprefix(f"{model.base_model_prefix}.")})
     shape = [config.vocab_size, config.emb_dim]
     refuse(
-        (found is None, f"{told}has no {tensor_name} in safetensors files in {folder}"),
-        (found is not None and list(found.shape) != shape, f"{told}has one that is not {shape}"),
+        (found is None, f"{where}has no {tensor_name} in safetensors files in {folder}"),
+        (found is not None and list(found.shape) != shape, f"{where}has one that is not {shape}"),
     )
     assert found is not None
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from speculator.export.ibm import IBM
-from speculator.export.layout import Server, base_config
+from speculator.checkpoints.ibm import IBM
+from speculator.checkpoints.layout import Server, base_config
 from speculator.heads.base import SpeculatorConfig
 
 

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 class Fixed:
-    """The same two laws at every level: row 0 is sure of its next token, row 1 is not."""
+    """The same two distributions at every level: row 0 is sure of its next token, row 1 is not."""
 
     logits = torch.tensor([[0.9, 0.1, 0.0], [0.4, 0.3, 0.3]]).log()[:, None]
 

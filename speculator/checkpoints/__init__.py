@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from speculator.checkpoints import files
+from speculator.checkpoints.arctic import ARCTIC
+from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
+from speculator.checkpoints.eagle3 import EAGLE3
+from speculator.checkpoints.ibm import IBM
+from speculator.checkpoints.layout import Layout, Server, load, save, table
+from speculator.checkpoints.native import NATIVE
+from speculator.checkpoints.speculators import SPECULATORS
 from speculator.errors import UserError
-from speculator.export import files
-from speculator.export.arctic import ARCTIC
-from speculator.export.arctic_lstm import ARCTIC_LSTM
-from speculator.export.eagle3 import EAGLE3
-from speculator.export.ibm import IBM
-from speculator.export.layout import Layout, Server, load, save, table
-from speculator.export.native import NATIVE
-from speculator.export.speculators import SPECULATORS
 from speculator.heads.base import Speculator
 from speculator.sealed import MANIFEST, damage
 
