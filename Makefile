@@ -7,9 +7,9 @@ BIN := .venv/bin
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
 
-# What docs/reference says. On a machine without a network: python3 -m train.reference
+# What docs/reference says. On a machine without a network: python3 -m benchmarks.reference
 reference: .venv/installed
-	$(BIN)/python -m train.reference
+	$(BIN)/python -m benchmarks.reference
 
 # What servers make of exported heads, each in an environment of its own (4 GB, kept); one that can't be had is skipped.
 SPECULATOR_SERVING ?= .venv-serving

@@ -1,1 +1,1 @@
-"""Comparisons, a command each."""
+"""Commands outside the packages: comparisons, studies, and the models that they need."""

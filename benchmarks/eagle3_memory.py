@@ -1,6 +1,6 @@
 """Peak memory and time of one training pass of the attention head, as the sequence grows: in blocks, and in one piece.
 
-    python benchmarks/eagle3_memory.py [LENGTH ...]
+    python -m benchmarks.eagle3_memory [LENGTH ...]
 
 Each figure is of a process of its own, so that its peak is its own, and above what the process has with the head, its
 gradients and the taps in it. In the last columns a third of the rows learn, as in chats. In one piece is left out
@@ -52,7 +52,7 @@ def main(lengths: list[int]) -> None:
             if form == "one piece" and length > 2048:
                 cells += ["", ""]
                 continue
-            command = [sys.executable, __file__, "--one", form, str(length)]
+            command = [sys.executable, "-m", "benchmarks.eagle3_memory", "--one", form, str(length)]
             done = subprocess.run(command, capture_output=True, text=True)
             cells += done.stdout.split() if done.returncode == 0 else ["out of memory", ""]
         print(f"| {length} | {' | '.join(cells)} |", flush=True)

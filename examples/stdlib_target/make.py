@@ -24,10 +24,7 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
-from data.prepare import token_rows  # noqa: E402
-from data.rendering import load_tokenizer  # noqa: E402
-from data.sources import PYTHON_SOURCES, documents  # noqa: E402
-from train.language_model import (  # noqa: E402
+from benchmarks.language_model import (  # noqa: E402
     LanguageModelTrainer,
     Log,
     arguments,
@@ -35,6 +32,9 @@ from train.language_model import (  # noqa: E402
     save,
     train_tokenizer,
 )
+from data.prepare import token_rows  # noqa: E402
+from data.rendering import load_tokenizer  # noqa: E402
+from data.sources import PYTHON_SOURCES, documents  # noqa: E402
 
 VOCAB, LENGTH = 4096, 512
 

@@ -18,7 +18,7 @@ from make import corpus_rows
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from train.language_model import LanguageModelTrainer, Log, arguments, save
+from benchmarks.language_model import LanguageModelTrainer, Log, arguments, save
 
 _NGRAM, _PROMPT, _NEW = 4, 64, 128
 _READ = 8  # of a batch's rows, those that ordinary training reads whole

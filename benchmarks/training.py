@@ -1,7 +1,7 @@
 """What a training step costs: memory of the loss against a naive one, time of a step against the target's forward.
 
-    python -m train.bench [--target T] [--output DIR]
-    python -m train.bench --preset llama-3-8b [--output DIR]
+    python -m benchmarks.training [--target T] [--output DIR]
+    python -m benchmarks.training --preset llama-3-8b [--output DIR]
 
 Memory is what torch has allocated at the height of a pass, above parameters and their gradients; resident memory would
 miss the pages of a gradient that nothing has touched. Time is a ratio within one process, beside the ratio of
@@ -31,9 +31,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from benchmarks.shapes import PRESETS, matrix_rate, random_target
 from eval.costs import clock
 from eval.run import hardware
-from eval.shapes import PRESETS, matrix_rate, random_target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
@@ -211,7 +211,7 @@ def _operations(call: Callable) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m train.bench", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="examples/stdlib_target", help="whose forward a step is compared with")
     parser.add_argument("--tokens", type=int, default=512, help="of the memory test's batch")
     parser.add_argument("--vocab_size", type=int, default=128_256, help="of the memory test")

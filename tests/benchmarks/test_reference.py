@@ -9,12 +9,13 @@ import pytest
 import torch
 from conftest import tiny_tokenizer
 
+from benchmarks import language_model, reference
+from benchmarks.language_model import Deadline, new_llama
+from benchmarks.reference import FULL, main, phases
 from data import readers
 from eval import tuning
 from eval.command import build_parser
-from train import config, language_model, reference
-from train.language_model import Deadline, new_llama
-from train.reference import FULL, main, phases
+from train import config
 
 TABLE = phases(reference.Path("runs/x"), FULL, 8, ["python-sources", "my texts"])
 COMMANDS = {phase.name: phase.command for phase in TABLE}
@@ -151,7 +152,7 @@ def test_a_model_that_cannot_be_made_is_refused_in_a_line(flags, message, tmp_pa
     assert language_model.main(["--output", "model", "--source", "short.txt", *flags]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "Generating train split" not in line]
     assert len(list(filter(None, lines))) == 1
-    assert lines[-1].startswith("python -m train.language_model: ")
+    assert lines[-1].startswith("python -m benchmarks.language_model: ")
     assert message in lines[-1]
     assert not (tmp_path / "model").exists()
 

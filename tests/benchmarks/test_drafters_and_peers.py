@@ -8,7 +8,8 @@ import torch
 from conftest import VOCAB, tiny_model
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-from eval import bench_drafters, bench_peers, decoders
+from benchmarks import drafters, peers
+from eval import decoders
 from eval.speed import time_transformers
 from speculator import Target
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
@@ -20,7 +21,7 @@ def test_every_drafter_has_a_line(target_folder, tmp_path):
     head.save_pretrained(tmp_path / "head")
     command = ["--target", str(target_folder), "--speculator", str(tmp_path / "head")]
     command += ["--draft_model", str(target_folder), "--output", str(tmp_path / "out"), "--batch_size", "2"]
-    assert bench_drafters.main([*command, "--max_prompts", "4", "--max_new_tokens", "12", "--prompt_tokens", "8"]) == 0
+    assert drafters.main([*command, "--max_prompts", "4", "--max_new_tokens", "12", "--prompt_tokens", "8"]) == 0
     rows = json.loads((tmp_path / "out" / "drafters.json").read_text())["rows"]
     assert {row["temperature"] for row in rows} == {0.0, 0.7, 1.0}
     greedy = {row["decoder"]: row for row in rows if row["temperature"] == 0}
@@ -39,7 +40,7 @@ def read_table(text: str) -> dict[tuple[str, str], tuple[float, float]]:
 def test_a_tables_differences_are_those_of_the_figures_beside_them():
     """A mean of differences beside a ratio of totals would not be: in drafters.md 2.49 - 1.92 was +0.66."""
     folder = Path(__file__).parents[2] / "docs" / "benchmarks"
-    made = bench_drafters.markdown(json.loads((folder / "drafters.json").read_text()))
+    made = drafters.markdown(json.loads((folder / "drafters.json").read_text()))
     for text in (made, (folder / "drafters.md").read_text()):
         table = read_table(text)
         assert len(table) == 36
@@ -51,7 +52,7 @@ def test_a_tables_differences_are_those_of_the_figures_beside_them():
 @pytest.mark.parametrize("n_predict", [1, 2, 3, 5, 20])
 def test_every_head_gets_the_whole_table(target, n_predict):
     config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=8, n_predict=n_predict, tie_weights=False)
-    table = bench_drafters.decoders(target, MLPSpeculator(config), model=None)
+    table = drafters.decoders(target, MLPSpeculator(config), model=None)
     assert len(table) == 9
     assert all(decoder.drafter.draft_length <= n_predict for decoder in table[1:])
 
@@ -72,7 +73,7 @@ def test_peers_say_the_same_text(target_folder, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "small" / file).write_bytes((target_folder / file).read_bytes())
     command = ["--target", str(target_folder), "--draft_model", str(tmp_path / "small"), "--output", str(tmp_path)]
-    assert bench_peers.main([*command, "--max_prompts", "3", "--max_new_tokens", "16", "--prompt_tokens", "8"]) == 0
+    assert peers.main([*command, "--max_prompts", "3", "--max_new_tokens", "16", "--prompt_tokens", "8"]) == 0
     rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
     assert [(row["ours"], row["theirs"]) for row in rows] == [
         ("plain", "hf_generate"),
@@ -87,7 +88,7 @@ def test_a_compiled_peer_runs_or_is_named(target, monkeypatch):
     model = Target(tiny_model(), tokenizer=None)
     monkeypatch.setattr(decoders, "_assistant", lambda model, length: {"assistant_model": tiny_model()})
     monkeypatch.setattr(decoders, "_compile_config", lambda: CompileConfig(mode="default"))
-    rows, skipped = bench_peers.measure(target, model, [[1, 2, 3], [4, 5, 6]], 3, 8, compiled=True)
+    rows, skipped = peers.measure(target, model, [[1, 2, 3], [4, 5, 6]], 3, 8, compiled=True)
     compiled = rows[1]
     assert (compiled["ours"], compiled["theirs"], skipped) == ("plain", "hf_compiled", {})
     assert compiled["identical"] == compiled["of"] == 2
@@ -100,7 +101,7 @@ def test_a_compiled_peer_runs_or_is_named(target, monkeypatch):
         time_transformers(*args, **kwargs)
 
     monkeypatch.setattr(decoders, "time_transformers", without_compiler)
-    rows, skipped = bench_peers.measure(target, model, [[1, 2, 3]], 3, 8, compiled=True)
+    rows, skipped = peers.measure(target, model, [[1, 2, 3]], 3, 8, compiled=True)
     assert [row["theirs"] for row in rows] == ["hf_generate", "hf_prompt_lookup", "hf_assisted"]
     assert skipped == {"transformers generate, static cache, compiled": "RuntimeError: no compiler here"}
 
@@ -135,12 +136,12 @@ def test_wrong_input_is_one_line(benchmark, flags, message, target_folder, tmp_p
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8, n_predict=3)).save_pretrained("head")
     capsys.readouterr()  # what saving the head said
     if benchmark == "drafters":
-        code = bench_drafters.main([*command, "--speculator", "head", *flags])
+        code = drafters.main([*command, "--speculator", "head", *flags])
     else:
-        code = bench_peers.main([*command, "--draft_model", str(target_folder), "--draft_length", "3", *flags])
+        code = peers.main([*command, "--draft_model", str(target_folder), "--draft_length", "3", *flags])
     error = capsys.readouterr().err
     assert code == 2
-    assert error.startswith(f"bench_{benchmark}: ")
+    assert error.startswith(f"python -m benchmarks.{benchmark}: ")
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from eval.shapes import random_target
+from benchmarks.shapes import random_target
+from benchmarks.training import LOSSES, Training, main, memory, step_over_bound, step_over_target
 from speculator.target import Target
-from train.bench import LOSSES, Training, main, memory, step_over_bound, step_over_target
 
 
 def test_a_chunked_loss_needs_a_fraction_of_the_memory():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import study
+from benchmarks.study import ARMS, PUBLISHED, Arm, Study, table
 from speculator.target import Target
-from train import study
-from train.study import ARMS, PUBLISHED, Arm, Study, table
 
 
 class Faked(Study):

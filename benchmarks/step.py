@@ -1,6 +1,6 @@
-"""`python -m eval.bench_step`: what a plain step, a draft and a verify pass cost at a published shape, random weights.
+"""`python -m benchmarks.step`: what a plain step, a draft and a verify pass cost at a published shape, random weights.
 
-    python -m eval.bench_step --preset llama-3-8b [--batch_size 1]... [--context 512] [--output DIR]
+    python -m benchmarks.step --preset llama-3-8b [--batch_size 1]... [--context 512] [--output DIR]
 
 A plain step and a verify pass are compared with the time in which this machine can read their bytes once: all weights
 and the live keys and values, over a bandwidth that is measured first with a large copy. c and v are measured as every
@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
+from benchmarks.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from eval.costs import BLOCK, Costs, measure
 from eval.run import hardware
-from eval.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
@@ -87,7 +87,7 @@ def markdown(report: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m eval.bench_step", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, required=True, help="whose shape")
     parser.add_argument("--batch_size", type=int, action="append", help="default: 1, 8 and 32; repeatable")
     parser.add_argument("--context", type=int, default=512, help="tokens before the first step; default: 512")
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens_per_step", type=float, help="project with this acceptance instead of a published one")
     parser.add_argument("--output", type=Path, help="folder for step-PRESET.json and .md")
     arguments = parser.parse_args(argv)
-    return run_command("bench_step", lambda: run(arguments))
+    return run_command(parser.prog, lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:

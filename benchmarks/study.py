@@ -1,6 +1,6 @@
 """What each part of the recipe is worth: one factor at a time on the embedded target, every arm at its own best rate.
 
-    python -m train.study --output runs/study
+    python -m benchmarks.study --output runs/study
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of the grid
 for seed 0 on validation prompts; the table shows held-out prompts, over all seeds. The target's hidden states are
@@ -226,7 +226,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m train.study", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m benchmarks.study", description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="examples/stdlib_target", help="hub id or folder")
     parser.add_argument("--output", required=True, help="folder of the results; what is there is kept")
     flags = parser.parse_args(argv)

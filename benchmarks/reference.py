@@ -1,8 +1,8 @@
 """The reference run: a target, its head, and every figure of docs/reference, on one machine, offline.
 
-    python -m train.reference                       everything; what is done is not done again
-    python -m train.reference target speculator     these phases alone, for a machine that is lent by the minute
-    python -m train.reference --rehearse            the same on tiny sizes, on any CPU, in minutes
+    python -m benchmarks.reference                       everything; what is done is not done again
+    python -m benchmarks.reference target speculator     these phases alone, for a machine that is lent by the minute
+    python -m benchmarks.reference --rehearse            the same on tiny sizes, on any CPU, in minutes
 
 Each phase is a command that a user could type; it is printed before it runs. What it makes lies under --output and
 appears there when it is whole, so a phase that was cut off is done again (the speculator's goes on from its newest
@@ -118,7 +118,7 @@ def phases(folder: Path, scale: Scale, minutes: float, sources: list[str]) -> li
 
     tokenizer, target, run, draft_model = (folder / name for name in ("tokenizer", "target", "run", "draft_model"))
     text = [word for source in sources for word in ("--source", source)]
-    model = ["-m", "train.language_model", *text, *scale.text.split()]
+    model = ["-m", "benchmarks.language_model", *text, *scale.text.split()]
     add("tokenizer", "tokenizer", *model, "--only_tokenizer", "--output", tokenizer)
     model += ["--tokenizer", str(tokenizer)]
     add("target", "target", *model, *scale.target.split(), "--minutes", f"{minutes:g}", "--output", target)
@@ -136,13 +136,13 @@ def phases(folder: Path, scale: Scale, minutes: float, sources: list[str]) -> li
         add(f"tuned-{report}", tuned, "-m", "eval", *how, "--output", folder / tuned)
     add("draft_model", "draft_model", *model, *scale.draft_model.split(), "--output", draft_model)
     how = ["--target", target, "--draft_model", draft_model, *evaluate, *scale.peers.split()]
-    add("peers", "peers.json", "-m", "eval.bench_peers", *how, "--output", folder)
+    add("peers", "peers.json", "-m", "benchmarks.peers", *how, "--output", folder)
     for preset in scale.steps:
         how = ["--preset", preset, *scale.step.split()]
-        add(f"step-{preset}", f"step-{preset}.json", "-m", "eval.bench_step", *how, "--output", folder)
+        add(f"step-{preset}", f"step-{preset}.json", "-m", "benchmarks.step", *how, "--output", folder)
     for preset in scale.training:
         how = ["--preset", preset, "--runs", 5]
-        add(f"training-{preset}", f"training-{preset}.json", "-m", "train.bench", *how, "--output", folder)
+        add(f"training-{preset}", f"training-{preset}.json", "-m", "benchmarks.training", *how, "--output", folder)
     return found
 
 
@@ -183,7 +183,7 @@ def publish(folder: Path, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m train.reference", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks.reference", description=__doc__)
     parser.add_argument("phase", nargs="*", help="of those that --list shows; default: all")
     parser.add_argument("--list", action="store_true", help="show the phases and what is done, and stop")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes")

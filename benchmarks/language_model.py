@@ -1,6 +1,6 @@
 """A small Llama, trained from nothing: a target to draft for, or a draft model, on a machine that has no other.
 
-    python -m train.language_model --output runs/target --minutes 8
+    python -m benchmarks.language_model --output runs/target --minutes 8
 
 trains on the Python sources of this machine, or on local text given with --source, for so many minutes: a tokenizer
 first (or the one of --tokenizer), then the model, in float32 under bfloat16 autocast where the hardware has it. Only
@@ -150,7 +150,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def build_parser() -> OneLineParser:
     """The flags; the defaults are those of the reference target, 164 million weights."""
-    parser = OneLineParser(prog="python -m train.language_model", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks.language_model", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the model's folder, new; with --only_tokenizer its")
     parser.add_argument("--source", action="append", help=f"local text, or {PYTHON_SOURCES}: the default; repeatable")
     parser.add_argument("--tokenizer", help="folder of one to use; default: a new one")

@@ -20,7 +20,7 @@ from speculator.target import dtype_name
 
 def build_parser(name: str, description: str, max_prompts: int) -> OneLineParser:
     """The flags that every benchmark has."""
-    parser = OneLineParser(prog=f"python -m eval.{name}", description=description)
+    parser = OneLineParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     parser.add_argument("--max_prompts", type=int, default=max_prompts)
     parser.add_argument("--prompt_tokens", type=int, default=64)

@@ -1,6 +1,6 @@
-"""`python -m eval.bench_drafters`: every drafter, shape and rule on the same prompts, against plain decoding in turns.
+"""`python -m benchmarks.drafters`: every drafter, shape and rule on the same prompts, against plain decoding in turns.
 
-    python -m eval.bench_drafters --target T --speculator S [--draft_model M] --output DIR
+    python -m benchmarks.drafters --target T --speculator S [--draft_model M] --output DIR
 
 Writes drafters.json and drafters.md. A batch of prompts goes through every decoder before the next batch comes, in an
 order that rotates. Of a row `tokens_per_step` is over all its steps, as in every report; the table has means over
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from eval import bench
+from benchmarks import common
 from eval.bootstrap import paired_bootstrap, shown
 from eval.speed import Engines, Timed, speedup, time_ours
 from speculator import (
@@ -142,7 +142,7 @@ def markdown(report: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = bench.build_parser("bench_drafters", __doc__, max_prompts=24)
+    parser = common.build_parser("drafters", __doc__, max_prompts=24)
     parser.add_argument("--speculator", required=True, help="folder of a trained head")
     parser.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
     parser.add_argument(
@@ -153,15 +153,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, action="append", help="default: 0, 0.7 and 1")
     parser.add_argument("--batch_size", type=int, default=1)
     arguments = parser.parse_args(argv)
-    return run_command("bench_drafters", lambda: run(arguments))
+    return run_command(parser.prog, lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print the table."""
     refuse_below(arguments, batch_size=1)
-    target = bench.load_target(arguments)
+    target = common.load_target(arguments)
     head = load_head(arguments.speculator, target)
-    bench.check_steps(arguments, head.n_predict)
+    common.check_steps(arguments, head.n_predict)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     table = decoders(target, head, model)
     names = [decoder.name for decoder in table]
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"no decoder {name!r}: there are {', '.join(names)}")
     if arguments.decoder:
         table = [decoder for decoder in table if decoder.name in ("none", "head chain", *arguments.decoder)]
-    prompts = bench.load_prompts(arguments, target)
+    prompts = common.load_prompts(arguments, target)
     rows = [
         row
         for temperature in arguments.temperature or [0.0, 0.7, 1.0]
@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> None:
         "batch_size": arguments.batch_size,
         "rows": rows,
     }
-    bench.write(arguments, target, prompts, measured, "drafters", markdown)
+    common.write(arguments, target, prompts, measured, "drafters", markdown)
 
 
 if __name__ == "__main__":

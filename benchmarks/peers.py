@@ -1,6 +1,6 @@
-"""`python -m eval.bench_peers`: this loop against transformers' own speculative decoding, same models, same prompts.
+"""`python -m benchmarks.peers`: this loop against transformers' own speculative decoding, same models, same prompts.
 
-    python -m eval.bench_peers --target T --draft_model M --output DIR
+    python -m benchmarks.peers --target T --draft_model M --output DIR
 
 Plain decoding against `generate`, with its own cache and with a static one, compiled (on a GPU, or with --compiled);
 n-gram lookup against `prompt_lookup_num_tokens`, the draft model against `assistant_model`, at one fixed draft length.
@@ -14,7 +14,7 @@ import sys
 
 import transformers
 
-from eval import bench
+from benchmarks import common
 from eval.bootstrap import shown
 from eval.decoders import BASELINES, OPTIONAL, decoders
 from eval.measuring import measure_suite
@@ -89,21 +89,21 @@ def markdown(report: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = bench.build_parser("bench_peers", __doc__, max_prompts=16)
+    parser = common.build_parser("peers", __doc__, max_prompts=16)
     parser.add_argument("--draft_model", required=True, help="hub id or folder of a small LM with the same tokenizer")
     parser.add_argument("--draft_length", type=int, default=4)
     parser.add_argument("--compiled", action="store_true", help="compile transformers' on a CPU too, which takes long")
     arguments = parser.parse_args(argv)
-    return run_command("bench_peers", lambda: run(arguments))
+    return run_command(parser.prog, lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print the table."""
     refuse_below(arguments, draft_length=1)
-    bench.check_steps(arguments, arguments.draft_length)
-    target = bench.load_target(arguments)
+    common.check_steps(arguments, arguments.draft_length)
+    target = common.load_target(arguments)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype)
-    prompts = bench.load_prompts(arguments, target)
+    prompts = common.load_prompts(arguments, target)
     compiled = arguments.compiled or target.device.type == "cuda"
     rows, skipped = measure(target, model, prompts, arguments.draft_length, arguments.max_new_tokens, compiled)
     measured = {
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
         "not_run": skipped,
         "rows": rows,
     }
-    bench.write(arguments, target, prompts, measured, "peers", markdown)
+    common.write(arguments, target, prompts, measured, "peers", markdown)
 
 
 if __name__ == "__main__":

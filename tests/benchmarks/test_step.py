@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from eval import shapes
-from eval.bench_step import main, projected
-from eval.shapes import PRESETS, draft_bytes, random_head, random_target, step_bytes
+from benchmarks import shapes
+from benchmarks.shapes import PRESETS, draft_bytes, random_head, random_target, step_bytes
+from benchmarks.step import main, projected
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
