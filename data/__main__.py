@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
     # Only the one that runs: `generate` loads what a model needs, the others don't.
-    return import_module(f"data.commands.{command}").main(argv[1:])
+    return import_module(f"data.cli.{command}").main(argv[1:])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from chat_templates import chat_tokenizer
 from conftest import tiny_tokenizer
 
-from data.commands.generate import main as generate_main
+from data.cli.generate import main as generate_main
 from data.prepare import save_rows, token_rows
 from data.rows import content
 from data.sources import SPLITS, SourceError, documents, prompts, token_documents

@@ -10,7 +10,7 @@ from chat_templates import CHATML
 from datasets import load_from_disk
 from transformers import AutoTokenizer
 
-from data.commands.generate import main
+from data.cli.generate import main
 from data.sources import token_documents
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from data import batches, onpolicy
-from data.commands.generate import main
+from data.cli.generate import main
 from data.onpolicy import generate_rows
 from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig

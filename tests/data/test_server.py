@@ -18,7 +18,7 @@ from datasets import load_from_disk
 from transformers import AutoTokenizer
 
 from data import server as module
-from data.commands.generate import main
+from data.cli.generate import main
 from data.server import Prompt, end_of_answer, fetch_rows
 from speculator import Sampling, UserError
 

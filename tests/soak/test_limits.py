@@ -21,9 +21,7 @@ from soak.running import ROOT, finish, start, train_argv
 
 ROOM = 1 << 30
 SECONDS = 10
-_MEASURE = (
-    "import train.run, eval.__main__, data.__main__, data.commands.generate; print(open('/proc/self/status').read())"
-)
+_MEASURE = "import train.run, eval.__main__, data.__main__, data.cli.generate; print(open('/proc/self/status').read())"
 
 
 @pytest.fixture(scope="module")
