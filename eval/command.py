@@ -20,6 +20,7 @@ from eval.run import check_flags, evaluate
 from eval.suites import load_suite
 from speculator import Target, load_head
 from speculator.cli import drafting
+from speculator.drafters.topology import Chain
 from speculator.errors import OneLineParser, refuse, run_command
 
 
@@ -51,6 +52,11 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--batch_size", type=int, action="append", help="default: 1; repeatable")
     parser.add_argument("--draft_length", type=int, action="append", help="repeatable; default: as tuned, else all")
+    parser.add_argument(
+        "--rule",
+        choices=Chain(1).rules,
+        help="accept rule above temperature 0, of every drafter; the head then drafts chains; default: as drafted",
+    )
     parser.add_argument("--draft_model", help="a small causal LM with the target's tokenizer, to compare with")
     parser.add_argument(
         "--baseline",
@@ -106,10 +112,11 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
         draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
-        tuned_in=None if arguments.draft_length else arguments.speculator,
+        tuned_in=None if arguments.draft_length or arguments.rule else arguments.speculator,
         model=model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,
+        rule=arguments.rule,
     )
     if arguments.report_to == "wandb":
         tracking.send(report, arguments.output)

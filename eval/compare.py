@@ -48,6 +48,8 @@ def table(a: dict, b: dict) -> str:
         for name in settings
         if a["settings"].get(name) != b["settings"].get(name)
     ]
+    rules = [(row["drafter"], row.get("rule"), other.get("rule")) for row, other in common]
+    lines += dict.fromkeys(f"rule, {drafter}: {ours} | {other}" for drafter, ours, other in rules if ours != other)
     lines += ["", "| suite | temperature | drafter | figure | A | B | B - A | |", "|---" * 8 + "|"]
     for ours, other in common:
         batch = f", batch {ours['batch_size']}" if ours.get("batch_size", 1) > 1 else ""

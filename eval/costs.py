@@ -77,6 +77,7 @@ def walk(
     sampling: Sampling,
     count: int,
     costs: Costs,
+    rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
     """Go on from `prompts` by `count` steps, as the engine does; gives each step's draft and result.
 
@@ -84,7 +85,8 @@ def walk(
     first of either kind warms up; a block in which steps were captured does not count. The context's end is no end:
     positions stop there, time does not care.
     """
-    engine, limit = Engine(target, drafter, slots=len(prompts)), count * (drafter.draft_length + 1) + BLOCK + 2
+    limit = count * (drafter.draft_length + 1) + BLOCK + 2
+    engine = Engine(target, drafter, slots=len(prompts), rule=rule)
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
     requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
     engine.admit()
@@ -125,11 +127,17 @@ def walk(
 
 
 def measure(
-    target: Target, drafter: Drafter, prompts: list[list[int]], sampling: Sampling, blocks: int, costs: Costs
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    blocks: int,
+    costs: Costs,
+    rule: str | None = None,
 ) -> None:
     """Add the seconds of about `blocks` blocks of steps behind `prompts`."""
     captures = 3 if capturable(target, drafter) else 0  # when they begin, and when they outgrow a bucket
-    for _ in walk(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs):
+    for _ in walk(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
 
 

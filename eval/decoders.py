@@ -36,12 +36,14 @@ class Decoder:
         run: (prompts, sampling, new tokens, where to note it, tokens that end a text).
         drafter: who drafts in the built-in loop.
         ours: it is the built-in loop.
+        rule: the accept rule above temperature 0; None: the drafter's own.
     """
 
     key: str
     run: Callable[[list[list[int]], Sampling, int, Timed, Sequence[int]], None]
     drafter: Drafter | None = None
     ours: bool = True
+    rule: str | None = None
 
 
 def decoders(
@@ -52,6 +54,7 @@ def decoders(
     baselines: Collection[str],
     batch_size: int,
     engines: Engines | None = None,
+    rule: str | None = None,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
@@ -62,6 +65,7 @@ def decoders(
         baselines: of `OPTIONAL`.
         batch_size: some can only do one prompt at a time.
         engines: see `time_ours`; given where other decoders of the built-in loop are compared with these.
+        rule: the accept rule of every drafter; None: each has its own.
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -72,7 +76,7 @@ def decoders(
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
     engines = {} if engines is None else engines
-    table = [decoder_of(target, key, drafter, engines) for key, drafter in drafters.items()]
+    table = [decoder_of(target, key, drafter, engines, rule) for key, drafter in drafters.items()]
 
     settings: dict[str, dict] = {
         "hf_generate": {},
@@ -94,13 +98,15 @@ def decoders(
     return table, skipped
 
 
-def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engines) -> Decoder:
+def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engines, rule: str | None = None) -> Decoder:
     """The built-in loop with a drafter, or without; `engines`: see `time_ours`, the same for all that are compared."""
 
-    def run(prompts, sampling, count, out, stop_at) -> None:
-        time_ours(target, drafter, prompts, sampling, count, out, stop_at=stop_at, engines=engines)
+    rule = rule if drafter else None
 
-    return Decoder(key, run, drafter)
+    def run(prompts, sampling, count, out, stop_at) -> None:
+        time_ours(target, drafter, prompts, sampling, count, out, rule=rule, stop_at=stop_at, engines=engines)
+
+    return Decoder(key, run, drafter, rule=rule)
 
 
 def _theirs(target: Target, key: str, how: dict) -> Decoder:

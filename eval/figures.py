@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from eval.acceptance import acceptance, by_context
 from eval.bootstrap import paired_bootstrap
-from eval.decoders import BASELINES
+from eval.decoders import BASELINES, Decoder
 from eval.measuring import Measured
 from eval.speed import Timed, speedup
 from eval.suites import Suite
 from speculator.drafters import Drafter
+from speculator.drafters.topology import LOSSY
 from speculator.sampling import Sampling
 from speculator.target import Target, dtype_name
 
@@ -20,8 +21,7 @@ PARTED = 0.15  # prediction and measurement: something in the loop then costs wh
 
 def row(
     target: Target,
-    key: str,
-    drafter: Drafter | None,
+    decoder: Decoder,
     suite: Suite,
     sampling: Sampling,
     measured: Measured,
@@ -30,6 +30,8 @@ def row(
     trained_length: int | None,
 ) -> dict:
     """One decoder's row: see docs/evaluation.md for every figure."""
+    key, drafter = decoder.key, decoder.drafter
+    rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     own = measured.timed[key]
     result = {
         "name": suite.name,
@@ -43,8 +45,8 @@ def row(
         "drafter": key.split()[0],
         "draft_length": drafter.draft_length if drafter else 0,
         "nodes": drafter.nodes if drafter else 0,
-        "rule": "greedy" if sampling.greedy else drafter.rules[0] if drafter else "plain",
-        "lossy": False,
+        "rule": "greedy" if sampling.greedy else rule,
+        "lossy": not sampling.greedy and rule in LOSSY,
         **_accepted(own, drafter, measured.conversations),
         "acceptance_by_context": _by_context(own, trained_length if key.startswith("head") else None),
         **_speeds(measured, key if drafter else None),

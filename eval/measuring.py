@@ -107,10 +107,11 @@ def measure_suite(
                 given.append(answer[:-1] if answer[-1] in stop_at else answer)
             if number in costed and not turn:
                 halfway = [p + answer[: len(answer) // 2] for p, answer in zip(prompts, plain, strict=True)]
+                blocks = -(-_COST_BLOCKS // count)
                 for decoder in table:
                     if decoder.drafter:
-                        blocks = -(-_COST_BLOCKS // count)
-                        measure(target, decoder.drafter, halfway, own, blocks, measured.costs[decoder.key])
+                        costs = measured.costs[decoder.key]
+                        measure(target, decoder.drafter, halfway, own, blocks, costs, decoder.rule)
     return measured
 
 

@@ -88,7 +88,7 @@ def _drafting(rows: list[dict]) -> list[dict]:
 
 
 def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[dict], list[float]], first: int) -> None:
-    """A group of bars at each place, one bar a drafter; of one head's chains the longest, whose beginnings all are."""
+    """A group of bars at each place, one bar a drafter; of one head's chains the longest."""
     longest = max((row["draft_length"] for row in rows if row["drafter"] == "head"), default=0)
     rows = [row for row in rows if row["drafter"] != "head" or row["draft_length"] == longest]
     width = 0.8 / len(rows)

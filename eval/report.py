@@ -13,10 +13,11 @@ _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 
 
 def label(row: dict, lengths: set[int]) -> str:
-    """How a table or a plot calls a drafter; with its draft length where several were measured side by side."""
+    """How a table or a plot calls a drafter: with its draft length where several are side by side, and a lossy rule."""
     several = row["drafter"] == "head" and len(lengths) > 1
-    tree = f", tree of {row['nodes']}" if _is_tree(row) else ""
-    return _LABELS[row["drafter"]] + (f", {row['draft_length']} tokens" if several else tree)
+    shape = f", tree of {row['nodes']}" if _is_tree(row) else ""
+    shape = f", {row['draft_length']} tokens" if several else shape
+    return _LABELS[row["drafter"]] + shape + (f", {row['rule']}" if row["lossy"] else "")
 
 
 def _is_tree(row: dict) -> bool:
@@ -132,9 +133,10 @@ def _details(row: dict, lengths: set[int]) -> str:
     else:
         what, price = "one drafted token", cost["draft_over_decode"]
     text = (
-        f"- {label(row, lengths)}: {row['accepted_per_step']:.2f} drafted tokens accepted per step, by position "
-        f"{by_position}; {what} costs {price:.3f} plain steps and a verify pass {cost['verify_over_decode']:.2f}, "
-        f"which predicts a speedup of {row['predicted_speedup']:.2f} (measured {measured:.2f})"
+        f"- {label(row, lengths)}: rule {row['rule']}; {row['accepted_per_step']:.2f} drafted tokens accepted per "
+        f"step, by position {by_position}; {what} costs {price:.3f} plain steps and a verify pass "
+        f"{cost['verify_over_decode']:.2f}, which predicts a speedup of {row['predicted_speedup']:.2f} (measured "
+        f"{measured:.2f})"
     )
     if len(row["acceptance_by_context"]) > 1:
         buckets = (f"{b['tokens_per_step']:.2f} below {b['below']}" for b in row["acceptance_by_context"])

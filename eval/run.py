@@ -44,6 +44,7 @@ def evaluate(
     model: Target | None = None,
     baselines: Collection[str] = (),
     repeats: int = 1,
+    rule: str | None = None,
 ) -> dict:
     """Measure and write the report; gives report.json's content. A wandb run that is on gets it too.
 
@@ -61,6 +62,7 @@ def evaluate(
         model: a draft model to compare with.
         baselines: beside the plain loop and transformers' generate: of `eval.decoders.OPTIONAL`.
         repeats: timings of every prompt, of which the median counts.
+        rule: the accept rule of every drafter above temperature 0; default: each has its own.
 
     Raises:
         UserError: what was asked for does not fit the target or the head, or can't be written.
@@ -74,9 +76,9 @@ def evaluate(
     for batch_size in batch_sizes:
         shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
         engines: Engines = {}
-        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, engines)
+        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, engines, rule)
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
-        swapped = {t: decoder_of(target, "head", drafter, engines) for t, drafter in tuned.items()}
+        swapped = {t: decoder_of(target, "head", drafter, engines, rule) for t, drafter in tuned.items()}
         skipped |= unfit
         for suite, temperature in product(suites, temperatures):
             table = [swapped.get(temperature, d) if d.key == "head" else d for d in default]
@@ -85,9 +87,7 @@ def evaluate(
             skipped |= measured.skipped
             trained = head.config.trained_length
             rows += [
-                row(target, d.key, d.drafter, suite, sampling, measured, max_new_tokens, batch_size, trained)
-                for d in table
-                if d.ours
+                row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in table if d.ours
             ]
     report = {
         "schema": 1,

@@ -144,8 +144,8 @@ def tune(
 
 
 def _figures(target, decoder: Decoder, suite, sampling, measured, max_new_tokens, batch_size) -> dict:
-    names = ("temperature", "draft_length", "tokens_per_step", "cost", "predicted_speedup", "speedup")
-    whole = row(target, decoder.key, decoder.drafter, suite, sampling, measured, max_new_tokens, batch_size, None)
+    names = ("temperature", "draft_length", "rule", "tokens_per_step", "cost", "predicted_speedup", "speedup")
+    whole = row(target, decoder, suite, sampling, measured, max_new_tokens, batch_size, None)
     figures = {name: whole[name] for name in names}
     figures["tokens_per_second"] = whole["tokens_per_second"]["speculative"]
     return figures
@@ -209,12 +209,14 @@ def _promising(
 def table(rows: list[dict]) -> str:
     """What was measured, a line each; the chosen ones are marked."""
     lines = [
-        "| temperature | draft | tokens verified | tokens per step | predicted speedup | measured | tokens/s | |",
-        "|---" * 8 + "|",
+        "| temperature | draft | rule | tokens verified | tokens per step | predicted speedup | measured | tokens/s "
+        "| |",
+        "|---" * 9 + "|",
     ]
     for each in rows:
         lines.append(
-            f"| {each['temperature']:g} | {each['shape']} | {each['nodes'] + 1} | {each['tokens_per_step']:.2f} "
+            f"| {each['temperature']:g} | {each['shape']} | {each['rule']} | {each['nodes'] + 1} "
+            f"| {each['tokens_per_step']:.2f} "
             f"| {each['predicted_speedup']:.2f} | {shown(each['speedup']['same_loop'])} "
             f"| {each['tokens_per_second']:.0f} | {'chosen' if each['chosen'] else ''} |"
         )

@@ -147,6 +147,8 @@ def _measured(report: dict[str, Any]) -> list[str]:
         decoder = _DECODERS.get(row["drafter"], row["drafter"]) + (" (lossy)" if row.get("lossy") else "")
         if row.get("nodes", 0) > row.get("draft_length", 0):
             decoder += f", tree of {row['nodes']}"
+        if row.get("rule") not in (None, "plain", "greedy"):
+            decoder += f", rule {row['rule']}"
         speed = row["tokens_per_second"]["same_loop" if plain else "speculative"]
         ratios = [_interval(row.get("speedup", {}).get(name)) for name in baselines]
         cells = [

@@ -44,7 +44,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
-    rules: tuple[str, ...] = ("walk", "token", "block", "typical-lossy")
+    rules: tuple[str, ...] = ("walk", "block", "token", "typical-lossy")
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3):
         check_length(draft_length)

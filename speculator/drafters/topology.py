@@ -75,7 +75,7 @@ class Chain:
         self.depth = self.nodes = self.offered = length
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
-        self.rules: tuple[str, ...] = (*(("token", "block") if sampled else ("walk", "token", "block")), *LOSSY)
+        self.rules: tuple[str, ...] = (*(("block", "token") if sampled else ("walk", "block", "token")), *LOSSY)
 
     def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         sampled = self.sampled and not sampling.greedy

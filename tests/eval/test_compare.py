@@ -52,6 +52,7 @@ def test_what_else_differs_is_said():
     assert "hardware: cpu | gpu" in text
     assert "seed: 0 | 1" in text
     assert "1 rows are in one of the reports alone" in text
+    assert "rule, head: token | block" in table(changed(rule="token"), changed(rule="block"))
 
 
 def test_the_command(tmp_path, capsys):

@@ -160,13 +160,13 @@ def command(folders, *flags, samples=1000):
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
-        (["--speculator", "head"], "token"),
-        (["--speculator", "head", "--rule", "block", "--draft_length", "2"], "block"),
+        (["--speculator", "head"], "block"),
+        (["--speculator", "head", "--rule", "token", "--draft_length", "2"], "token"),
         (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "walk"),
         (["--speculator", "head", "--branches", "3,2", "--replacement"], "multi-candidate-replacement"),
         (["--speculator", "head", "--branches", "3,2,1", "--nodes", "5", "--temperature", "0"], "walk"),
         (["--speculator", "head", "--branches", "3,2,1", "--paths", "2"], "walk"),
-        (["--draft_model", "target", "--draft_length", "2", "--temperature", "1"], "token"),
+        (["--draft_model", "target", "--draft_length", "2", "--temperature", "1"], "block"),
         (["--ngram"], "walk"),
     ],
 )

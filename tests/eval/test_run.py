@@ -67,6 +67,30 @@ def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder
     assert drafted("--draft_length", "1") == 1
 
 
+def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_file, tmp_path, capsys):
+    head, out = tmp_path / "head", tmp_path / "out"
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(head)
+    write_tuned(head, [{"temperature": 1.0, "tree": [[0], [1]]}])
+    command = ["--target", str(target_folder), "--speculator", str(head), "--suite", str(text_file)]
+    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "16", "--max_prompts", "1", "--temperature", "1"]
+
+    def rules(*flags) -> dict[str, tuple[str, bool]]:
+        assert main([*command, *sizes, "--output", str(out), *flags]) == 0
+        rows = json.loads((out / "report.json").read_text())["suites"]
+        return {row["drafter"]: (row["rule"], row["lossy"]) for row in rows}
+
+    own = {"none": ("plain", False), "head": ("multi-candidate", False), "ngram": ("walk", False)}
+    assert rules() == own
+    assert rules("--draft_length", "2") == own | {"head": ("block", False)}
+    assert rules("--rule", "token") == own | {"head": ("token", False), "ngram": ("token", False)}
+    assert "- speculator: rule token; " in (out / "report.md").read_text(), "what was tuned is no chain"
+    assert rules("--rule", "typical-lossy")["head"] == ("typical-lossy", True)
+    assert "| speculator, typical-lossy |" in (out / "report.md").read_text()
+    capsys.readouterr()
+    assert exit_code(main, [*command, "--output", str(out), "--rule", "walk"]) == 2
+    assert "invalid choice: 'walk'" in capsys.readouterr().err
+
+
 class Clock:
     """A millisecond passes whenever someone looks."""
 

@@ -153,7 +153,7 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "99"], "99 nodes"),
         ([*TEXT, *HEAD, "--min_confidence", "1.5"], "--min_confidence 1.5"),
         ([*TEXT, *HEAD, "--rule", "nonsense"], "invalid choice: 'nonsense'"),
-        ([*TEXT, *HEAD, "--rule", "walk"], "--rule walk does not fit what is drafted; these do: token, block"),
+        ([*TEXT, *HEAD, "--rule", "walk"], "--rule walk does not fit what is drafted; these do: block, token"),
         ([*TEXT, "--ngram", "--rule", "multi-candidate"], "--rule multi-candidate does not fit"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi-candidate-replacement"], "does not fit"),
     ],

@@ -140,9 +140,15 @@ def test_every_warper_keeps_the_distribution(name, sampling):
     assert sampled_p_value(drafters()[name], sampling) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["head-chain", "head-greedy-chain", "model-chain", "ngram", "pruned-chain"])
-def test_block_verification_follows_the_enumerated_distribution(name):
-    assert sampled_p_value(drafters()[name], WARPERS[0], rule="block") > 1e-4
+CHAINS = [
+    *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain")),
+    *(("token", name) for name in ("head-chain", "head-cautious-chain", "pruned-chain")),
+]
+
+
+@pytest.mark.parametrize(("rule", "name"), CHAINS)
+def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
+    assert sampled_p_value(drafters()[name], WARPERS[0], rule=rule) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["head-chain", "head-tree", "model-candidates"])

@@ -132,6 +132,12 @@ def test_a_lossy_rule_is_called_so(run):
     assert "| speculator (lossy) |" in write_card(run).read_text()
 
 
+def test_the_rule_of_sampled_text_is_named(run):
+    report = {**REPORT, "suites": [row("head", temperature=1.0, rule="block")]}
+    (run.parent / "eval" / "report.json").write_text(json.dumps(report))
+    assert "| 7 of chat | 1 | speculator, rule block |" in write_card(run).read_text()
+
+
 def test_a_tree_is_called_so(run):
     report = {**REPORT, "suites": [{**row("head"), "nodes": 16, "draft_length": 3}]}
     (run.parent / "eval" / "report.json").write_text(json.dumps(report))

@@ -1,0 +1,59 @@
+"""Whatever decodes, a chain that is sampled is accepted by block verification unless another rule is asked for."""
+
+import pytest
+import torch
+from conftest import tiny_head
+
+from data.onpolicy import generate_rows
+from eval.acceptance import real_acceptance
+from eval.run import evaluate
+from eval.suites import Suite
+from speculator import HeadDrafter, Sampling, generate, speculative
+from speculator import verify as rules
+
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+SUITE = Suite("test text", PROMPTS)
+
+
+def by_generate(target, folder):
+    generate(target, HeadDrafter(tiny_head()), PROMPTS, Sampling(1.0), max_new_tokens=8)
+
+
+def by_evaluation_while_training(target, folder):
+    real_acceptance(target, tiny_head(), SUITE, seed=0, max_new_tokens=8)
+
+
+def by_generating_own_text(target, folder):
+    generate_rows(target, HeadDrafter(tiny_head()), PROMPTS, folder, max_new_tokens=8, progress=False)
+
+
+def by_custom_generate(target, folder):
+    ids = torch.tensor(PROMPTS)
+    target.model.generate(
+        ids, do_sample=True, max_new_tokens=8, pad_token_id=0, custom_generate=speculative(tiny_head())
+    )
+
+
+def by_a_report(target, folder):
+    settings = {"temperatures": [1.0], "max_new_tokens": 8, "speculator_name": "test"}
+    rows = evaluate(target, tiny_head(), [SUITE], folder, **settings)["suites"]
+    assert [row["rule"] for row in rows if row["drafter"] == "head"] == ["block"]
+
+
+WAYS = (by_generate, by_evaluation_while_training, by_generating_own_text, by_custom_generate, by_a_report)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sampled_chain_is_accepted_by_block_verification(way, target, tmp_path, monkeypatch):
+    asked = []
+    for name, rule in rules.RULES.items():
+
+        def noting(p, draft, u, name=name, rule=rule):
+            if draft.tokens.shape[1]:  # else plain decoding
+                asked.append(name)
+            return rule(p, draft, u)
+
+        monkeypatch.setitem(rules.RULES, name, noting)
+    way(target, tmp_path / "out")
+    assert "block" in asked
+    assert "token" not in asked
