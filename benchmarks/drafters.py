@@ -55,7 +55,7 @@ def decoders(target: Target, head: Speculator, model: Target | None) -> list[Dec
     table = [
         Decoder("none", None),
         Decoder("head chain", HeadDrafter(head)),
-        Decoder("head chain, block", HeadDrafter(head), "block"),
+        Decoder("head chain, token rule", HeadDrafter(head), "token"),
         Decoder("head chain, greedy draft", HeadDrafter(head, Chain(n, sampled=False))),
         Decoder("head tree", HeadDrafter(head, Tree(branches, nodes=3 * len(branches)))),
         Decoder("head paths", HeadDrafter(head, Paths((4, 3, 2, 1)[:n], paths=4))),
@@ -66,7 +66,7 @@ def decoders(target: Target, head: Speculator, model: Target | None) -> list[Dec
     if model is not None:
         table += [
             Decoder("draft model chain", ModelDrafter(model, target, n)),
-            Decoder("draft model chain, block", ModelDrafter(model, target, n), "block"),
+            Decoder("draft model chain, token rule", ModelDrafter(model, target, n), "token"),
             Decoder("draft model candidates", ModelDrafter(model, target, Candidates(wide))),
         ]
     return table
