@@ -92,7 +92,10 @@ class Batches:
         return left
 
     def write(self, batch: int, continuations: list[list[int]], **facts: Any) -> None:
-        """Keep what a batch gave: new tokens, in the order of its rows, and some facts for the manifest."""
+        """Keep what a batch gave: new tokens, in the order of its rows, and some facts for the manifest.
+
+        The fact `refused`, of every new token 1 where it took a refused draft's place, becomes a column of the rows.
+        """
         if not self._record.exists():
             make_folder(self._work)
             write_text(self._record, self._seal)
@@ -108,7 +111,8 @@ class Batches:
             summary: what the manifest says beside the record, from what was written of each batch.
 
         Returns:
-            Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}.
+            Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, and where
+            it was written "refused", 0 on the prompt.
         """
         self._bar.close()
         if state().is_main_process:
@@ -120,23 +124,27 @@ class Batches:
 
     def _assemble(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> None:
         made: dict[int, array] = {}
+        refused: dict[int, array] = {}
         facts = []
         for batch, rows in enumerate(self.rows):
             written = self._wait_for(batch)
             made |= zip(rows, (array("i", tokens) for tokens in written.pop("continuations")), strict=True)
+            refused |= zip(rows, (array("b", marks) for marks in written.pop("refused", [])), strict=False)
             facts.append(written)
 
         def rows_in_order() -> Iterator[dict]:
             for row, prompt in enumerate(prompts):
                 mask = [0] * len(prompt) + [1] * len(made[row])
-                yield {"input_ids": [*prompt, *made[row]], "loss_mask": mask}
+                columns = {"input_ids": [*prompt, *made[row]], "loss_mask": mask}
+                yield columns | ({"refused": [0] * len(prompt) + list(refused[row])} if refused else {})
 
+        features = Features(_FEATURES | ({"refused": _FEATURES["loss_mask"]} if refused else {}))
         cache, final = self._work / "cache", self.folder / "rows"
         for leftover in (cache, final):
             shutil.rmtree(leftover, ignore_errors=True)
         with new_folder(final) as scratch:
             table = Dataset.from_generator(
-                rows_in_order, features=_FEATURES, cache_dir=str(cache), fingerprint="generated"
+                rows_in_order, features=features, cache_dir=str(cache), fingerprint="generated"
             )
             table.save_to_disk(str(scratch))
         tokens = sum(map(len, made.values()))

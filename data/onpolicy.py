@@ -18,7 +18,7 @@ from data.batches import Batches
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.engine import Engine
 from speculator.errors import refuse
-from speculator.request import Generation, check_prompts
+from speculator.request import Generation, Step, check_prompts
 from speculator.sampling import Sampling
 from speculator.target import Target, dtype_name
 
@@ -45,6 +45,7 @@ def generate_rows(
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
     progress: bool = True,
+    keep_refused: bool = False,
 ) -> Dataset:
     """Continue prompts by the target, in the distribution that `sampling` names, whoever drafts.
 
@@ -62,13 +63,14 @@ def generate_rows(
         batch_size: rows at a time.
         seed: of the sampling.
         progress: show a bar.
+        keep_refused: keep where drafts were refused.
 
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
-        of the prompts. Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens",
-        "batch_size", "prompts": their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second":
-        {"speculative", "same_loop"}}, the last two clocked on the same few rows, one after the other, without the
-        prefill.
+        of the prompts; with `keep_refused` also "refused", 1 on each token that took a refused draft's place.
+        Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens", "batch_size", "prompts":
+        their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second": {"speculative", "same_loop"}},
+        the last two clocked on the same few rows, one after the other, without the prefill.
 
     Raises:
         UserError: no prompt, an empty one or one that fills the context; a folder that was made otherwise; a target
@@ -92,6 +94,7 @@ def generate_rows(
         "drafter": _identity(drafter) if drafter else None,
         **record_of(samplings, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
+        **({"keep_refused": True} if keep_refused else {}),
     }
 
     slots = min(batch_size, len(prompts))
@@ -117,7 +120,8 @@ def generate_rows(
                 clocks["same_loop"] = _clock(made)
             whole = [step for row in made.steps for step in row if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
-            work.write(piece, made.tokens, steps=steps, **clocks)
+            refused = {"refused": [_refused(row) for row in made.steps]} if keep_refused else {}
+            work.write(piece, made.tokens, steps=steps, **clocks, **refused)
         return work.finish(prompts, _summary)
 
 
@@ -135,6 +139,15 @@ def record_of(
         "rows": len(prompts),
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }
+
+
+def _refused(steps: Sequence[Step]) -> list[int]:
+    """Of each new token of a row, 1 where it took a refused draft's place; the first token is the prefill's."""
+    marks = [0]
+    for step in steps:
+        marks += [0] * step.emitted
+        marks[-1] = int(step.accepted < step.drafted and not step.cut)
+    return marks
 
 
 def _clock(made: Generation) -> list[float]:

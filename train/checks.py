@@ -22,6 +22,9 @@ def settings(config: RunConfig) -> None:
     _stage("stage1", config.stage1)
     if config.stage2.max_steps:
         _stage("stage2", config.stage2)
+        weight = config.stage2.refused_weight
+        if weight is not None and weight <= 0:
+            raise UserError(f"stage2.refused_weight {weight:g} is not above 0")
         _positive("stage2.generate", generate, "max_rows", "prompt_tokens", "max_new_tokens", "batch_size")
         if not 0 <= generate.draft_length <= head.n_predict:
             raise UserError(f"stage2.generate.draft_length must be in 0..{head.n_predict}, what the head can draft")

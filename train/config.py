@@ -160,6 +160,8 @@ class Stage2Config(StageConfig):
     """Optimiser steps; 0 leaves this stage out."""
     learning_rate: float = 2e-3
     """At its peak."""
+    refused_weight: float | None = None
+    """How many times a token counts where the target refused a draft while it wrote the text; default: once."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """What it trains on."""
 

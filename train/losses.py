@@ -147,6 +147,8 @@ class Measure:
         weights: of the losses.
         chunk: tokens at a time; None takes what fits in a fixed budget of logits.
         vocab_size: V of `logits`, for that budget; None where the heads' outputs have it.
+        token_weights: [B, L] how many times each token counts in the objective, whichever head predicts it; None: once.
+            The other sums do not know of it.
     """
 
     def __init__(
@@ -157,9 +159,10 @@ class Measure:
         weights: LossConfig,
         chunk: int | None = None,
         vocab_size: int | None = None,
+        token_weights: Tensor | None = None,
     ):
         self.labels, self.hidden, self.logits, self.weights = labels, hidden, logits, weights
-        self.chunk, self.vocab_size = chunk, vocab_size
+        self.chunk, self.vocab_size, self.token_weights = chunk, vocab_size, token_weights
 
     def __call__(
         self,
@@ -183,11 +186,13 @@ class Measure:
         labels = draft_ids(labels, draft_tokens)
         kept = (labels != IGNORE).any(0).nonzero()[:, 0]
         hidden = self.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
+        # The token that every head predicts at u is x[u+1].
+        counts = None if self.token_weights is None else self.token_weights[:, 2 : 2 + total].flatten()[kept]
         inputs = [by_u(x, i, 0.0)[kept] for i, x in enumerate(features)]
         matrices = list({id(output): output.weight for output in outputs}.values())
         which = [next(j for j, matrix in enumerate(matrices) if matrix is output.weight) for output in outputs]
         objective, loss, hit, accepted = _Chunked.apply(
-            self, hidden, labels[:, kept], draft_tokens, which, torch.is_grad_enabled(), *inputs, *matrices
+            self, hidden, labels[:, kept], counts, draft_tokens, which, torch.is_grad_enabled(), *inputs, *matrices
         )
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
@@ -219,6 +224,7 @@ class _Chunked(torch.autograd.Function):
         measure: Measure,
         hidden: Tensor,  # [K, D]
         labels: Tensor,  # [N, K] rows of the output matrices
+        counts: Tensor | None,  # [K] how many times each token counts
         draft_tokens: Tensor | None,  # [V_d]
         which: list[int],
         train: bool,
@@ -246,7 +252,7 @@ class _Chunked(torch.autograd.Function):
                 z = product(x, cast[which[i]]).to(loss.dtype).requires_grad_(train)
                 with torch.set_grad_enabled(train):
                     each = loss_per_token(z, labels[i, span], target, weights) * counted
-                    total = each.sum() * weights.head_decay**i
+                    total = (each if counts is None else each * counts[span]).sum() * weights.head_decay**i
                 loss[i, span] = each.detach()
                 hit[i, span] = (z.argmax(-1) == labels[i, span]).long()
                 if train:
@@ -259,12 +265,13 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(*d_features, *d_matrices)
         ctx.mark_non_differentiable(loss, hit, accepted)
         decay = torch.tensor([weights.head_decay**i for i in range(heads)], dtype=loss.dtype, device=device)
-        return (loss.sum(1) * decay).sum(), loss, hit, accepted
+        objective = loss if counts is None else loss * counts
+        return (objective.sum(1) * decay).sum(), loss, hit, accepted
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_objective: Tensor, *_: Tensor):
-        return *(None,) * 6, *(gradient.mul_(d_objective) for gradient in ctx.saved_tensors)
+        return *(None,) * 7, *(gradient.mul_(d_objective) for gradient in ctx.saved_tensors)
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]

@@ -226,4 +226,5 @@ def generate_own_text(
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed,
+        keep_refused=config.stage2.refused_weight is not None,
     )

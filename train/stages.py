@@ -79,7 +79,7 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(config.speculator.n_predict),
+        data_collator=Collator(config.speculator.n_predict, getattr(settings, "refused_weight", None)),
         train_dataset=train_rows,
         eval_dataset=validation_rows.select(range(count)),
     )

@@ -29,10 +29,14 @@ class Collator:
 
     Rows are {"input_ids"} and may have a "loss_mask" and "document_ids"; shorter rows are filled up on the right, where
     causal attention keeps the filling from being seen and the mask keeps it from being learnt.
+
+    Args:
+        n_predict: heads.
+        refused_weight: how many times tokens count that rows call "refused": in `token_weights` [B, L]; None: once.
     """
 
-    def __init__(self, n_predict: int):
-        self.n_predict = n_predict
+    def __init__(self, n_predict: int, refused_weight: float | None = None):
+        self.n_predict, self.refused_weight = n_predict, refused_weight
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         length = max(self.n_predict + 2, *(len(row["input_ids"]) for row in rows))
@@ -44,7 +48,10 @@ class Collator:
         input_ids = column("input_ids", 0)
         documents = column("document_ids", 0)
         labels = align(input_ids, documents, column("loss_mask", 1), self.n_predict)
-        return {"input_ids": input_ids, "document_ids": documents, "labels": labels}
+        batch = {"input_ids": input_ids, "document_ids": documents, "labels": labels}
+        if self.refused_weight is not None:
+            batch["token_weights"] = 1 + (self.refused_weight - 1) * column("refused", 0)
+        return batch
 
 
 class SpeculatorTrainer(Trainer):
@@ -95,7 +102,14 @@ class SpeculatorTrainer(Trainer):
         length = labels.shape[-1]
         with self._target_time if model.training else nullcontext():
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
-        measure = Measure(labels, hidden, self.target.logits, self.loss_weights, vocab_size=self.target.vocab_size)
+        measure = Measure(
+            labels,
+            hidden,
+            self.target.logits,
+            self.loss_weights,
+            vocab_size=self.target.vocab_size,
+            token_weights=inputs.get("token_weights") if model.training else None,
+        )
         sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], measure)
         objective = sums.pop("objective")
         self._add("train" if model.training else "eval", sums)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 from data import batches, onpolicy
 from data.cli.generate import main
 from data.onpolicy import generate_rows
-from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
+from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.sampling import RowSampling
 
@@ -86,6 +86,53 @@ def test_a_finished_folder_is_not_made_again(target, tmp_path, monkeypatch):
     rows = made(target, tmp_path)
     monkeypatch.setattr(Engine, "generate", None)
     assert made(target, tmp_path) == rows
+
+
+def test_a_run_that_keeps_no_refused_drafts_is_as_it_was(target, tmp_path):
+    (row, *_) = made(target, tmp_path / "out")
+    assert list(row) == ["input_ids", "loss_mask"]
+    assert "keep_refused" not in json.loads((tmp_path / "out" / "manifest.json").read_text())
+    with pytest.raises(UserError, match="made with keep_refused null, not true"):
+        made(target, tmp_path / "out", keep_refused=True)
+
+
+def test_refused_tokens_by_hand():
+    """Whole drafts, a refused one, none, and one that the text's end cut behind what was accepted of it."""
+    steps = [Step(3, 3, 4), Step(3, 1, 2), Step(0, 0, 1), Step(3, 2, 2)]
+    assert onpolicy._refused(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
+
+
+def test_refused_drafts_are_those_of_the_steps_and_survive_a_kill(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(onpolicy, "_PIECE", 1)
+    rows = made(target, tmp_path / "whole", seed=5, keep_refused=True)
+    assert [{name: row[name] for name in ("input_ids", "loss_mask")} for row in rows] == made(
+        target, tmp_path / "plain", seed=5
+    )
+    seen = set()
+    for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
+        own = Sampling(1.0, seed=5 + index)
+        (steps,) = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).steps
+        at = len(prompt) + 1
+        assert sum(row["refused"][:at]) == 0
+        for step in steps:
+            expected = [0] * (step.emitted - 1) + [step.accepted < step.drafted and step.emitted > step.accepted]
+            assert row["refused"][at : at + step.emitted] == expected
+            seen |= {(step.accepted, step.cut)}
+            at += step.emitted
+        assert at == len(row["input_ids"])
+    assert len({accepted for accepted, _ in seen}) > 1
+    written, cut = batches.Batches.write, iter(range(9))
+
+    def killed(*args, **kwargs):
+        if next(cut) == 2:
+            raise Cut
+        return written(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batches.Batches, "write", killed)
+        with pytest.raises(Cut):
+            made(target, tmp_path / "cut", seed=5, keep_refused=True)
+    assert made(target, tmp_path / "cut", seed=5, keep_refused=True) == rows
 
 
 class Cut(BaseException):

@@ -20,6 +20,7 @@ from train.initialise import new_head, parameters
         (["--stage1.learning_rate", "0"], "stage1.learning_rate must be above 0"),
         (["--stage1.adam_beta2", "2"], "stage1.adam_beta2"),
         (["--stage2.warmup_steps", "-5"], "stage2.warmup_steps must not be negative"),
+        (["--stage2.refused_weight", "0"], "stage2.refused_weight 0 is not above 0"),
         (["--stage1.weight_decay", "-1"], "stage1.weight_decay must not be negative"),
         (["--stage1.max_grad_norm", "-1"], "stage1.max_grad_norm must not be negative"),
         (["--seed", "-1"], "seed must be in"),

@@ -57,10 +57,10 @@ class Case:
         self.outputs = [nn.Linear(I, size, bias=False, dtype=torch.float64) for _ in range(1 if tied else N)]
         self.outputs = [self.outputs[min(i, len(self.outputs) - 1)] for i in range(N)]
 
-    def measure(self, weights: LossConfig, chunk: int | None = None) -> dict:
-        return Measure(self.labels, self.hidden, lambda h: h @ self.lm_head.T, weights, chunk)(
-            self.features, self.outputs, self.draft_tokens
-        )
+    def measure(self, weights: LossConfig, chunk: int | None = None, token_weights: torch.Tensor | None = None) -> dict:
+        lm_head = lambda h: h @ self.lm_head.T  # noqa: E731
+        measure = Measure(self.labels, self.hidden, lm_head, weights, chunk, token_weights=token_weights)
+        return measure(self.features, self.outputs, self.draft_tokens)
 
     def naive(self, loss) -> torch.Tensor:
         """The sum over heads of `loss(z, p, label)`, all logits at once, as the docstring's alignment has it."""
@@ -119,6 +119,30 @@ def test_the_chunked_loss_and_its_gradients_are_the_naive_ones(name, tied, chunk
     torch.testing.assert_close(sums["loss"].sum(), expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
+# ---- tokens that count more
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("name", ["mix", "cross-entropy"])
+def test_a_tokens_weight_multiplies_the_loss_of_every_head_that_predicts_it(name, chunk):
+    case, (weights, loss) = Case(), CASES[name]
+    token_weights = torch.rand(B, L, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 4
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(N):
+        z = case.outputs[i](case.features[i])
+        teacher = case.hidden[:, i + 1 : i + 1 + S] @ case.lm_head.T
+        each = loss(z, teacher, case.labels[:, i].clamp_min(0)) * (case.labels[:, i] != IGNORE)
+        expected = expected + (each * token_weights[:, i + 2 : i + 2 + S]).sum()  # head i at t predicts x[t+2+i]
+    sums, plain = case.measure(weights, chunk, token_weights), case.measure(weights, chunk)
+    torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
+    for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+    for key in ("loss", "count", "hits", "prefix_hits"):
+        assert torch.equal(sums[key], plain[key]), "what is reported does not know of weights"
+    ones = case.measure(weights, chunk, torch.ones(B, L, dtype=torch.float64))
+    assert torch.equal(ones["objective"], plain["objective"])
 
 
 # ---- a draft vocabulary

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import load_from_disk
 from safetensors.torch import load_file
 
 from train import checkpoint
@@ -277,7 +278,7 @@ def test_a_diverged_run_stops_with_one_line_and_keeps_its_checkpoints(command, t
 
 def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     folder = tmp_path / "lstm"
-    overrides = {"speculator.architecture": "lstm", "speculator.initialise": "target"}
+    overrides = {"speculator.architecture": "lstm", "speculator.initialise": "target", "stage2.refused_weight": 2}
     done = run(command(folder, **overrides))
     assert done.returncode == 0, done.stderr
     first = json.loads((folder / "speculator" / "config.json").read_text())
@@ -285,6 +286,8 @@ def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     _, history = state_of(folder, 20)
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert losses[-1] < 0.95 * losses[0]
+    marks = load_from_disk(str(folder / "generated" / "rows"))["refused"]
+    assert any(map(any, marks)), "where drafts were refused is kept with the rows"
     assert (folder / "eval" / "report.json").exists()
     shutil.rmtree(folder / "speculator")  # as of a run that was cut off after its last step
     (folder / "eval" / "report.json").unlink()

@@ -1,0 +1,67 @@
+"""Tokens that took a refused draft's place count more: from the rows to the loss, in stage 2 alone."""
+
+import pytest
+import torch
+from conftest import tiny_head
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from eval.suites import Suite
+from train import stages
+from train.config import LossConfig, RunConfig, Stage2Config
+from train.losses import IGNORE
+from train.trainer import Collator, SpeculatorTrainer
+
+ROWS = [
+    {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "loss_mask": [0, 0, 1, 1, 1, 1, 1, 1], "refused": [0, 0, 0, 1, 0, 1, 0, 1]},
+    {"input_ids": [9, 8, 7, 6, 5, 4], "loss_mask": [0, 1, 1, 1, 1, 1], "refused": [0, 0, 0, 0, 1, 0]},
+]
+
+
+def test_rows_become_weights_where_one_is_given():
+    assert "token_weights" not in Collator(3)(ROWS)
+    weights = Collator(3, 2.5)(ROWS)["token_weights"]
+    assert weights.tolist() == [[1, 1, 1, 2.5, 1, 2.5, 1, 2.5], [1, 1, 1, 1, 2.5, 1, 1, 1]]
+    without = [{name: row[name] for name in ("input_ids", "loss_mask")} for row in ROWS]
+    assert torch.equal(Collator(3, 2.5)(without)["token_weights"], torch.ones(2, 8))
+
+
+def test_the_trainers_loss_counts_refused_tokens_as_often_as_it_says(target, tmp_path):
+    head = tiny_head().train()
+    how = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    trainer = SpeculatorTrainer(model=head, target=target, loss=LossConfig(), decode=lambda _: {}, args=how)
+
+    def gradients(batch):
+        head.zero_grad()
+        trainer.compute_loss(head, batch, num_items_in_batch=torch.tensor(7.0)).backward()
+        return [parameter.grad.clone() for parameter in head.parameters()]
+
+    plain, weighted = Collator(3)(ROWS), Collator(3, 2.5)(ROWS)
+    alone = Collator(3)(ROWS)  # the labels of refused tokens, no others: head i at t predicts x[t+2+i]
+    refused = weighted["token_weights"] > 1
+    for i, labels in enumerate(alone["labels"].unbind(1)):
+        labels[~refused[:, i + 2 : i + 2 + labels.shape[1]]] = IGNORE
+    assert (alone["labels"] != IGNORE).any(-1).all(), "every head has some"
+    for whole, part, both in zip(gradients(plain), gradients(alone), gradients(weighted), strict=True):
+        torch.testing.assert_close(both, whole + 1.5 * part, rtol=1e-4, atol=1e-6)
+    head.eval()
+    with torch.no_grad():
+        losses = [trainer.compute_loss(head, batch).item() for batch in (plain, weighted)]
+    assert losses[0] == losses[1], "what is evaluated does not know of weights"
+
+
+class Begun(BaseException):
+    """Training would begin here."""
+
+
+@pytest.mark.parametrize(("stage", "weight"), [("stage1", None), ("stage2", 3.0)])
+def test_only_stage_2_weighs(target, tmp_path, monkeypatch, stage, weight):
+    def begin(*, data_collator, **_):
+        raise Begun(data_collator.refused_weight)
+
+    monkeypatch.setattr(stages, "SpeculatorTrainer", begin)
+    config = RunConfig(output_dir=str(tmp_path), report_to="none", stage2=Stage2Config(refused_weight=3.0))
+    rows = Dataset.from_list(ROWS)
+    with pytest.raises(Begun) as stopped:
+        stages.train_stage(stage, config, target, tiny_head, rows, rows, Suite("text", [[1, 2]]))
+    assert stopped.value.args == (weight,)
