@@ -1,6 +1,6 @@
 """What each part of the recipe is worth: one factor at a time on the embedded target, every arm at its own best rate.
 
-    python -m benchmarks.study --output runs/study
+    python -m benchmarks.study [--table recipes|architectures|refused] [--steps 1200] --output runs/study
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of the grid
 for seed 0 on validation prompts; the table shows held-out prompts, over all seeds. The target's hidden states are
@@ -28,9 +28,11 @@ from data.onpolicy import generate_rows
 from data.prepare import token_rows
 from eval.acceptance import real_acceptance
 from eval.suites import Suite, from_text
+from speculator import HeadDrafter, MLPSpeculator
+from speculator.checkpoints import load_any
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
-from speculator.heads import Speculator
+from speculator.heads import MLPSpeculatorConfig, Speculator
 from speculator.target import Target
 from train.checks import own_sampling
 from train.config import GenerateConfig, LossConfig, RunConfig, SpeculatorConfig
@@ -40,7 +42,7 @@ from train.trainer import Collator, SpeculatorTrainer
 SOURCES = ["python-sources"]
 LENGTH = 256
 STEPS = 1200
-"""Of one row each: 307,200 tokens."""
+"""Of one row each, unless told otherwise: 307,200 tokens."""
 RATES = (5e-3, 1e-2, 2e-2)
 SEEDS = (0, 1, 2)
 PROMPTS = {"validation": 32, "held-out": 64}
@@ -63,6 +65,10 @@ class Arm:
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
     """The last part of the budget goes to the target's own text, half of it greedy, half at temperature 1."""
+    refused_weight: float | None = None
+    """The head drafts the target's own text, and so often counts a token there that took a refused draft's place."""
+    architecture: str = "mlp"
+    inner_dim: int = 0
 
 
 PUBLISHED = Arm("published", HARD, bf16_weights=True, weight_decay=0.1, rates=(1e-3,))
@@ -75,6 +81,34 @@ ARMS = [
     Arm("+ LK instead of KL", LK, "target"),
     Arm("KL, a quarter on the target's own text", KL, "target", on_policy=0.25),
 ]
+
+
+INDEPENDENT = "independent"
+ARCHITECTURES = [
+    Arm("independent heads", KL, architecture=INDEPENDENT),
+    Arm("MLP", KL),
+    Arm("LSTM", KL, architecture="lstm", inner_dim=171),  # as many weights as the MLP's
+]
+
+OWN = Arm("counts once", KL, "target", rates=(1e-2,), on_policy=0.25, refused_weight=1.0)
+REFUSED = [OWN, *(dataclasses.replace(OWN, name=f"counts {w} times", refused_weight=float(w)) for w in (2, 4))]
+
+TABLES = {"recipes": ARMS, "architectures": ARCHITECTURES, "refused": REFUSED}
+LONGER = {"recipes": (ARMS[0], ARMS[2], ARMS[4], ARMS[6])}
+"""Those that are trained on four times the tokens too, for one seed."""
+
+
+class Independent(MLPSpeculator):
+    """The floor: heads that see the hidden state alone (Medusa's, 2401.10774), none what the one before it drafted.
+
+    Here and not among the heads, as nobody would serve it.
+    """
+
+    def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
+        return state
+
+    def features(self, index: int, state: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(self.ln[index](self.proj[index](state)))
 
 
 class BF16AdamW(torch.optim.AdamW):
@@ -116,25 +150,35 @@ class Remembered:
         return torch.stack([self._hidden[key] for key in keys])
 
 
-def train(arm: Arm, rate: float, seed: int, rows: list[Dataset], target: Remembered, head: Speculator) -> Speculator:
-    """Train a head; `rows` are those of the text and, where the arm has a second stage, of the target's own."""
+def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator:
+    if arm.architecture == INDEPENDENT:
+        torch.manual_seed(seed)
+        return Independent(
+            MLPSpeculatorConfig(
+                vocab_size=target.vocab_size, emb_dim=target.hidden_size, n_predict=4, tie_weights=False
+            )
+        )
+    shape = SpeculatorConfig(architecture=arm.architecture, inner_dim=arm.inner_dim, initialise=arm.initialise)  # type: ignore[arg-type]
+    return new_head(RunConfig(speculator=shape, seed=seed), target, rows)
+
+
+def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, head: Speculator) -> Speculator:
+    """Train a head on rows of text or, with half the rate, of the target's own."""
     set_seed(seed)
-    for stage, part in enumerate(rows):
-        parameters = list(head.parameters())
-        settings = {"lr": rate if stage == 0 else rate / 2, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
-        optimiser = (BF16AdamW if arm.bf16_weights else torch.optim.AdamW)(parameters, **settings)
-        steps = len(part)
-        arguments = TrainingArguments(
-            output_dir="unused", max_steps=steps, per_device_train_batch_size=1, lr_scheduler_type="cosine",
-            warmup_steps=steps // 20, learning_rate=settings["lr"], max_grad_norm=1.0, seed=seed, use_cpu=True,
-            save_strategy="no", logging_steps=200, report_to="none", remove_unused_columns=False,
-            label_names=["labels"], disable_tqdm=True,
-        )  # fmt: skip
-        schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
-        SpeculatorTrainer(
-            model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=part,
-            data_collator=Collator(head.n_predict), optimizers=(optimiser, schedule),
-        ).train()  # fmt: skip
+    steps = len(rows)
+    settings = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
+    optimiser = (BF16AdamW if arm.bf16_weights else torch.optim.AdamW)(list(head.parameters()), **settings)
+    arguments = TrainingArguments(
+        output_dir="unused", max_steps=steps, per_device_train_batch_size=1, lr_scheduler_type="cosine",
+        warmup_steps=steps // 20, learning_rate=rate, max_grad_norm=1.0, seed=seed, use_cpu=True,
+        save_strategy="no", logging_steps=200, report_to="none", remove_unused_columns=False,
+        label_names=["labels"], disable_tqdm=True,
+    )  # fmt: skip
+    schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
+    SpeculatorTrainer(
+        model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=rows,
+        data_collator=Collator(head.n_predict, arm.refused_weight), optimizers=(optimiser, schedule),
+    ).train()  # fmt: skip
     return head
 
 
@@ -147,11 +191,11 @@ def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
 class Study:
     """The results in a folder, made where they are missing."""
 
-    def __init__(self, target: Target, folder: Path):
-        self.target, self.folder = target, folder
-        text = token_rows(SOURCES, "train", target.tokenizer, LENGTH, max_tokens=4 * STEPS * LENGTH)
-        if len(text) < 4 * STEPS:
-            raise UserError(f"{', '.join(SOURCES)} gives {len(text)} rows of {LENGTH} tokens, not {4 * STEPS}")
+    def __init__(self, target: Target, folder: Path, steps: int = STEPS):
+        self.target, self.folder, self.steps = target, folder, steps
+        text = token_rows(SOURCES, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
+        if len(text) < 4 * steps:
+            raise UserError(f"{', '.join(SOURCES)} gives {len(text)} rows of {LENGTH} tokens, not {4 * steps}")
         self.text = text.remove_columns([name for name in text.column_names if name != "input_ids"])
         self.suites = {
             split: from_text(SOURCES, target.tokenizer, PROMPT_TOKENS, count, split=split)
@@ -159,31 +203,45 @@ class Study:
         }
         self.seen = Remembered(target)
 
-    def _own_text(self, count: int) -> Dataset:
-        """`count` rows that the target said: the same for every arm and seed."""
-        beginnings = [row[:PROMPT_TOKENS] for row in self.text[2 * STEPS : 2 * STEPS + count]["input_ids"]]
-        folder = self.folder / f"own_text_{count}"
-        samplings = own_sampling(GenerateConfig())
+    def _own_text(self, count: int, folder: Path, head: Speculator | None) -> Dataset:
+        """`count` rows that the target said: without a head to draft them the same for every arm and seed."""
+        beginnings = [row[:PROMPT_TOKENS] for row in self.text[2 * self.steps : 2 * self.steps + count]["input_ids"]]
         return generate_rows(
             self.target,
-            None,
+            None if head is None else HeadDrafter(head),
             beginnings,
             folder,
-            sampling=samplings,
+            sampling=own_sampling(GenerateConfig()),
             max_new_tokens=LENGTH - PROMPT_TOKENS,
             batch_size=50,
+            keep_refused=head is not None,
+        )
+
+    def _trained(self, arm: Arm, rate: float, seed: int, steps: int) -> Speculator:
+        """A head after both stages. Arms that weigh refused drafts share the head of stage 1, and what it drafted."""
+        own = round(arm.on_policy * steps)
+        text, first = self.text.select(range(steps - own)), self.folder / f"first_{rate:g}_{steps}_seed_{seed}"
+        if arm.refused_weight is None or not first.exists():
+            head = train(arm, rate, seed, text, self.seen, fresh_head(arm, seed, self.target, text))
+            if arm.refused_weight is not None:
+                head.save_pretrained(first)
+        if arm.refused_weight is None:
+            folder, drafting = self.folder / f"own_text_{own}", None
+        else:
+            head = load_any(first)
+            folder, drafting = self.folder / f"own_text_{first.name}", head
+        return (
+            train(arm, rate / 2, seed, self._own_text(own, folder, drafting), self.seen, head.train()) if own else head
         )
 
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:
         """tokens_per_step of one head on both splits; trained now unless its file is there."""
-        file = self.folder / f"{arm.name} {rate:g} x{budget} seed {seed}.json".replace(" ", "_")
+        steps = budget * self.steps
+        file = self.folder / f"{arm.name} {rate:g} {steps} steps seed {seed}.json".replace(" ", "_")
         if not file.exists():
-            steps = budget * STEPS
-            own = round(arm.on_policy * steps)
-            rows = [self.text.select(range(steps - own))] + ([self._own_text(own)] if own else [])
-            config = RunConfig(speculator=SpeculatorConfig(initialise=arm.initialise), seed=seed)
-            head = train(arm, rate, seed, rows, self.seen, new_head(config, self.target, rows[0]))
-            figures = {split: measure(head, self.target, suite) for split, suite in self.suites.items()}
+            head = self._trained(arm, rate, seed, steps)
+            splits = ["held-out", *["validation"] * (len(arm.rates) > 1)]  # the latter to choose a rate by
+            figures = {split: measure(head, self.target, self.suites[split]) for split in splits}
             write_text(file, json.dumps({"arm": arm.name, "rate": rate, "seed": seed, "budget": budget} | figures))
             print(f"{file.name}: {figures}", file=sys.stderr)
         return json.loads(file.read_text())
@@ -207,6 +265,7 @@ class Study:
         return {
             "arm": arm.name,
             "budget": budget,
+            "tokens": budget * self.steps * LENGTH,
             "rate": rate,
             "seeds": len(seeds),
             **{name: (mean(values), stdev(values) if len(values) > 1 else 0.0) for name, values in columns.items()},
@@ -215,13 +274,17 @@ class Study:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; accepted tokens against the first row of the same budget."""
-    lines = ["| recipe | tokens | rate | T=0 | T=1 | accepted, against published |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"| recipe | tokens | rate | T=0 | T=1 | accepted, against {rows[0]['arm']} |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         first = next(r for r in rows if r["budget"] == row["budget"])
         gains = [f"{(row[t][0] - 1) / (first[t][0] - 1) - 1:+.0%}" for t in ("0", "1")]
         cells = [f"{row[t][0]:.2f} ± {row[t][1]:.2f}" for t in ("0", "1")]
-        tokens = f"{row['budget'] * STEPS * LENGTH:,}"
-        lines.append(f"| {row['arm']} | {tokens} | {row['rate']:g} | {cells[0]} | {cells[1]} | {' / '.join(gains)} |")
+        lines.append(
+            f"| {row['arm']} | {row['tokens']:,} | {row['rate']:g} | {cells[0]} | {cells[1]} | {' / '.join(gains)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -229,6 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m benchmarks.study", description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="examples/stdlib_target", help="hub id or folder")
     parser.add_argument("--output", required=True, help="folder of the results; what is there is kept")
+    parser.add_argument("--table", choices=TABLES, default="recipes", help="what is compared; default: recipes")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"rows of {LENGTH} tokens; default: {STEPS}")
     flags = parser.parse_args(argv)
     return run_command(parser.prog, lambda: _run(flags))
 
@@ -237,12 +302,12 @@ def _run(flags: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
-    study = Study(Target.load(flags.target, dtype="float32"), folder)
-    rows = [study.row(arm, SEEDS) for arm in ARMS]
-    rows += [study.row(arm, (0,), budget=4) for arm in (ARMS[0], ARMS[2], ARMS[4], ARMS[6])]
+    study = Study(Target.load(flags.target, dtype="float32"), folder, flags.steps)
+    rows = [study.row(arm, SEEDS) for arm in TABLES[flags.table]]
+    rows += [study.row(arm, (0,), budget=4) for arm in LONGER.get(flags.table, ())]
     text = table(rows)
-    write_text(folder / "study.json", json.dumps(rows, indent=1))
-    write_text(folder / "study.md", text)
+    write_text(folder / f"{flags.table}.json", json.dumps(rows, indent=1))
+    write_text(folder / f"{flags.table}.md", text)
     print(text)
 
 

@@ -4,17 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from datasets import Dataset
 
 from benchmarks import study
-from benchmarks.study import ARMS, PUBLISHED, Arm, Study, table
+from benchmarks.study import ARCHITECTURES, ARMS, PUBLISHED, TABLES, Arm, Study, fresh_head, table
 from speculator.target import Target
+from train.config import SpeculatorConfig
+from train.initialise import parameters
 
 
 class Faked(Study):
     """Trains nothing: tokens_per_step is best at a rate of 0.04, and results are counted."""
 
     def __init__(self, folder: Path):
-        self.folder, self.made = folder, []
+        self.folder, self.made, self.steps = folder, [], 9
 
     def result(self, arm, rate, seed, budget=1):
         self.made.append((rate, seed))
@@ -49,9 +53,9 @@ def test_a_row_has_the_mean_and_the_spread_over_seeds(tmp_path):
 
 def test_the_table_compares_accepted_tokens_at_the_same_budget():
     rows = [
-        {"arm": "a", "budget": 1, "rate": 1e-3, "0": (1.2, 0.0), "1": (1.5, 0.0)},
-        {"arm": "b", "budget": 1, "rate": 5e-3, "0": (1.4, 0.1), "1": (2.0, 0.0)},
-        {"arm": "a", "budget": 4, "rate": 1e-3, "0": (1.4, 0.0), "1": (2.0, 0.0)},
+        {"arm": "a", "budget": 1, "tokens": 9, "rate": 1e-3, "0": (1.2, 0.0), "1": (1.5, 0.0)},
+        {"arm": "b", "budget": 1, "tokens": 9, "rate": 5e-3, "0": (1.4, 0.1), "1": (2.0, 0.0)},
+        {"arm": "a", "budget": 4, "tokens": 1_228_800, "rate": 1e-3, "0": (1.4, 0.0), "1": (2.0, 0.0)},
     ]
     lines = table(rows).splitlines()
     assert lines[3].endswith("| 0.005 | 1.40 ± 0.10 | 2.00 ± 0.00 | +100% / +100% |")
@@ -62,18 +66,35 @@ def test_the_table_compares_accepted_tokens_at_the_same_budget():
 def test_a_result_that_is_there_is_not_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))
     made = object.__new__(Study)
-    made.folder = tmp_path
-    (tmp_path / "published_0.001_x1_seed_0.json").write_text(json.dumps({"held-out": {"0": 1.5}}))
+    made.folder, made.steps = tmp_path, 9
+    (tmp_path / "published_0.001_9_steps_seed_0.json").write_text(json.dumps({"held-out": {"0": 1.5}}))
     assert made.result(PUBLISHED, 1e-3, 0) == {"held-out": {"0": 1.5}}
 
 
 def test_every_arm_trains_and_is_measured(tmp_path, target_folder, text_file, monkeypatch):
-    small = {"SOURCES": [str(text_file)], "LENGTH": 32, "STEPS": 8, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8}
+    small = {"SOURCES": [str(text_file)], "LENGTH": 32, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8}
     for name, value in (small | {"PROMPTS": {"validation": 2, "held-out": 2}}).items():
         monkeypatch.setattr(study, name, value)
-    real = Study(Target.load(str(target_folder), dtype="float32"), tmp_path)
-    for arm in ARMS:
+    real = Study(Target.load(str(target_folder), dtype="float32"), tmp_path, steps=8)
+    arms = [arm for table in TABLES.values() for arm in table]
+    for arm in arms:
         result = real.result(arm, 1e-3, seed=0)
         assert 1 <= result["held-out"]["0"] <= 5
         assert 1 <= result["held-out"]["1"] <= 5
-    assert len(list(tmp_path.glob("*_seed_0.json"))) == len(ARMS)
+    assert len(list(tmp_path.glob("*_seed_0.json"))) == len(arms)
+    # Of tokens that count more or less often the text is the same, and so is the head that drafted it.
+    assert len(list(tmp_path.glob("first_*"))) == len(list(tmp_path.glob("own_text_first_*"))) == 1
+
+
+def test_independent_heads_see_the_hidden_state_alone(target):
+    head = fresh_head(ARCHITECTURES[0], 0, target, Dataset.from_list([]))
+    hidden, tokens = head.probe()
+    assert torch.equal(head.logits(hidden, tokens), head.logits(hidden, tokens + 1))
+    assert len({logits.sum().item() for logits in head.logits(hidden, tokens)}) == head.n_predict
+    assert fresh_head(ARCHITECTURES[1], 0, target, Dataset.from_list([])).logits(hidden, tokens).shape[0] == 4
+
+
+def test_the_mlp_and_the_lstm_that_are_compared_are_of_one_size():
+    shapes = [SpeculatorConfig(architecture=arm.architecture, inner_dim=arm.inner_dim) for arm in ARCHITECTURES[1:3]]
+    mlp, lstm = (parameters(shape, 4096, 192) for shape in shapes)
+    assert abs(mlp - lstm) < 0.01 * mlp
