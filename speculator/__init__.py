@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from speculator.checkpoints.loading import load_head
     from speculator.custom_generate import speculative
     from speculator.drafters import (
         Candidates,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         MLPSpeculator,
         MLPSpeculatorConfig,
         Speculator,
-        load_head,
     )
     from speculator.request import Generation, Request, Step
     from speculator.sampling import Sampling
@@ -63,6 +63,7 @@ __all__ = [
 
 # A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
 _HOMES = {
+    "checkpoints.loading": ["load_head"],
     "custom_generate": ["speculative"],
     "drafters": [
         "Candidates",
@@ -84,7 +85,6 @@ _HOMES = {
         "MLPSpeculator",
         "MLPSpeculatorConfig",
         "Speculator",
-        "load_head",
     ],
     "request": ["Generation", "Request", "Step"],
     "sampling": ["Sampling"],

@@ -24,11 +24,12 @@ from transformers.generation import (
 )
 
 from speculator.attention import ATTENTION
+from speculator.checkpoints.loading import load_head
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import tuned_drafter
 from speculator.engine import generate
 from speculator.errors import UserError
-from speculator.heads import Speculator, load_head
+from speculator.heads import Speculator
 from speculator.linear import pack_linears, unpack_linears
 from speculator.sampling import Sampling
 from speculator.target import Target, own_attention

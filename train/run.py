@@ -25,9 +25,9 @@ from eval.tuning import write_tuned
 from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import write_card
+from speculator.checkpoints.loading import load_head
 from speculator.drafters.tuned import TUNED, tuned_drafter
 from speculator.errors import run_command
-from speculator.heads import load_head
 from speculator.target import Target
 from train import checks
 from train.checkpoint import writing

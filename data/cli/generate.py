@@ -16,11 +16,11 @@ from data.rendering import load_tokenizer
 from data.server import CONCURRENCY, Prompt, fetch_rows
 from data.sources import Room, prompts
 from data.tally import Tally, add_max_bad_rows
+from speculator.checkpoints.loading import load_head
 from speculator.cli.prompts import encode, prompt_of, read_rows
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
 from speculator.files import check_folder
-from speculator.heads import load_head
 from speculator.sampling import Sampling
 from speculator.target import Target
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from speculator.checkpoints.loading import load_head
 from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
 from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
-from speculator.heads import load_head
 from speculator.target import Target
 from speculator.verify import RULES
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from speculator.checkpoints.loading import load_head
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
-from speculator.heads import Speculator, load_head
+from speculator.heads import Speculator
 from speculator.sampling import Sampling
 from speculator.stored import read_object
 from speculator.target import Target, dtype_name, hardware

@@ -3,7 +3,6 @@
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
-from speculator.heads.loading import load_head
 from speculator.heads.lstm import LSTMSpeculator, LSTMSpeculatorConfig
 from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
 
@@ -22,5 +21,4 @@ __all__ = [
     "MLPSpeculatorConfig",
     "Speculator",
     "SpeculatorConfig",
-    "load_head",
 ]

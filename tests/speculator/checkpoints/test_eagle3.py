@@ -11,7 +11,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from speculator import UserError
 from speculator.__main__ import main
 from speculator.checkpoints import layout_of, load_any, recognise, save
-from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, load_head
+from speculator.checkpoints.loading import load_head
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 
 V, D = 23, 8
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 64}

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3 import Eagle3Speculator
@@ -23,8 +24,6 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     Raises:
         UserError: no head there, missing, surplus or damaged tensors, or a head for another hidden size or vocabulary.
     """
-    from speculator.checkpoints import load_any  # imports heads: at the top it would be a circle
-
     head: Any = load_any(folder)
     config = head.config
     if isinstance(head, Eagle3Speculator):
