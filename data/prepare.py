@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally, tell
-from speculator.cli import prompts
+from speculator import chat
 from speculator.files import digest, make_folder, new_folder, write_text
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})
-_CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(prompts.__file__)]
+_CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
 _MANIFEST = "manifest.json"
 
 

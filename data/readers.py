@@ -26,7 +26,7 @@ from datasets.exceptions import DatasetsError
 from data.rows import KEYS, RowError, SourceError, content
 from speculator.errors import first_line
 from speculator.files import check_input
-from speculator.lines import json_rows, opened
+from speculator.lines import json_rows, opened, whole_rows
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
@@ -280,12 +280,9 @@ def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
     Raises:
         UserError: it can't be read, or a line of it can't.
     """
-    file = Path(location)
-    rows = json_rows(file) if file.exists() else _good(hub_dataset(*hub_id(location)))
-    for number, row, fault in rows:
-        if fault:
-            raise SourceError(f"{location}:{number}: {fault}")
-        yield f"{location}:{number}", row
+    if Path(location).exists():
+        return whole_rows(Path(location))
+    return ((f"{location}:{number}", row) for number, row in enumerate(hub_dataset(*hub_id(location)), start=1))
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:

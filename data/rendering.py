@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from data.rows import RowError, SourceError
 from data.tally import Tally
-from speculator.cli.prompts import RefusedError, chat_text
+from speculator.chat import RefusedError, chat_text
 from speculator.errors import UserError, first_line
 
 _DOCUMENTS_AT_ONCE = 64

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 from datasets import Dataset
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
+from speculator.chat import chat_text
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, check_secret, check_text, first_line, hide, refuse
 from speculator.files import parse_json
@@ -424,10 +424,8 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | Non
     if messages:
         mark = "the answer"
         try:
-            written = tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": mark}], tokenize=False
-            ).rpartition(mark)[2]
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            written = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
+        except UserError:
             written = ""
         behind = tokenizer(written, add_special_tokens=False)["input_ids"]
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -25,7 +25,7 @@ from data.readers import PYTHON_SOURCES, SPLITS, fingerprint, read
 from data.rendering import document_text, render, text_tokens
 from data.rows import RowError, SourceError
 from data.tally import Tally, tell
-from speculator.cli.prompts import chat_tokens
+from speculator.chat import chat_tokens
 
 __all__ = [
     "PYTHON_SOURCES",

@@ -6,15 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.readers import raw_rows
 from data.sources import PYTHON_SOURCES, Room, parse, prompts
 from data.tally import Tally
-from eval.conversations import Conversation, conversation_of
-from eval.rows import is_document, keys, read_rows
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
+from speculator.prompts import KEYS, Prompt, prompt_of
 from speculator.target import Target
+
+_SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Suite:
 
     name: str
     prompts: list[list[int]]
-    conversations: list[Conversation] = field(default_factory=list)
+    conversations: list[Prompt] = field(default_factory=list)
     left_out: int = 0
     ends: bool = False
 
@@ -69,15 +72,16 @@ def load_suite(
     if not source:
         raise UserError("--suite is empty: give a .jsonl or .txt file, a hub dataset or python-sources")
     tokenizer, room = target.tokenizer, Room(target.name, target.context_length, max_new_tokens)
-    if source == PYTHON_SOURCES or is_document(source):
+    if source == PYTHON_SOURCES or _is_document(source):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
-    suite = Suite(Path(source).name, [])
-    rows = read_rows(source)
-    if keys(rows[0][1]) == ["text"]:
+    suite, rows = Suite(Path(source).name, []), list(raw_rows(source))
+    if not rows:
+        raise UserError(f"--suite {source}: no rows in it")
+    if _is_text(rows[0][1]):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
-    talks = [conversation_of(where, row, tokenizer, raw) for where, row in rows]
-    for talk in _in_turns(talks):
-        ids = talk.first(tokenizer)
+    chat = not raw and tokenizer.chat_template is not None
+    for talk in _in_turns(_asked(where, row, chat) for where, row in rows):
+        ids = talk.tokens(tokenizer)
         if not room.fits(ids):
             suite.left_out += 1
             continue
@@ -89,9 +93,37 @@ def load_suite(
     return suite
 
 
-def _in_turns(talks: Iterable[Conversation]) -> Iterator[Conversation]:
+def _is_document(source: str) -> bool:
+    """A local file or folder of documents to cut prompts from, not a .jsonl file of rows.
+
+    A name that is not there and looks like a file's is one too: the reader of documents says that it is not there.
+    """
+    path = Path(source)
+    if path.is_file():
+        return not path.name.removesuffix(".gz").endswith(".jsonl")
+    return path.is_dir() or source.startswith((".", "/")) or source.endswith(_SUFFIXES) or "/" not in source
+
+
+def _is_text(row: Any) -> bool:
+    """Whether prompts are cut from a row: it has a text, and asks nothing."""
+    return isinstance(row, dict) and "text" in row and not any(key in row for key in KEYS)
+
+
+def _asked(where: str, row: Any, chat: bool) -> Prompt:
+    """What a row asks: of messages those up to the user's last, since after it comes the answer of some other model."""
+    refuse((_is_text(row), f'{where}: "text" to cut a prompt from, among rows that are prompts'))
+    asked = prompt_of(where, row)
+    roles = [message.get("role") for message in asked.messages]
+    refuse(("user" not in roles, f"{where}: a chat in which the user asks nothing"))
+    messages = asked.messages[: len(roles) - roles[::-1].index("user")]
+    texts = [message.get("content") for message in messages] + asked.later
+    refuse((any(isinstance(text, str) and not text.strip() for text in texts), f"{where}: a text to ask is empty"))
+    return replace(asked, messages=messages, chat=asked.chat and chat)
+
+
+def _in_turns(talks: Iterable[Prompt]) -> Iterator[Prompt]:
     """The first of every category, then the second of each: a short run sees all of them."""
-    groups: dict[str, list[Conversation]] = {}
+    groups: dict[str, list[Prompt]] = {}
     for talk in talks:
         groups.setdefault(talk.category, []).append(talk)
     return (talk for talk in chain.from_iterable(zip_longest(*groups.values())) if talk is not None)

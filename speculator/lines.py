@@ -51,6 +51,18 @@ def json_rows(file: Path) -> Iterator[tuple[int, Any, str | None]]:
                     yield number, None, str(error).removeprefix(": ")
 
 
+def whole_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Of each line that is not blank where it stands and what it says in JSON.
+
+    Raises:
+        UserError: the file can't be read, or a line of it can't.
+    """
+    for number, row, fault in json_rows(file):
+        if fault:
+            raise UserError(f"{file}:{number}: {fault}")
+        yield f"{file}:{number}", row
+
+
 def _lines(stream: IO[bytes], file: Path) -> Iterator[bytes | None]:
     """None for a line that is too long."""
     while line := stream.readline(MOST_BYTES + 1):

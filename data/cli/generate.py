@@ -17,10 +17,10 @@ from data.server import CONCURRENCY, Prompt, fetch_rows
 from data.sources import Room, prompts
 from data.tally import Tally, add_max_bad_rows
 from speculator.checkpoints.loading import load_head
-from speculator.cli.prompts import encode, prompt_of, read_rows
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
 from speculator.files import check_folder
+from speculator.prompts import read_prompts
 from speculator.sampling import Sampling
 from speculator.target import Target
 
@@ -125,18 +125,17 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
         tally.show(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return [Prompt(ids) for ids in found]
-    rows = read_rows(arguments.prompts)
-    if tokenizer.chat_template is None and any(prompt_of(row) is None for row in rows):
+    rows = [prompt for _, prompt in read_prompts(arguments.prompts)]
+    if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen: list[Prompt] = []
     left_out = 0
     for row in rows:
-        ids = encode(tokenizer, row, chat=False)
+        ids = row.tokens(tokenizer)
         if not room.fits(ids):
             left_out += 1
         else:
-            chat = prompt_of(row) is None
-            chosen.append(Prompt(ids, row["messages"] if chat else None, row.get("tools") if chat else None))
+            chosen.append(Prompt(ids, row.messages if row.chat else None, row.tools))
         if len(chosen) == arguments.max_rows:
             break
     room.check(str(arguments.prompts), len(chosen), left_out)

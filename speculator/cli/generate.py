@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculator.cli import drafting
-from speculator.cli.prompts import encode, prompt_of, read_rows
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_text, refuse, show
 from speculator.files import check_file, write_text
+from speculator.prompts import Prompt, continued, read_prompts
 from speculator.request import Request, check_prompts, tokens_per_step
 from speculator.sampling import Sampling
 from speculator.streaming import LEGEND, TextStream, decode
@@ -57,14 +57,17 @@ def add_flags(parser: OneLineParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate for every prompt, or converse; print or write the texts, then say how it went."""
     _check(arguments)
-    rows = [{"prompt": arguments.prompt}] if arguments.prompts is None else read_rows(arguments.prompts)
-    for number, row in enumerate(rows, start=1):
+    if arguments.prompts is None:
+        rows = [({"prompt": arguments.prompt}, continued(arguments.prompt, arguments.chat, "--prompt"))]
+    else:
+        rows = read_prompts(arguments.prompts)
+    for number, (row, _) in enumerate(rows, start=1):
         refuse((not _is_json(row), f"--prompts {arguments.prompts}, row {number}: NaN or Infinity, which is not JSON"))
     conversation = arguments.chat and arguments.prompt is None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
-    if target.tokenizer.chat_template is None and (arguments.chat or any(prompt_of(row) is None for row in rows)):
+    if target.tokenizer.chat_template is None and (arguments.chat or any(prompt.chat for _, prompt in rows)):
         raise UserError(f'{arguments.target} has no chat template, which --chat and rows with "messages" need')
     drafter = drafting.drafter(arguments, target, arguments.temperature)
     slots = 1 if conversation else min(arguments.batch_size, len(rows))
@@ -137,12 +140,14 @@ def _is_json(row: dict) -> bool:
         return False
 
 
-def _continue(submit: Submit, engine: Engine, rows: list[dict], arguments: argparse.Namespace) -> list[Request]:
+def _continue(
+    submit: Submit, engine: Engine, rows: list[tuple[dict, Prompt]], arguments: argparse.Namespace
+) -> list[Request]:
     """All rows through the engine; each is shown when it has ended, and those before it."""
     tokenizer = engine.target.tokenizer
-    ids = [encode(tokenizer, row, arguments.chat) for row in rows]
+    ids = [prompt.tokens(tokenizer) for _, prompt in rows]
     check_prompts(engine.target, ids)  # all of them before the first is answered
-    leads = ["" if arguments.chat else prompt_of(row) or "" for row in rows]
+    leads = ["" if prompt.chat else prompt.text for _, prompt in rows]
     requests: list[Request] = []
     if arguments.batch_size == 1 and not arguments.output:
         for number, (prompt, lead) in enumerate(zip(ids, leads, strict=True)):
@@ -160,7 +165,7 @@ def _continue(submit: Submit, engine: Engine, rows: list[dict], arguments: argpa
                 show(leads[shown] + decode(tokenizer, requests[shown].tokens))
             shown += 1
     if arguments.output:
-        written = [_row(row, request, tokenizer) for row, request in zip(rows, requests, strict=True)]
+        written = [_row(row, request, tokenizer) for (row, _), request in zip(rows, requests, strict=True)]
         write_text(arguments.output, "".join(json.dumps(row, allow_nan=False) + "\n" for row in written))
     return requests
 
@@ -177,7 +182,7 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
     while line := _ask():
         if line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
-            ids = encode(tokenizer, {"messages": messages}, chat=True)
+            ids = Prompt(messages, chat=True, where="the conversation").tokens(tokenizer)
             stream = TextStream(tokenizer, colours=arguments.show_drafts)
             request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
             engine.run()

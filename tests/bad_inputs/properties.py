@@ -25,8 +25,8 @@ from data.packing import pack
 from data.rendering import render
 from data.rows import KEYS, content
 from data.sources import documents
-from speculator.cli.prompts import read_rows
 from speculator.errors import UserError
+from speculator.prompts import read_prompts
 from speculator.sealed import MANIFEST, damage, seal
 from train.config import RunConfig, parse
 
@@ -150,7 +150,7 @@ def any_file_is_read_or_refused_in_one_line(raw: bytes) -> None:
         for name in ("rows.jsonl", "rows.json", "rows.txt", "rows.jsonl.gz", "rows.parquet"):
             file = Path(folder) / name
             file.write_bytes(raw)
-            for read in (lambda file=file: list(documents([str(file)], None)), lambda file=file: read_rows(file)):
+            for read in (lambda file=file: list(documents([str(file)], None)), lambda file=file: read_prompts(file)):
                 try:
                     read()
                 except UserError as error:

@@ -15,9 +15,9 @@ from datasets import Dataset
 from data.rendering import load_tokenizer
 from data.sources import documents, token_documents
 from data.tally import Tally
-from speculator.cli.prompts import read_rows
 from speculator.errors import UserError
 from speculator.lines import MOST_BYTES
+from speculator.prompts import read_prompts
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -32,7 +32,7 @@ def test_a_pipe_or_a_device_is_refused_unread(tmp_path, name):
     with pytest.raises(UserError, match="a pipe or device, not a file"):
         read(tmp_path / name)
     with pytest.raises(UserError, match="a pipe or device, not a file"):
-        read_rows(tmp_path / name)
+        read_prompts(tmp_path / name)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(UserError, match="a pipe or device, not a file"):
@@ -51,7 +51,7 @@ def test_a_line_without_end_is_passed_over_and_too_long_a_one_ends_the_file(tmp_
     with pytest.raises(UserError, match=r"rows.jsonl.gz:2: a line of more than 16,777,216 bytes"):
         read(file)
     with pytest.raises(UserError, match=r"rows.jsonl.gz:1: a row needs"):
-        read_rows(file)
+        read_prompts(file)
 
     monkeypatch.setattr("speculator.lines._HOPELESS", 2 * MOST_BYTES)
     with gzip.open(file, "wb", compresslevel=1) as stream:
@@ -169,7 +169,7 @@ def test_places_that_hold_nothing_are_named(tmp_path):
         with pytest.raises(UserError):
             read(tmp_path / name)
     with pytest.raises(UserError, match="NUL"):
-        read_rows(tmp_path / "no\0where.jsonl")
+        read_prompts(tmp_path / "no\0where.jsonl")
 
 
 def test_large_rows_stay_within_a_gigabyte_and_ten_seconds(tmp_path):

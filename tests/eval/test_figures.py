@@ -8,7 +8,6 @@ from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.acceptance import by_context
-from eval.conversations import Conversation
 from eval.decoders import decoders
 from eval.figures import check_identities, rows_busy, warnings
 from eval.measuring import measure_suite
@@ -16,6 +15,7 @@ from eval.run import evaluate
 from eval.speed import Decoded, Timed, time_transformers
 from eval.suites import Suite, load_suite
 from speculator import MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target
+from speculator.prompts import Prompt
 
 
 def talking_target(eos: int | None = None) -> Target:
@@ -92,8 +92,8 @@ def test_every_decoder_answers_the_second_turn_behind_the_plain_loops_answer(tmp
 def test_an_answer_ends_where_the_target_ends_it(tmp_path):
     """Chats stop at EOS in every decoder, and the next turn does not hold it; texts go on."""
     plain = talking_target()
-    talk = Conversation([{"role": "user", "content": "one"}], ["two"])
-    suite = Suite("s", [talk.first(plain.tokenizer)], [talk])
+    talk = Prompt([{"role": "user", "content": "one"}], ["two"])
+    suite = Suite("s", [talk.tokens(plain.tokenizer)], [talk])
     table, _ = decoders(plain, talking_head(), [3], None, (), 1)
     free = measure_suite(plain, table, suite, Sampling(), 16).timed["none"].tokens[0]
     eos = free[6]
