@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval import memory
 from eval.bootstrap import paired_bootstrap
-from speculator.attention import ATTENTION
+from speculator.attention import attending
 from speculator.cuda_graphs import Captured, capturable
 from speculator.drafters import Drafter
 from speculator.engine import Engine
@@ -170,12 +170,11 @@ def as_loaded(target: Target) -> Iterator[None]:
     """The model as transformers would run it: its own attention, and no settings of a generation config."""
     settings = target.model.generation_config
     try:
-        target.model.set_attn_implementation(target.attention)
-        target.model.generation_config = GenerationConfig()
-        yield
+        with attending(target.model, target.attention):
+            target.model.generation_config = GenerationConfig()
+            yield
     finally:
         target.model.generation_config = settings
-        target.model.set_attn_implementation(ATTENTION)
 
 
 def time_transformers(

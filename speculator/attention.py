@@ -1,8 +1,8 @@
 """Who sees what, and the one attention function that every target runs, registered with transformers as `ATTENTION`.
 
 It attends over the KV cache that is being written (`speculator.kv_cache.current`), where a token sees what is committed
-in its row, and of the tokens written with it its ancestors: those before it, or those on its path of a tree. Without a
-cache it is causal over each document of packed rows.
+in its row, and of the tokens written with it its ancestors: those before it, or those on its path of a tree. Where none
+is written, as when the model is called directly, it is causal.
 """
 
 from __future__ import annotations
@@ -10,35 +10,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from speculator.kv_cache import Write, current
 
 ATTENTION = "speculator"
-_documents: ContextVar[Tensor | None] = ContextVar("_documents", default=None)
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 """Sliding windows of attention layers by their models' own masks, which not all families pass on to `attention`."""
 
 
 @contextmanager
-def packed(
-    documents: Tensor | None,  # [B, S] the same number throughout a document, which is one piece; None: one document
-) -> Iterator[Tensor | None]:  # [B, S]
-    """Rows read without a cache are of several documents, and none sees another; gives positions, from 0 in each."""
-    if documents is None:
-        yield None
-        return
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    token = _documents.set(documents)
+def attending(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
+    """A model attends through something else, as `set_attn_implementation` takes it, and then again through this."""
     try:
-        yield index - index.where(begins, 0).cummax(1).values
+        model.set_attn_implementation(implementation)
+        yield
     finally:
-        _documents.reset(token)
+        model.set_attn_implementation(ATTENTION)
 
 
 def mask(
@@ -92,7 +84,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention over the cache that is being written, or causal over each document of the tokens.
+    """Scaled dot-product attention over the cache that is being written, or causal where none is.
 
     Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
     """
@@ -106,10 +98,7 @@ def attention(
         seen = slot <= own
         if sliding_window is not None:
             seen &= slot > own - sliding_window
-        documents = _documents.get()
-        if documents is not None:
-            seen = (seen & (documents[:, :, None] == documents[:, None]))[:, None]
-        bias: Tensor | None = torch.cat([_bias(seen, query.dtype)] * groups, dim=-2)
+        bias: Tensor | None = _bias(seen, query.dtype).repeat(groups, 1)
     else:
         bias = mask(write, groups, sliding_window, query.dtype)
     stacked = query.reshape(rows, key.shape[1], groups * width, size)

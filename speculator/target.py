@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, is_flash_attn_2_available
 
-from speculator.attention import ATTENTION, WINDOWS, packed
+from speculator.attention import ATTENTION, WINDOWS, attending
 from speculator.cuda_graphs import asks_device
+from speculator.documents import Layout, in_one_row, masked, packed
 from speculator.draft import Draft
 from speculator.errors import UserError, refuse
 from speculator.kv_cache import Form, KVCache, forms
@@ -72,6 +73,8 @@ class Target:
 
     Attributes:
         attention: what the model attended through before, as `set_attn_implementation` takes it.
+        reading: what it reads rows of several documents through, and how they are given to it, seen to be exact in a
+            probe at load; None where nothing was.
         context_length: the longest sequence that the model has positions for; with longrope its original context, as
             beyond it the factors of all positions follow the longest text of a batch.
         capturable: whether its forward pass asks the device nothing, seen in a probe at load. If so, it may be captured
@@ -92,6 +95,7 @@ class Target:
         pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
         self._output: nn.Module | None = None
+        self.reading: tuple[Any, Layout] | None = None
         self._forms: dict[tuple[torch.dtype, torch.device], list[tuple[Form, ...]]] = {}
         self._refuse_unsupported()
         self._refuse_inexact()
@@ -159,6 +163,7 @@ class Target:
             asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
             self.capturable = not asks and len({weight.device for weight in self.model.parameters()}) == 1
             moved = neighbours_matter(self._body, self.context_length, self.device)
+            self.reading = self._choose_reading(texts)
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
         refuse(
@@ -184,6 +189,25 @@ class Target:
                 f"{getattr(self.config, 'sliding_window', None)} tokens is in none of the masks that are seen here",
             ),
         )
+
+    def _choose_reading(self, texts: Tensor) -> tuple[Any, Layout] | None:
+        """Of the ways to read several documents in a row the first that gives each as if alone."""
+        documents = torch.arange(texts.shape[1], device=self.device).ge(_PROBE_LENGTH // 2).expand_as(texts)
+        alone = self.logits(self.hidden(texts.view(-1, _PROBE_LENGTH // 2))).view(*texts.shape, -1).float()
+        own = self.attention if isinstance(self.attention, str) else self.attention[""]
+        choices: list[tuple[Any, Layout]] = [(self.attention, packed), (self.attention, masked)]
+        if "flash" in own:
+            choices = [(self.attention, in_one_row)]
+        elif self.device.type == "cuda" and self.dtype.itemsize == 2 and is_flash_attn_2_available():
+            choices.insert(0, ("flash_attention_2", in_one_row))
+        for self.reading in choices:
+            try:
+                gap = self.logits(self.hidden(texts, documents)).float() - alone
+            except (ImportError, RuntimeError, ValueError):  # not with this family
+                continue
+            if gap.abs().max() < _PROBE_TOLERANCE[self.dtype] * alone.std():
+                return self.reading
+        return None
 
     def _has_window(self) -> bool:
         """Whether the config promises a sliding window that a text can outgrow."""
@@ -271,11 +295,23 @@ class Target:
     def hidden(
         self,
         tokens: Tensor,  # [B, S]
-        documents: Tensor | None = None,  # [B, S] see `packed`
+        documents: Tensor | None = None,  # [B, S] see `speculator.documents`
     ) -> Tensor:  # [B, S, D]
-        """Hidden states of whole rows, without a cache: what training reads. Each document is read as if alone."""
-        with packed(documents) as positions:
-            return self._body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        """Hidden states of whole rows, without a cache and through the model's own attention: what training reads.
+
+        Raises:
+            UserError: several documents in a row, and the model can't read each as if alone.
+        """
+        reading = self.reading
+        if documents is None:
+            reading, documents = (self.attention, packed), torch.zeros_like(tokens)
+        if reading is None:
+            kind = type(self.model).__name__
+            raise UserError(f"{self.name}: {kind} can't read the documents of a row apart, so no head can be trained")
+        attention, layout = reading
+        with attending(self.model, attention):
+            output = self._body(**layout(self.model, tokens, documents), use_cache=False)
+        return output.last_hidden_state.view(*tokens.shape, -1)
 
     @torch.no_grad()
     def extend(

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import CONFIGS, tiny_model
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     FalconConfig,
     GPTJConfig,
@@ -14,8 +15,11 @@ from transformers import (
     OPTConfig,
     Qwen3NextConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
 
-from speculator import Target, UserError, attention
+from speculator import Target, UserError, attention, documents
 
 TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -38,14 +42,58 @@ def test_hidden_and_logits_apart_are_the_models_own(family):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_packed_documents_are_read_as_if_alone(family):
     target = Target(tiny_model(family), tokenizer=None)
-    documents = torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20])
-    packed = target.hidden(TOKENS, documents)
+    assert target.reading[1] is (documents.masked if family == "gpt_oss" else documents.packed)
+    packed = target.hidden(TOKENS, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
     for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
         alone = target.hidden(TOKENS[row : row + 1, start:stop])[0]
         torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
     together = target.hidden(TOKENS)
     assert not torch.allclose(packed[0, 12:], together[0, 12:], atol=1e-3)
     torch.testing.assert_close(packed[1], together[1], atol=1e-5, rtol=1e-5)
+
+
+def test_training_rows_are_read_through_the_models_own_attention(monkeypatch):
+    target, calls = Target(tiny_model(), tokenizer=None), []
+
+    def spied(module, query, key, value, attention_mask, **given):
+        calls.append(None if attention_mask is None else attention_mask.shape)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", spied)
+    target.hidden(TOKENS)
+    assert calls == [None] * 2  # causal by a flag
+    target.hidden(TOKENS, torch.zeros_like(TOKENS))
+    assert calls == [None] * 4
+    target.hidden(TOKENS, torch.arange(20).expand(2, -1) // 6)
+    assert calls == [None] * 4 + [(2, 1, 20, 20)] * 2
+    cache = target.cache(2, 20)
+    target.extend(cache, TOKENS)
+    assert len(calls) == 6
+    with pytest.raises(IndexError):
+        target.hidden(TOKENS + 32)
+    target.extend(cache, TOKENS[:, :1])
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("layout", [documents.packed, documents.in_one_row, documents.masked])
+def test_documents_are_read_alike_however_they_are_laid_out(target, layout):
+    rows = torch.tensor([[3] * 7 + [5] + [4] * 12, [2] * 20])
+    expected = target.hidden(TOKENS, rows)
+    target.reading = "sdpa", layout
+    torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_documents_that_cannot_be_told_apart_are_not_read_together(monkeypatch):
+    """A family whose masks follow neither positions nor what it is given; it still decodes."""
+
+    def blind(position_ids, attention_mask, **given):
+        return create_causal_mask(attention_mask=None, **given)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", blind)
+    target = Target(tiny_model(), tokenizer=None)
+    target.hidden(TOKENS)
+    with pytest.raises(UserError, match="LlamaForCausalLM can't read the documents of a row apart"):
+        target.hidden(TOKENS, torch.zeros_like(TOKENS))
 
 
 def test_logit_scaling_is_honoured():
