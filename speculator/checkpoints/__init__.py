@@ -12,13 +12,14 @@ from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, table
 from speculator.checkpoints.native import NATIVE
 from speculator.checkpoints.speculators import SPECULATORS
+from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.sealed import MANIFEST, damage
 
 __all__ = ["FORMATS", "LAYOUTS", "Layout", "Server", "layout_of", "load", "load_any", "recognise", "save", "table"]
 
-LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, EAGLE3, SPECULATORS, *NATIVE)
+LAYOUTS = (*VLLM_PLUGIN, IBM, ARCTIC, ARCTIC_LSTM, EAGLE3, SPECULATORS, *NATIVE)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 
 

@@ -1,0 +1,68 @@
+"""The layout of MLP and LSTM heads for this project's vLLM plugin (`integrations/vllm`).
+
+vLLM reads config.json as a Llama's, because it has to know the type; the head's own fields stand beside that. The plugin
+takes from it the fields below, and the tensors under their own names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import transformers
+
+from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.heads import LSTMSpeculator, MLPSpeculator
+from speculator.heads.base import Speculator, SpeculatorConfig
+
+VERSION = "0.32.0"
+_ANY_LENGTH = 2**24  # a head knows no positions: the target's context decides
+
+
+def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
+    """Who loads it."""
+    base = config.base_model_name_or_path or "BASE"
+    how = f'{{"method": "eagle", "model": "{folder}", "num_speculative_tokens": {config.n_predict}}}'
+    plugin = "pip install ./integrations/vllm beside vLLM, then"
+    return [Server(f"vLLM {VERSION}", True, f"{plugin} vllm serve {base} --speculative-config '{how}'")]
+
+
+def _layout(head: type[Speculator], architecture: str) -> Layout:
+    def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+        """config.json. vLLM checks a Llama's sizes and uses `hidden_size` and `vocab_size` of them."""
+        heads = math.gcd(config.emb_dim, 64)  # a power of 2, which any number of GPUs divides
+        llama = {
+            "architectures": [architecture],
+            "model_type": "llama",
+            "dtype": dtype,
+            "transformers_version": transformers.__version__,
+            "hidden_size": config.emb_dim,
+            "intermediate_size": config.inner_dim,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": config.emb_dim // heads,
+            "max_position_embeddings": _ANY_LENGTH,
+            "tie_word_embeddings": False,
+        }
+        kept = {name: getattr(config, name, None) for name in KEPT}
+        return {
+            **llama,
+            **{name: getattr(config, name) for name in SHAPE},
+            **{name: value for name, value in kept.items() if value is not None},
+        }
+
+    return Layout(
+        name="vllm-plugin",
+        head=head,
+        architecture=architecture,
+        prefix="",
+        fields=fields,
+        defaults={},
+        kept=tuple(KEPT),
+        servers=servers,
+        expandable=False,
+    )
+
+
+VLLM_PLUGIN = (_layout(MLPSpeculator, "EagleMLPSpeculator"), _layout(LSTMSpeculator, "EagleLSTMSpeculator"))
