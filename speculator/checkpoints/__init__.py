@@ -19,7 +19,7 @@ from speculator.sealed import MANIFEST, damage
 
 __all__ = ["FORMATS", "LAYOUTS", "Layout", "Server", "layout_of", "load", "load_any", "recognise", "save", "table"]
 
-LAYOUTS = (*VLLM_PLUGIN, IBM, ARCTIC, ARCTIC_LSTM, EAGLE3, SPECULATORS, *NATIVE)
+LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS, *NATIVE)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 
 

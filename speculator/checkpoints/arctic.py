@@ -28,8 +28,8 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     arctic = f'{{"method": "arctic", "model": "{folder}", "num_speculative_tokens": {n}}}'
     how = f"ARCTIC_INFERENCE_ENABLED=1 vllm serve {base} --speculative-config '{arctic}' (as many tokens as heads)"
     return [
-        Server("arctic-inference 0.3.0 with vLLM 0.26.0", True, how),
-        Server("arctic-inference with another vLLM", False, "the plugin skips itself"),
+        Server("arctic-inference 0.3.0 with vLLM 0.26.0 and CUDA", True, how),
+        Server("arctic-inference with another vLLM", False, "where it is enabled, it stops vLLM with a RuntimeError"),
     ]
 
 

@@ -10,6 +10,8 @@ from speculator.checkpoints.layout import PREFIX, Layout, Server
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp import MLPSpeculator
 
+_REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not supported for now"
+
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
     """config.json, every field written out: some loaders have other defaults, or none.
@@ -50,7 +52,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
         )
     return [
         Server("vLLM 0.5.1 to 0.9.2", True, f"vllm serve {base or 'BASE'} --speculative-config '{vllm}' (V0 engine)"),
-        Server("vLLM 0.10 to 0.32", False, "refuses at start: Unknown speculative decoding method: mlp_speculator"),
+        Server("vLLM 0.10 to 0.32", False, f"refuses at start: {_REFUSED}; for 0.32 export --format vllm-plugin"),
         Server("vLLM 0.33 and later", False, "has no such speculator any more"),
         Server("TGI", config.tie_weights and bool(base), tgi),
         Server("fms-extras, IBM TGIS", True, "the layout is theirs; dormant"),

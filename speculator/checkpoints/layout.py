@@ -156,7 +156,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
         (
             not layout.carries(config),
             f"{layout.name} has no place for a draft vocabulary: its loaders want {config.vocab_size} rows in an "
-            f"output matrix, and this head has {config.draft_vocab_size}; native keeps it",
+            f"output matrix, and this head has {config.draft_vocab_size}; native and vllm-plugin keep it",
         ),
         (
             expand_tied and not head.aliases(),

@@ -1,7 +1,7 @@
 """The layout of MLP and LSTM heads for this project's vLLM plugin (`integrations/vllm`).
 
-vLLM reads config.json as a Llama's, because it has to know the type; the head's own fields stand beside that. The plugin
-takes from it the fields below, and the tensors under their own names.
+vLLM reads config.json as a Llama's, because it has to know the type; the head's own fields stand beside that. The
+tensors have their own names, tied ones are stored once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Who loads it."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"method": "eagle", "model": "{folder}", "num_speculative_tokens": {config.n_predict}}}'
-    plugin = "pip install ./integrations/vllm beside vLLM, then"
-    return [Server(f"vLLM {VERSION}", True, f"{plugin} vllm serve {base} --speculative-config '{how}'")]
+    plugin = "pip install ./integrations/vllm into vLLM's environment, then"
+    how = f"{plugin} vllm serve {base} --speculative-config '{how}'"
+    return [Server(f"vLLM {VERSION} with this project's plugin", True, how)]
 
 
 def _layout(head: type[Speculator], architecture: str) -> Layout:

@@ -1,5 +1,7 @@
-"""The vLLM plugin's model drafts what our head drafts, driven as vLLM's proposer drives it. vLLM itself is a stand-in here;
-`make serving` runs the real one."""
+"""The vLLM plugin's model drafts what our head drafts, driven as vLLM's proposer drives it.
+
+vLLM itself is a stand-in here; `make serving` runs the real one.
+"""
 
 import importlib
 import json

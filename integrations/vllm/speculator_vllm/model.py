@@ -2,8 +2,8 @@
 
 vLLM's proposer calls the model once with the target's hidden states (after its final norm) of every position and the
 tokens after them, then once for each further token of the draft: the second of the two tensors that the model returned
-comes back as `hidden_states`, of the drafting rows only, in the order of the batch. That tensor has the target's width D,
-and nothing else tells the first call from a later one. So what comes back is not the head's state but a tag:
+comes back as `hidden_states`, of the drafting rows only, in the order of the batch. That tensor has the target's width
+D, and nothing else tells the first call from a later one. So what comes back is not the head's state but a tag:
 
     [inf, step, row in base 128 (3 digits), 0 ...]
 
@@ -58,7 +58,7 @@ def check_proposer() -> None:
     body = inspect.getsource(EagleProposer.propose)
     for step in ("self.model(**model_kwargs)", "last_hidden_states, hidden_states = ret_hidden_states"):
         if step not in body:
-            raise RuntimeError(f"{here} its EagleProposer.propose has no line `{step}`: what a head returns is read otherwise")
+            raise RuntimeError(f"{here} its EagleProposer.propose has no line `{step}`: it calls a head in another way")
     if vllm.__version__.split("+")[0] != RAN_WITH:
         logger.warning("%s looks the same: compare the accepted tokens per position with the head's own", here)
 

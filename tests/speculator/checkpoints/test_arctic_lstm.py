@@ -252,7 +252,7 @@ def test_ibm_has_no_layout_for_it(tmp_path, capsys):
     capsys.readouterr()
     assert main([*argv, "ibm"]) == 2
     shown = capsys.readouterr()
-    assert shown.err == "speculator: the ibm layout has no LSTMSpeculator; these have: arctic, native\n"
+    assert shown.err == "speculator: the ibm layout has no LSTMSpeculator; these have: arctic, vllm-plugin, native\n"
     assert not shown.out
     with pytest.raises(UserError, match="no MLPSpeculatorPreTrainedModel"):
         save(head_of(), tmp_path / "out", IBM)

@@ -47,7 +47,7 @@ def test_export_says_who_loads_it_and_how(head, tmp_path, target_folder, capsys)
     assert f"base model: {target_folder}, same vocabulary and hidden size" in shown
     assert f"loads in vLLM 0.5.1 to 0.9.2: vllm serve {target_folder} --speculative-config" in shown
     assert f'"model": "{output}", "num_speculative_tokens": 3' in shown
-    assert "DOES NOT LOAD in vLLM 0.10 to 0.32: refuses at start" in shown
+    assert "DOES NOT LOAD in vLLM 0.10 to 0.32: refuses at start: Model architectures" in shown
     assert "DOES NOT LOAD in vLLM 0.33" in shown
     assert f"loads in TGI: text-generation-launcher --model-id {output} --speculate 3" in shown
 
@@ -162,23 +162,30 @@ def test_inspect_works_on_every_layout(head, tmp_path, capsys, layout):
     assert main(["inspect", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert f"layout          {layout} (" in shown
-    for other in ("ibm: for vLLM 0.5.1 to 0.9.2; TGI;", "arctic: for arctic-inference 0.3.0", "native: for speculator"):
+    for other in (
+        "ibm: for vLLM 0.5.1 to 0.9.2; TGI;",
+        "arctic: for arctic-inference 0.3.0",
+        "vllm-plugin: for vLLM 0.32.0",
+        "native: for speculator",
+    ):
         assert f"exports to      {other}" in shown
 
 
-def test_a_draft_vocabulary_is_shown_and_exported_to_native_only(tmp_path, target_folder, capsys):
+def test_a_draft_vocabulary_is_shown_and_exported_where_it_has_a_place(tmp_path, target_folder, capsys):
     folder = head_folder(tmp_path / "head", target_folder, draft_vocab_size=75)
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "drafts from     75 of 300 tokens" in shown
     assert [line for line in shown.splitlines() if line.startswith("exports to")] == [
-        "exports to      native: for speculator"
+        "exports to      vllm-plugin: for vLLM 0.32.0 with this project's plugin",
+        "exports to      native: for speculator",
     ]
     assert "ibm has no place for a draft vocabulary" in refused(capsys, export(folder, tmp_path / "out"))
     assert export(folder, tmp_path / "out", layout="native") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| drafts from | 75 of 300 tokens |" in card
-    assert "vLLM" not in card
+    assert "loads in vLLM 0.32.0 with this project's plugin" in card
+    assert "vLLM 0.5.1" not in card
 
 
 def test_wrong_input_is_one_line(head, tmp_path, capsys):
