@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.prompts import Room, prompts
 from data.readers import raw_rows
-from data.sources import PYTHON_SOURCES, Room, parse, prompts
+from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
 from speculator.errors import UserError, refuse
 from speculator.prompts import KEYS, Prompt, prompt_of
@@ -74,23 +75,15 @@ def load_suite(
     tokenizer, room = target.tokenizer, Room(target.name, target.context_length, max_new_tokens)
     if source == PYTHON_SOURCES or _is_document(source):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
-    suite, rows = Suite(Path(source).name, []), list(raw_rows(source))
+    rows = list(raw_rows(source))
     if not rows:
         raise UserError(f"--suite {source}: no rows in it")
     if _is_text(rows[0][1]):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
     chat = not raw and tokenizer.chat_template is not None
-    for talk in _in_turns(_asked(where, row, chat) for where, row in rows):
-        ids = talk.tokens(tokenizer)
-        if not room.fits(ids):
-            suite.left_out += 1
-            continue
-        suite.prompts.append(ids)
-        suite.conversations.append(talk)
-        if len(suite.prompts) == max_prompts:
-            break
-    room.check(source, len(suite.prompts), suite.left_out)
-    return suite
+    talks = _in_turns(_asked(where, row, chat) for where, row in rows)
+    taken, left_out = room.take(source, ((talk.tokens(tokenizer), talk) for talk in talks), max_prompts)
+    return Suite(Path(source).name, [ids for ids, _ in taken], [talk for _, talk in taken], left_out)
 
 
 def _is_document(source: str) -> bool:
@@ -158,7 +151,7 @@ def from_text(
     max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
 ) -> Suite:
-    """Prompts of sources, as `data.sources.prompts` makes them: cuts of texts, chats up to the user's last turn.
+    """Prompts of sources, as `data.prompts` makes them: cuts of texts, chats up to the user's last turn.
 
     Args:
         sources: as `data.sources` spells them.

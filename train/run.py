@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
 from data.prepare import cache_folder, token_rows
-from data.sources import Prompts, Room, prompts
+from data.prompts import Prompts, Room, prompts
 from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate

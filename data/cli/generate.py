@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 from data.batches import state
 from data.onpolicy import BATCH_SIZE, generate_rows
+from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
 from data.server import CONCURRENCY, Prompt, fetch_rows
-from data.sources import Room, prompts
 from data.tally import Tally, add_max_bad_rows
 from speculator.checkpoints.loading import load_head
 from speculator.drafters import HeadDrafter
@@ -128,18 +128,8 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     rows = [prompt for _, prompt in read_prompts(arguments.prompts)]
     if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
-    chosen: list[Prompt] = []
-    left_out = 0
-    for row in rows:
-        ids = row.tokens(tokenizer)
-        if not room.fits(ids):
-            left_out += 1
-        else:
-            chosen.append(Prompt(ids, row.messages if row.chat else None, row.tools))
-        if len(chosen) == arguments.max_rows:
-            break
-    room.check(str(arguments.prompts), len(chosen), left_out)
-    return chosen
+    chosen, _ = room.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
+    return [Prompt(ids, row.messages if row.chat else None, row.tools) for ids, row in chosen]
 
 
 def _line(folder: Path) -> str:

@@ -10,8 +10,9 @@ from conftest import tiny_tokenizer
 
 from data.cli.generate import main as generate_main
 from data.prepare import save_rows, token_rows
+from data.prompts import prompts
 from data.rows import content
-from data.sources import SPLITS, SourceError, documents, prompts, token_documents
+from data.sources import SPLITS, SourceError, documents, token_documents
 from data.tally import Tally
 from speculator.errors import UserError
 

@@ -1,0 +1,117 @@
+"""Prompts out of sources: which part of a document is asked."""
+
+import json
+
+import pytest
+from chat_templates import chat_tokenizer
+from conftest import tiny_tokenizer
+from datasets import Dataset, DatasetDict
+
+from data.packing import pack
+from data.prompts import Room, prompts
+from data.sources import SourceError, documents, token_documents
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prompts_are_cuts_of_texts_and_the_openings_of_answers(tmp_path):
+    tokenizer = chat_tokenizer("llama3")
+    rows = [
+        {"text": "too short"},
+        {"text": "x = 1\n" * 40},
+        {"messages": [{"role": "user", "content": "Hi"}, *CHAT[1:], *CHAT]},
+        {"messages": CHAT[:1]},
+        {"prompt": "2 + 2 =", "completion": " 4"},
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 0]},
+        {"input_ids": list(range(50))},
+        {"input_ids": [9, 8], "loss_mask": [1, 1]},
+    ]
+    source = write(tmp_path / "rows.jsonl", rows)
+    found = prompts([source], None, tokenizer, 12, 99)
+    opening = (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert tokenizer.decode(found[0]).startswith("<|begin_of_text|>x = 1\nx = 1\n")
+    assert len(found[0]) == 12
+    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, "<|begin_of_text|>2 + 2 ="]
+    assert found[4:] == [[5, 6], list(range(12))]
+    assert prompts([source], None, tokenizer, 12, 2) == found[:2]
+
+
+TURNS = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
+ROOM = Room("tiny", 128, 16)
+
+
+def test_an_evaluation_asks_what_the_user_asked_last(tmp_path):
+    source, tokenizer = write(tmp_path / "chats.jsonl", [{"messages": TURNS}]), chat_tokenizer("qwen3")
+    [first], [last] = (prompts([source], None, tokenizer, 8, 9, last_turn=last) for last in (False, True))
+    assert tokenizer.decode(first) == "<|im_start|>user\nuser 0<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(last).startswith(tokenizer.decode(first) + "assistant 0<|im_end|>\n")
+    assert tokenizer.decode(last).endswith("user 2<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_prompts_that_leave_no_room_are_left_out_and_counted(tmp_path, capsys):
+    rows = [{"messages": [{"role": "user", "content": word * 60}, CHAT[1]]} for word in ("long", "a", "b")]
+    source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
+    found = prompts([source], None, tokenizer, 8, 9, room=ROOM)
+    assert (len(found), found.left_out, found.ends) == (2, 1, True)
+    said = "chats.jsonl: 1 prompts are left out: they do not fit tiny, which has a context of 128, with 16 new tokens"
+    assert said in capsys.readouterr().err
+    with pytest.raises(SourceError, match="none of its 3 prompts fits tiny, which has a context of 128"):
+        prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 128, 120))
+
+
+def test_no_two_prompts_of_a_text_are_the_same(tmp_path):
+    lines = "".join(f"{i * 37}: function_{i}(x)\n" for i in range(9))
+    rows = [{"text": lines.replace("\n", "; ")}, {"text": "x = 1  # and so on\n" * 9}, {"text": lines.upper()}]
+    found = prompts([write(tmp_path / "rows.jsonl", rows)], None, tiny_tokenizer(), 8, 99, per_text=4)
+    assert len({tuple(ids) for ids in found}) == len(found) >= 4
+    assert not found.ends
+
+
+def packed(tmp_path, rows, tokenizer, length):
+    """Rows as `python -m data prepare` leaves them."""
+    made = token_documents([write(tmp_path / "rows.jsonl", rows)], None, tokenizer)
+    DatasetDict({"train": Dataset.from_list(list(pack(made, length)))}).save_to_disk(tmp_path / "packed")
+    return str(tmp_path / "packed")
+
+
+def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
+    tokenizer = chat_tokenizer("qwen3")
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}. " * (i % 40)}]}
+            for i in range(1, 200)]  # fmt: skip
+    for i in range(0, 199, 10):
+        rows[i] = {"text": f"{i}: a text\n" * 9}
+    source = packed(tmp_path, rows, tokenizer, 48)
+    found = prompts([source], "train", tokenizer, 8, 999)
+    texts = [tokenizer.decode(ids) for ids in found]
+    openings = {f"<|im_start|>user\n{i}?<|im_end|>\n<|im_start|>assistant\n" for i in range(1, 200)}
+    assert found.ends
+    assert len([text for text in texts if text in openings]) > 30
+    cuts = {tokenizer.decode(tokenizer(rows[i]["text"])["input_ids"][:8]) for i in range(0, 199, 10)}
+    assert set(texts) - openings <= cuts
+    assert set(texts) & cuts
+
+
+def test_prompts_of_packed_texts_are_cuts_as_before(tmp_path):
+    rows = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(100)]
+    source = packed(tmp_path, rows, tiny_tokenizer(), 16)
+    found = prompts([source], "train", tiny_tokenizer(), 8, 5)
+    assert found == [row["input_ids"][:8] for row in documents([source], "train")][:5]
+    assert not found.ends
+
+
+def test_prompts_are_drawn_by_weight(tmp_path):
+    sources = [
+        write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}", "completion": "x"} for i in range(50)])
+        for name in "ab"
+    ]
+    tokenizer = tiny_tokenizer()
+    found = prompts([f"{sources[0]}@0.75", f"{sources[1]}@0.25"], None, tokenizer, 8, 40)
+    assert [tokenizer.decode(ids)[0] for ids in found].count("a") == 30
