@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -38,7 +37,7 @@ from data.prepare import token_rows
 from data.rendering import load_tokenizer
 from data.sources import PYTHON_SOURCES, documents
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
-from speculator.files import make_folder, write_text
+from speculator.files import new_folder, write_text
 from speculator.linear import FAST_DTYPES
 from train.run import use_all_cores
 from train.trainer import on_one_gpu
@@ -205,11 +204,10 @@ def run(flags: argparse.Namespace) -> None:
         for split in ("train", "validation")
     )
     print(f"{len(rows) * flags.seq_length:,} tokens to train on, {len(tokenizer):,} in the vocabulary", flush=True)
-    scratch = flags.output.with_name(f"{flags.output.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    make_folder(scratch)
-    tokenizer.save_pretrained(scratch)
-    if not flags.only_tokenizer:
+    with new_folder(flags.output) as scratch:
+        tokenizer.save_pretrained(scratch)
+        if flags.only_tokenizer:
+            return
         refuse((len(rows) < flags.batch_size, f"{len(rows)} rows are less than one batch of {flags.batch_size}"))
         model = new_llama(tokenizer, **{name: getattr(flags, name) for name in _SHAPE})
         print(f"{model.num_parameters():,} weights, {flags.minutes:g} minutes", flush=True)
@@ -224,7 +222,6 @@ def run(flags: argparse.Namespace) -> None:
             **{name: getattr(flags, name) for name in ("minutes", "batch_size", "seq_length", "learning_rate")},
         }
         write_text(scratch / "training.json", json.dumps(facts, indent=1))
-    scratch.rename(flags.output)
 
 
 def _train(
