@@ -41,7 +41,7 @@ class Verified:
     """A verify pass: what went through the target on the accepted path, and what follows it."""
 
     tokens: Tensor  # [R, depth + 1] the pending token and the path
-    hidden: Tensor  # [R, depth + 1, D]
+    hidden: Tensor  # [R, depth + 1, D] or the taps that the drafter reads
     drafted: Tensor  # [R] the depth of the draft
     accepted: Tensor  # [R] of its tokens
     following: Tensor  # [R] the token after them
@@ -267,10 +267,11 @@ class Engine:
         lasts = torch.tensor(counts, device=device) - 1
         self.cache.select(rows[0], rows[-1] + 1, max(begins))
         self.cache.truncate(torch.tensor(begins))
-        hidden = self.target.extend(self.cache, tokens)
+        with self.target.taps.reading(self._taps) as states:
+            hidden = self.target.extend(self.cache, tokens)
         self.cache.commit(lasts + 1)
         if self.drafter:
-            self.drafter.prefill(rows[0], texts, begins, hidden, counts)
+            self.drafter.prefill(rows[0], texts, begins, states(hidden), counts)
         for slot, count in zip(part, counts, strict=True):
             slot.known += count
         self.processed += sum(counts)
@@ -348,8 +349,9 @@ class Engine:
         it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
         """
         tokens = torch.cat([self._pending[:, None], draft.tokens], dim=1)
-        hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
-        logits = self.target.logits(hidden)
+        with self.target.taps.reading(self._taps) as states:
+            hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
+        logits, hidden = self.target.logits(hidden), states(hidden)
         if self.sampling.greedy:
             last, following = greedy(logits.argmax(-1), draft)
         else:
@@ -381,6 +383,10 @@ class Engine:
         for request, (*path, drafted, accepted, following) in zip(self._decoding, report, strict=False):
             if not request.finish_reason:  # another's `on_step` may have cancelled it
                 request.take([*path[:accepted], following], drafted)
+
+    @property
+    def _taps(self) -> Sequence[int]:
+        return self.drafter.taps if self.drafter else ()
 
     def part(self, method: str) -> Callable[..., Any]:
         """One of this class's methods as steps run it: as a graph where they are captured."""

@@ -25,6 +25,7 @@ from speculator.kv_cache import Form, KVCache, forms
 from speculator.linear import pack_linears
 from speculator.probing import neighbours_matter, original_context, read_windows
 from speculator.stored import CONFIG, check_headers, read_object
+from speculator.taps import Taps
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 8  # of each table's weights in a fingerprint
@@ -75,6 +76,7 @@ class Target:
         attention: what the model attended through before, as `set_attn_implementation` takes it.
         reading: what it reads rows of several documents through, and how they are given to it, seen to be exact in a
             probe at load; None where nothing was.
+        taps: the residual stream between its layers, for heads that read it.
         context_length: the longest sequence that the model has positions for; with longrope its original context, as
             beyond it the factors of all positions follow the longest text of a batch.
         capturable: whether its forward pass asks the device nothing, seen in a probe at load. If so, it may be captured
@@ -94,6 +96,7 @@ class Target:
         _ = self.eos_token_ids  # refused now rather than at the first text's end
         pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
+        self.taps = Taps(model)
         self._output: nn.Module | None = None
         self.reading: tuple[Any, Layout] | None = None
         self._forms: dict[tuple[torch.dtype, torch.device], list[tuple[Form, ...]]] = {}
@@ -146,7 +149,7 @@ class Target:
         lengths = torch.tensor([first, second], device=self.device)
         width = _PROBE_LENGTH - first
         try:
-            own = self.model(texts, use_cache=False).logits.float()
+            own = self.taps.prove(texts).logits.float()
             windows = read_windows(self.model, self.context_length)
             WINDOWS.update(windows)
             self.model.set_attn_implementation(ATTENTION)

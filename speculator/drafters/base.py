@@ -30,6 +30,7 @@ class Drafter:
         rules: the accept rules that fit its drafts; the first is the default.
         capturable: whether drafting needs nothing of the host, neither the texts nor an answer from the device:
             `propose` and `commit` may then be replayed from a CUDA graph without being called.
+        taps: the target's taps that it reads (`speculator.taps`), ascending; none: it reads the last hidden state.
         overlap: positions at the end of a reused prefix of which it must be told again.
     """
 
@@ -38,6 +39,7 @@ class Drafter:
     nodes: int
     rules: tuple[str, ...]
     capturable: bool = False
+    taps: Sequence[int] = ()
     overlap: int = 0
 
     def open(self: Self, slots: int, capacity: int) -> Self:
@@ -55,7 +57,7 @@ class Drafter:
         start: int,  # the first of R neighbouring rows
         texts: Texts,  # their prompts
         begins: Sequence[int],  # how much of each is in its row already
-        hidden: Tensor,  # [R, W, D] the target's hidden states of what follows, from the left
+        hidden: Tensor,  # [R, W, D] the target's hidden states of what follows, from the left, or [R, W, nD] its taps
         counts: Sequence[int],  # of how many tokens
     ) -> None:
         """Take in a chunk of prompts. A row's memory beyond its first `begins` tokens is another text's."""
@@ -73,7 +75,7 @@ class Drafter:
     def commit(
         self,
         tokens: Tensor,  # [R, G+1] what the target processed on the accepted path, the pending token first
-        hidden: Tensor,  # [R, G+1, D]
+        hidden: Tensor,  # [R, G+1, D] or [R, G+1, nD]
         counts: Tensor,  # [R] how many of them, from the left, became part of the text; 0 where a row is not decoding
     ) -> None:
         """Learn what became part of the text."""

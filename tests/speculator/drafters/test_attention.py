@@ -13,32 +13,8 @@ from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 STEPS = 4
 
 
-class Tapped(Target):
-    """Hands over the taps beside the last state."""
-
-    def extend(self, cache, tokens, tree=None, base=0):
-        with torch.no_grad(), cache.writing(tokens.shape[1], tree, base) as positions:
-            output = self._body(
-                input_ids=tokens,
-                position_ids=positions.clamp(max=self.context_length - 1),
-                past_key_values=cache,
-                use_cache=True,
-                output_hidden_states=True,
-            )
-        return torch.cat([output.last_hidden_state, *(output.hidden_states[k] for k in (0, 1))], -1)
-
-    def logits(self, hidden):
-        return super().logits(hidden[..., : self.hidden_size].contiguous())
-
-
 class Recorded(AttentionDrafter):
     """Keeps the text before each draft, and the draft."""
-
-    def prefill(self, start, texts, begins, hidden, counts):
-        super().prefill(start, texts, begins, hidden[..., 32:], counts)
-
-    def commit(self, tokens, hidden, counts):
-        super().commit(tokens, hidden[..., 32:], counts)
 
     def propose(self, pending, sampling, u, texts):
         draft = super().propose(pending, sampling, u, texts)
@@ -49,9 +25,7 @@ class Recorded(AttentionDrafter):
 
 @pytest.fixture
 def target():
-    target = Target(tiny_model().double(), tokenizer=None)
-    target.__class__ = Tapped
-    return target
+    return Target(tiny_model().double(), tokenizer=None)
 
 
 @pytest.fixture

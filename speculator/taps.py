@@ -1,0 +1,93 @@
+"""The target's residual stream between its layers, for heads that read it.
+
+Tap k is the stream after k of the L layers, before any norm: what layer k reads, transformers' `hidden_states[k]`, for
+0 <= k < L. Of a model that carries several streams (Gemma 3n) it is the active one, which attention reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from speculator.errors import refuse
+
+
+class Taps:
+    """A model's taps, read by hooks on its layers while it runs: no other state is held.
+
+    Attributes:
+        layers: the decoder's; none where they are not found, or where `prove` saw another thing than their states.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, decoder = model, model.get_decoder()
+        found = [getattr(decoder, name, None) for name in ("layers", "h")]
+        self.layers = next((each for each in found if isinstance(each, nn.ModuleList)), nn.ModuleList())
+        self._stream = getattr(model.config.get_text_config(), "altup_active_idx", None)
+
+    @contextmanager
+    def reading(
+        self,
+        wanted: Sequence[int],  # ascending
+    ) -> Iterator[Callable[[Tensor], Tensor]]:  # [..., D] -> [..., nD], or as it is
+        """Read these taps of the forward pass that is made inside.
+
+        Gives a function from the pass's last hidden state to what a head of these taps reads: the taps, side by side,
+        or, where none is wanted, that state.
+        """
+        seen: dict[int, Tensor] = {}
+
+        def hook(k: int) -> Callable[..., None]:
+            def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                seen[k] = self._own(args[0] if args else kwargs["hidden_states"])
+
+            return note
+
+        with ExitStack() as hooks:
+            for k in wanted:
+                handle = self.layers[k].register_forward_pre_hook(hook(k), with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield lambda last: torch.cat([seen[k].to(last.device) for k in wanted], -1) if wanted else last
+
+    def _own(self, states: Tensor) -> Tensor:
+        return states if self._stream is None or states.ndim == 3 else states[self._stream]
+
+    def prove(self, tokens: Tensor) -> Any:
+        """A pass of the model, with every tap compared with transformers' `hidden_states`: gives the model's output.
+
+        Unless all are the same to the bit, the model has no taps.
+        """
+        with self.reading(range(len(self.layers))) as read:
+            output = self._model(tokens, use_cache=False, output_hidden_states=True)
+        own = [self._own(state).to(tokens.device) for state in output.hidden_states or ()][:-1]
+        try:
+            same = len(own) == len(self.layers) > 0 and torch.equal(read(own[0]), torch.cat(own, -1))
+        except KeyError:  # a layer that does not run
+            same = False
+        if not same:
+            self.layers = nn.ModuleList()
+        return output
+
+    def check(self, wanted: Sequence[int], name: str) -> None:
+        """Refuse taps that the target of this name has not.
+
+        Raises:
+            UserError: so it is.
+        """
+        count, listed = len(self.layers), " ".join(map(str, wanted))
+        refuse(
+            (
+                bool(wanted) and not count,
+                f"{name}: what its layers read is not what transformers reports as their hidden states: only heads "
+                "that read the last state, such as mlp and lstm, fit it",
+            ),
+            (
+                any(not 0 <= k < count for k in wanted),
+                f"taps {listed}: {name} has {count} layers, so taps 0 to {count - 1}",
+            ),
+        )
