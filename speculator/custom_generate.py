@@ -24,7 +24,7 @@ from transformers.generation import (
 )
 
 from speculator.attention import ATTENTION
-from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.loading import bind, load_head
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import tuned_drafter
 from speculator.engine import generate
@@ -142,6 +142,7 @@ class _Lent:
         if not isinstance(given, str | Path | Speculator):
             return given
         if isinstance(given, Speculator):
+            bind(given, self._target)
             return HeadDrafter(given.to(self._target.device))  # type: ignore[arg-type]
         key = (0.0 if sampling.greedy else sampling.temperature, rows)
         if key not in self._drafters:

@@ -52,7 +52,12 @@ class Taps:
             for k in wanted:
                 handle = self.layers[k].register_forward_pre_hook(hook(k), with_kwargs=True)
                 hooks.callback(handle.remove)
-            yield lambda last: torch.cat([seen[k].to(last.device) for k in wanted], -1) if wanted else last
+
+            def read(last: Tensor) -> Tensor:
+                # A pass may have read all rows as one.
+                return torch.cat([seen[k].to(last.device).view(last.shape) for k in wanted], -1) if wanted else last
+
+            yield read
 
     def _own(self, states: Tensor) -> Tensor:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]
@@ -62,7 +67,7 @@ class Taps:
 
         Unless all are the same to the bit, the model has no taps.
         """
-        with self.reading(range(len(self.layers))) as read:
+        with _unhooked(self._model), self.reading(range(len(self.layers))) as read:
             output = self._model(tokens, use_cache=False, output_hidden_states=True)
         own = [self._own(state).to(tokens.device) for state in output.hidden_states or ()][:-1]
         try:
@@ -91,3 +96,17 @@ class Taps:
                 f"taps {listed}: {name} has {count} layers, so taps 0 to {count - 1}",
             ),
         )
+
+
+@contextmanager
+def _unhooked(model: nn.Module) -> Iterator[None]:
+    """Take off the hooks that transformers puts on all layers when it is first asked for hidden states, for good."""
+    before = {module: (set(module._forward_hooks), set(vars(module))) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (hooks, names) in before.items():
+            for key in set(module._forward_hooks) - hooks:
+                del module._forward_hooks[key]
+            for name in set(vars(module)) - names:
+                delattr(module, name)

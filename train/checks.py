@@ -36,10 +36,12 @@ def settings(config: RunConfig) -> None:
     if not 0 <= config.data.max_bad_rows <= 1:
         raise UserError(f"data.max_bad_rows {config.data.max_bad_rows} is not a share in 0..1")
     _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
-    if head.tie_weights and head.n_predict == 1:
+    if head.tie_weights and head.n_predict == 1 and head.architecture != "eagle3":
         raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
     if head.architecture == "lstm" and not head.tie_weights:
         raise UserError("speculator.tie_weights must be true: there is no untied LSTM head")
+    if head.norm_before_fc and head.fc_norm and head.architecture == "eagle3":
+        raise UserError("speculator.norm_before_fc is instead of speculator.fc_norm: set one of them to false")
     if head.warm_start and head.initialise != "random":
         raise UserError("speculator.warm_start and speculator.initialise target are two beginnings: choose one")
     if config.data.seq_length < head.n_predict + 2:
@@ -101,7 +103,9 @@ def _positive(section: str, values: object, *names: str) -> None:
 
 def fits_target(config: RunConfig, target: Target) -> None:
     """What does not fit the target."""
-    if config.speculator.initialise == "target" and config.speculator.inner_dim not in (0, target.hidden_size):
+    head = config.speculator
+    wide = head.inner_dim not in (0, target.hidden_size) and head.architecture != "eagle3"
+    if head.initialise == "target" and wide:
         raise UserError("speculator.initialise target needs speculator.inner_dim 0, which takes the target's size")
     drafted, least = config.speculator.draft_vocab_size, max(1, len(target.eos_token_ids))
     if drafted and not least <= drafted <= target.vocab_size:
@@ -126,7 +130,7 @@ def fits_target(config: RunConfig, target: Target) -> None:
 
 def _fits_memory(config: RunConfig, target: Target) -> None:
     """A head alone that can't be trained: float32 weights, their gradients and two moments of Adam."""
-    weights = parameters(config.speculator, target.vocab_size, target.hidden_size)
+    weights = parameters(config.speculator, target.config)
     if target.device.type == "cuda":
         where, memory = "this GPU", torch.cuda.get_device_properties(target.device).total_memory
     else:

@@ -70,7 +70,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                _make_target(folder / "target", _family(config, known))
+                _make_target(folder / "target", _family(config, known), config.speculator.architecture)
                 for number in range(len(config.data.sources)):
                     _make_source(folder / f"source{number}", number)
             state.wait_for_everyone()
@@ -108,7 +108,7 @@ def _family(config: RunConfig, known: PreTrainedConfig | None) -> str:
     return next(family for pattern, family in _FAMILIES.items() if re.search(pattern, name, re.IGNORECASE))
 
 
-def _make_target(folder: Path, family: str) -> None:
+def _make_target(folder: Path, family: str, architecture: str) -> None:
     """A random model of some thousand weights, and a tokenizer whose tokens are bytes."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -123,7 +123,7 @@ def _make_target(folder: Path, family: str) -> None:
         vocab_size=len(whole),
         hidden_size=_HIDDEN,
         intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=7 if architecture == "eagle3" else 2,  # so few have three taps
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=_HIDDEN // 4,
@@ -165,7 +165,7 @@ def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
     return replace(
         config,
         target=replace(config.target, name_or_path=str(folder / "target"), revision=None),
-        speculator=replace(config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None),
+        speculator=replace(config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None, taps=None),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),
         stage2=replace(_one_step(config.stage2), generate=generate),
@@ -248,4 +248,4 @@ def _head_size(config: RunConfig, known: PreTrainedConfig | None) -> str:
             f"vocabulary and hidden size of {config.target.name_or_path}, whose config is not on this machine"
         )
     text = known.get_text_config()
-    return f"{drafts}, {parameters(head, text.vocab_size, text.hidden_size):,} parameters"
+    return f"{drafts}, {parameters(head, text):,} parameters"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import datasets
 import torch
-from torch import Tensor, nn
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
+from speculator import heads
 from speculator.checkpoints import load_any
-from speculator.errors import UserError
-from speculator.heads import ARCHITECTURES, Speculator
+from speculator.checkpoints.loading import bind
+from speculator.errors import UserError, refuse
+from speculator.heads import ARCHITECTURES, RecurrentHead, Speculator
 from speculator.target import Target
 from train.config import RunConfig, SpeculatorConfig
 from train.vocabulary import count_tokens, most_frequent
 
-_NOISE = 0.3
-_NOT_SHAPE = ("architecture", "draft_vocab_size", "initialise", "warm_start")
+_ABOUT = ("base_model_name_or_path", "base_model_fingerprint", "trained_length", "training_data")
 
 
 def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Speculator:
@@ -26,95 +29,91 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
         rows: of the training text: its most frequent tokens are the draft vocabulary, if there is to be one.
 
     Raises:
-        UserError: the head to start from can't be read, or has another shape.
+        UserError: the head to start from can't be read, or has another shape; a shape that can't be.
     """
+    wanted, model = config.speculator, target.model
+    about = (config.target.name_or_path, target.fingerprint, config.data.seq_length, config.data.sources)
+    more: dict[str, Any] = dict(zip(_ABOUT, about, strict=True))
+    other = trained(wanted, target) if wanted.warm_start else None
+    if other is not None:
+        more |= {name: getattr(other.config, name) for name in _unsaid(wanted, other.config)}
     torch.manual_seed(config.seed)
-    shape = {name: value for name, value in dataclasses.asdict(config.speculator).items() if name not in _NOT_SHAPE}
-    config_class, head_class = ARCHITECTURES[config.speculator.architecture]
-    head = head_class(
-        config_class(
-            vocab_size=target.vocab_size,
-            emb_dim=target.hidden_size,
-            base_model_name_or_path=config.target.name_or_path,
-            base_model_fingerprint=target.fingerprint,
-            trained_length=config.data.seq_length,
-            training_data=config.data.sources,
-            draft_vocab_size=config.speculator.draft_vocab_size or None,
-            **shape,
-        )
-    )
+    head = ARCHITECTURES[wanted.architecture][1](shape(wanted, target.config, **more))
     if head.draft_tokens is not None:
         counts = count_tokens(rows, target.vocab_size)
         head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
-    if config.speculator.warm_start:
-        from_head(head, config.speculator.warm_start)
-    elif config.speculator.initialise == "target":
-        from_target(head, target)
-    return head
+    if other is not None:
+        from_head(head, other, wanted)
+    elif wanted.initialise == "target" or wanted.architecture == "eagle3":
+        head.start_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    return bind(head, target)
 
 
-def parameters(shape: SpeculatorConfig, vocab_size: int, hidden_size: int) -> int:
+def shape(wanted: SpeculatorConfig, target: PreTrainedConfig, **more: Any) -> heads.SpeculatorConfig:
+    """A head's config from the settings that its kind of head has; what is 0 or null there is left to the target.
+
+    Raises:
+        UserError: there is no such head.
+    """
+    config_class = ARCHITECTURES[wanted.architecture][0]
+    said = {name: value for name in _said(wanted) if (value := getattr(wanted, name)) or value is False}
+    try:
+        return config_class.for_target(target, **said, **more)
+    except (ValueError, StrictDataclassError) as error:
+        raise UserError(f"speculator: {error}") from None
+
+
+def _said(wanted: SpeculatorConfig) -> list[str]:
+    """The settings that this kind of head has."""
+    names = {field.name for field in dataclasses.fields(ARCHITECTURES[wanted.architecture][0])}
+    return [field.name for field in dataclasses.fields(wanted) if field.name in names]
+
+
+def _unsaid(wanted: SpeculatorConfig, other: heads.SpeculatorConfig) -> list[str]:
+    """What there is no setting for: it comes from the head to start from, not from the target."""
+    base = {field.name for field in dataclasses.fields(heads.SpeculatorConfig)}
+    names = [field.name for field in dataclasses.fields(other)]
+    return [name for name in names if name not in base and name not in _said(wanted)]
+
+
+def parameters(wanted: SpeculatorConfig, target: PreTrainedConfig) -> int:
     """How many parameters a head of this shape has, found without making it: from the third on each step adds alike."""
-    config_class, head_class = ARCHITECTURES[shape.architecture]
 
     def count(n_predict: int) -> int:
         with torch.device("meta"):
-            head = head_class(
-                config_class(
-                    vocab_size=vocab_size,
-                    emb_dim=hidden_size,
-                    inner_dim=shape.inner_dim,
-                    n_predict=n_predict,
-                    tie_weights=shape.tie_weights,
-                    draft_vocab_size=shape.draft_vocab_size or None,
-                )
+            head = ARCHITECTURES[wanted.architecture][1](
+                shape(dataclasses.replace(wanted, n_predict=n_predict), target)
             )
         return sum(parameter.numel() for parameter in head.parameters())
 
-    if shape.n_predict <= 3:
-        return count(shape.n_predict)
-    return count(3) + (shape.n_predict - 3) * (count(3) - count(2))
+    if wanted.n_predict <= 3:
+        return count(wanted.n_predict)
+    return count(3) + (wanted.n_predict - 3) * (count(3) - count(2))
 
 
-def from_head(head: Speculator, folder: str) -> None:
-    """Copy a trained head, of any checkpoint layout, into a fresh one: its weights, and the tokens that it drafts from.
+def trained(wanted: SpeculatorConfig, target: Target) -> Speculator:
+    """The head to start from, of any checkpoint layout.
 
     Raises:
-        UserError: nothing readable there, or a head of another shape: the first field that differs is named.
+        UserError: nothing readable there, or another kind of head.
     """
-    other = load_any(folder)
-    if other.config.model_type != head.config.model_type:
-        raise UserError(f"{folder} holds a {other.config.model_type}, not the {head.config.model_type} configured")
-    shape = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input", "draft_vocab_size")
-    for name in shape:
+    folder = str(wanted.warm_start)
+    other, config_class = load_any(folder), ARCHITECTURES[wanted.architecture][0]
+    theirs, ours = other.config.model_type, config_class.model_type
+    refuse((theirs != ours, f"{folder} holds a {theirs}, not the {ours} configured"))
+    return bind(other, target)
+
+
+def from_head(head: Speculator, other: Speculator, wanted: SpeculatorConfig) -> None:
+    """Copy a trained head into a fresh one: its weights, and the tokens that it drafts from.
+
+    Raises:
+        UserError: a head of another shape: the first field that differs is named.
+    """
+    names = ["vocab_size", "emb_dim", *_said(wanted)]
+    if not isinstance(head, RecurrentHead):
+        names.remove("n_predict")  # one layer makes any number of steps
+    for name in names:
         theirs, ours = getattr(other.config, name), getattr(head.config, name)
-        if theirs != ours:
-            raise UserError(f"{folder} has {name} {theirs}, but this run's head has {ours}")
+        refuse((theirs != ours, f"{wanted.warm_start} has {name} {theirs}, but this run's head has {ours}"))
     head.load_state_dict(other.state_dict())
-
-
-@torch.no_grad()
-def from_target(head: Speculator, target: Target) -> None:
-    """Copy the target's token geometry into a fresh head, at the scale that the head's own initialisation has.
-
-    Embedding and output rows are those of the target, of the output those of the draft vocabulary; the first projection
-    is near the identity, so that head 0 sees the hidden state in the basis that its output matrix reads.
-
-    Args:
-        head: of the target's width: inner_dim equal to emb_dim.
-        target: the model that the head is to draft for.
-    """
-    config = head.config
-
-    def rescaled(weight: Tensor) -> Tensor:
-        return weight / weight.std() * config.inner_dim**-0.5
-
-    for module in head.modules():
-        if isinstance(module, nn.Embedding):
-            module.weight.copy_(rescaled(target.model.get_input_embeddings().weight))
-    output = target.model.get_output_embeddings().weight
-    drafted = output if head.draft_tokens is None else output[head.draft_tokens.to(output.device)]
-    for i in range(head.n_predict):
-        head.output(i).weight.copy_(rescaled(drafted))
-    first = head.entry.weight
-    first.mul_(_NOISE).add_(torch.eye(config.inner_dim))

@@ -25,7 +25,7 @@ from eval.tuning import write_tuned
 from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import write_card
-from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.loading import bind, load_head
 from speculator.drafters.tuned import TUNED, tuned_drafter
 from speculator.errors import run_command
 from speculator.target import Target
@@ -102,7 +102,7 @@ def _run(config: RunConfig) -> None:
         best = train_stage("stage1", config, target, lambda: head, train_rows, *measured_on)
         if own_prompts is not None:
             own_text = generate_own_text(config, target, best, own_prompts)
-            best = train_stage("stage2", config, target, lambda: load_any(best), own_text, *measured_on)
+            best = train_stage("stage2", config, target, lambda: bind(load_any(best), target), own_text, *measured_on)
         if state.is_main_process:
             publish(load_any(best), head_folder)
     state.wait_for_everyone()

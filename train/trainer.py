@@ -81,6 +81,7 @@ class SpeculatorTrainer(Trainer):
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
         self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
+        self._taps = kwargs["model"].taps
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
@@ -100,7 +101,7 @@ class SpeculatorTrainer(Trainer):
     ) -> Any:
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         length = labels.shape[-1]
-        with self._target_time if model.training else nullcontext():
+        with self._target_time if model.training else nullcontext(), self.target.taps.reading(self._taps) as states:
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
         measure = Measure(
             labels,
@@ -110,7 +111,8 @@ class SpeculatorTrainer(Trainer):
             vocab_size=self.target.vocab_size,
             token_weights=inputs.get("token_weights") if model.training else None,
         )
-        sums = model(hidden[:, :length].float(), input_ids[:, 1:-1], measure)
+        given, learns = states(hidden)[:, :length].float(), (labels != IGNORE).any(1)
+        sums = model(given, input_ids[:, 1:-1], measure, inputs["document_ids"][:, :length], learns)
         objective = sums.pop("objective")
         self._add("train" if model.training else "eval", sums)
         heads = labels.shape[1]

@@ -9,7 +9,6 @@ from typing import Any
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
-from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.linear import pack_linears
 from speculator.target import Target, same_target
 
@@ -26,8 +25,6 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     """
     head: Any = load_any(folder)
     config = head.config
-    if isinstance(head, Eagle3Speculator):
-        raise UserError(f"{folder} holds an attention head, which can be inspected and exported, but not drafted with")
     if config.emb_dim != target.hidden_size:
         raise UserError(
             f"{folder} reads hidden states of size {config.emb_dim}, but {target.name} has {target.hidden_size}"
@@ -43,5 +40,17 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
             "of its drafts will be accepted; the text stays the target's"
         )
     head.to(target.device, target.dtype).requires_grad_(False)
+    bind(head, target)
     pack_linears(head)
+    return head
+
+
+def bind(head: Speculator, target: Target) -> Speculator:
+    """Let a head read of its target what it needs: the layers that it names, the embedding. Gives the head.
+
+    Raises:
+        UserError: the target has no such layers.
+    """
+    head.bind(target.config, target.model.get_input_embeddings().weight)
+    target.taps.check(head.taps, target.name)
     return head

@@ -39,7 +39,7 @@ def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kinds: dict[
     )
 
 
-NATIVE = (
-    *(_layout(head) for _, head in ARCHITECTURES.values()),
-    _layout(Eagle3Speculator, eagle3.SHAPE, eagle3.KINDS),
+NATIVE = tuple(
+    _layout(head, eagle3.SHAPE, eagle3.KINDS) if head is Eagle3Speculator else _layout(head)
+    for _, head in ARCHITECTURES.values()
 )

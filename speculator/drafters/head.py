@@ -9,62 +9,99 @@ import torch
 from torch import Tensor
 
 from speculator.draft import Draft, take_at
+from speculator.drafters.attention import AttentionSource
 from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
-from speculator.heads import Speculator
+from speculator.heads import RecurrentHead, Speculator
 from speculator.sampling import RowSampling
 
 
 class HeadDrafter(Drafter):
-    """A head drafts from the target's last hidden state.
+    """A head drafts from what it reads of the target: the last hidden state, or taps.
 
     Args:
         head: the trained head.
         shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict, whatever was tuned
-            (that is `tuned_drafter`).
+            (that is `tuned_drafter`). A head that attends may draft deeper than it was trained.
 
     Raises:
         UserError: the shape is deeper than the head, or offers more children than it has tokens to draft from.
     """
 
     name = "head"
-    _hidden: Tensor
 
     def __init__(self, head: Speculator, shape: Shape | int | None = None):
         self.head = head.eval()
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
         self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        self.capturable = shape.capturable
-        if self.draft_length > head.n_predict:
+        recurrent = isinstance(head, RecurrentHead)
+        if recurrent and self.draft_length > head.n_predict:
             raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
         # Children beyond them are all impossible alike, and a tree tells a parent from its child by their chances.
         branches = getattr(shape, "branches", (1,))
         if max(branches) > head.config.output_size:
             raise UserError(f"branches {branches}: the head drafts from {head.config.output_size} tokens only")
+        self.source = StateSource(head) if isinstance(head, RecurrentHead) else AttentionSource(head, shape)
+        self.capturable = recurrent and shape.capturable
+        self.taps, self.overlap = head.taps, self.source.overlap
 
     def open(self, slots: int, capacity: int) -> HeadDrafter:
+        opened = copy(self)
+        opened.source = self.source.open(slots, capacity)
+        return opened
+
+    def grow(self, capacity: int) -> None:
+        self.source.grow(capacity)
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.source.move(source, destination)
+
+    def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
+        self.source.prefill(start, texts, begins, hidden, counts)
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        return self.shape.draft(self.source, pending, sampling, u, texts)
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self.source.commit(tokens, hidden, counts)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self.source.buffers
+
+
+class StateSource:
+    """What a recurrent head remembers of a text: the target's last hidden state."""
+
+    overlap = 0
+    _hidden: Tensor  # [slots, D]
+
+    def __init__(self, head: RecurrentHead):
+        self.head = head
+
+    def open(self, slots: int, capacity: int) -> StateSource:
         opened = copy(self)
         opened._hidden = torch.zeros(slots, self.head.config.emb_dim, dtype=self.head.dtype, device=self.head.device)
         return opened
 
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+    def grow(self, capacity: int) -> None:
+        pass
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         self._hidden[list(destination)] = self._hidden[list(source)]
 
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
         last = torch.tensor(counts, device=hidden.device) - 1
         self._hidden[start : start + len(counts)] = take_at(hidden, last).to(self._hidden.dtype)
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        return self.shape.draft(self, pending, sampling, u, texts)
-
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         # A row that is not decoding: any state will do.
         self._hidden[: len(counts)].copy_(take_at(hidden, counts.clamp_min(1) - 1))
 
     @property
-    def buffers(self) -> list[Tensor]:
+    def buffers(self) -> Sequence[Tensor]:
         return [self._hidden]
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:

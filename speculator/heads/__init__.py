@@ -5,10 +5,12 @@ from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
 from speculator.heads.lstm import LSTMSpeculator, LSTMSpeculatorConfig
 from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.recurrent import RecurrentHead
 
 ARCHITECTURES: dict[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "mlp": (MLPSpeculatorConfig, MLPSpeculator),
     "lstm": (LSTMSpeculatorConfig, LSTMSpeculator),
+    "eagle3": (Eagle3SpeculatorConfig, Eagle3Speculator),
 }
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "LSTMSpeculatorConfig",
     "MLPSpeculator",
     "MLPSpeculatorConfig",
+    "RecurrentHead",
     "Speculator",
     "SpeculatorConfig",
 ]

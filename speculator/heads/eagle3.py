@@ -25,16 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from speculator.errors import UserError
-from speculator.heads.base import Speculator
-from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
+from speculator.heads.base import Loss, Speculator
+from speculator.heads.eagle3_config import Eagle3SpeculatorConfig, default_taps
 from speculator.heads.eagle3_layer import BlockedAttention, Layer, Norm, Rope, Rows, attend
 
 _SCORES = {"cpu": 2**20}
@@ -122,7 +122,23 @@ class Eagle3Speculator(Speculator):
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
-    # --- the embedding
+    @property
+    def taps(self) -> Sequence[int]:
+        return tuple(self.config.taps or ())
+
+    # --- what it has of its target
+
+    def bind(self, target: PreTrainedConfig, embedding: Tensor) -> None:
+        """Its taps, where it names none, and its embedding, where it has none.
+
+        Raises:
+            UserError: too few layers for `default_taps`, or an embedding of another width.
+        """
+        self.config.taps = self.config.taps or default_taps(target.num_hidden_layers)
+        width = embedding.shape[1]
+        if width != self.config.emb_dim:
+            raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
+        self.share_embedding(embedding)
 
     def have_embedding(self) -> None:
         """Have an embedding of its own: frozen, and part of its checkpoint."""
@@ -150,11 +166,10 @@ class Eagle3Speculator(Speculator):
             return self._lent[-1]
         return self.embed_tokens.weight if self.config.own_embedding else None
 
-    def start_from(self, output: Tensor) -> None:  # [V, D]
-        """Let the output matrix be the target's, of the draft vocabulary."""
-        rows = output if self.draft_tokens is None else output[self.draft_tokens.to(output.device)]
-        with torch.no_grad():
-            self.lm_head.weight.copy_(rows)
+    @torch.no_grad()
+    def start_from(self, embedding: Tensor, output: Tensor) -> None:  # [V, D] twice
+        """Let the output matrix be the target's; its embedding is shared anyway."""
+        self.lm_head.weight.copy_(self.drafted(output))
 
     def _embedded(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
         weight = self.embedding_weight
@@ -243,13 +258,12 @@ class Eagle3Speculator(Speculator):
 
     def forward(
         self,
-        hidden: Tensor,  # [B, S, nD] the taps
+        hidden: Tensor,  # [B, S, nD]
         tokens: Tensor,  # [B, S+N-1]
-        measure: Callable[[list[Tensor], list[nn.Linear], Tensor | None], dict[str, Tensor]],
+        measure: Loss,
         documents: Tensor | None = None,  # [B, S]
         learns: Tensor | None = None,  # [B, S]
     ) -> dict[str, Tensor]:
-        """What a trainer wraps, as `Speculator.forward`; of documents and rows see `unrolled`."""
         features = self.unrolled(hidden, tokens, documents, learns)
         return measure(features, [self.lm_head] * self.n_predict, self.draft_tokens)
 
@@ -335,27 +349,6 @@ class Eagle3Speculator(Speculator):
         attended = attend(query, memory.keys[:, :, :extent], memory.values[:, :, :extent], seen)
         feature, memory.states = self._handed_on(layer.leave(residual, attended))
         return self.spread(self.lm_head(feature))
-
-    # --- of `Speculator`
-
-    def output(self, index: int) -> nn.Linear:
-        return self.lm_head
-
-    @property
-    def entry(self) -> nn.Linear:
-        return self.fc
-
-    def embedding(self, index: int) -> nn.Embedding:
-        self._not_a_recurrence()
-
-    def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
-        self._not_a_recurrence()
-
-    def features(self, index: int, state: Tensor) -> Tensor:
-        self._not_a_recurrence()
-
-    def _not_a_recurrence(self) -> NoReturn:
-        raise TypeError("an attention head does not go from state to state: see `first` and `next`")
 
 
 def _begins(documents: Tensor) -> Tensor:  # [B, S] -> [B, S] the place at which each one's document begins

@@ -56,7 +56,6 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
     model_type = "eagle3_speculator"
 
     n_predict: int = 5
-    scale_input: bool = False
     num_attention_heads: int = 32
     num_key_value_heads: int = 8
     head_dim: int = 128
@@ -74,7 +73,6 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
     own_embedding: bool = False
 
     def __post_init__(self, **kwargs):
-        self.tie_weights = self.n_predict > 1  # all steps are one layer
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads}")
         if self.norm_before_fc and self.fc_norm:
@@ -107,6 +105,10 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
 
         Its rope is plain where the target's changes with the length of the text, turns a part of a head only, or is
         absent. Of a target with several it is that of the layers that see all.
+
+        Raises:
+            UserError: taps that the target has not; none named, where it has too few layers for `default_taps`.
+            ValueError: as of any such head.
         """
         heads = target.num_attention_heads
         inner = getattr(target, "intermediate_size", None)
@@ -126,6 +128,10 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             "rope_parameters": dict(rope),
             "max_position_embeddings": target.max_position_embeddings,
         }
+        layers = target.num_hidden_layers
         if "taps" not in changes:
-            shape["taps"] = default_taps(target.num_hidden_layers)
-        return cls(**{**shape, **changes})
+            shape["taps"] = default_taps(layers)
+        made = cls(**{**shape, **changes})
+        if made.taps and made.taps[-1] >= layers:
+            raise UserError(f"taps {made.taps}: a target of {layers} layers has 0 to {layers - 1}")
+        return made

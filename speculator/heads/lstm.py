@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from speculator.heads.base import BiasedRMSNorm, Speculator, SpeculatorConfig
+from speculator.heads.recurrent import BiasedRMSNorm, RecurrentConfig, RecurrentHead
 
 
-class LSTMSpeculatorConfig(SpeculatorConfig):
+class LSTMSpeculatorConfig(RecurrentConfig):
     """Shape of an `LSTMSpeculator`.
 
     Raises:
@@ -39,7 +39,7 @@ class LSTMSpeculatorConfig(SpeculatorConfig):
         super().__post_init__(**kwargs)
 
 
-class LSTMSpeculator(Speculator):
+class LSTMSpeculator(RecurrentHead):
     """One LSTM that drafts N tokens in turn. Its state is [s, c]; the output matrix reads s."""
 
     config_class = LSTMSpeculatorConfig

@@ -7,7 +7,7 @@ target sampled from it, head 0 drafts x_{t+2}; head i drafts x_{t+2+i} from the 
     s_i = gelu(norm_i(proj_i(s_{i-1}) + alpha * emb_i(x_{t+1+i})))
     logits_i = head_i(s_i)
 
-`norm` is an RMS norm with weight and bias; alpha is the weight that all heads share (`speculator.heads.base`).
+`norm` is an RMS norm with weight and bias; alpha is the weight that all heads share (`speculator.heads.recurrent`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from speculator.heads.base import BiasedRMSNorm, Speculator, SpeculatorConfig
+from speculator.heads.recurrent import BiasedRMSNorm, RecurrentConfig, RecurrentHead
 
 
-class MLPSpeculatorConfig(SpeculatorConfig):
+class MLPSpeculatorConfig(RecurrentConfig):
     """Shape of an `MLPSpeculator`.
 
     Tied, all heads share one embedding, norm and output matrix, and heads 1 and up one projection.
@@ -30,7 +30,7 @@ class MLPSpeculatorConfig(SpeculatorConfig):
     model_type = "mlp_speculator"
 
 
-class MLPSpeculator(Speculator):
+class MLPSpeculator(RecurrentHead):
     """N heads that draft one token each; the output matrix reads the whole state."""
 
     config_class = MLPSpeculatorConfig

@@ -64,7 +64,7 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
         rest = sorted(set(range(config.vocab_size)) - set(used))
         head.draft_tokens.copy_(torch.tensor(sorted(used + rest[: len(head.draft_tokens) - len(used)])))
     head.share_embedding(model.get_input_embeddings().weight)
-    head.start_from(model.get_output_embeddings().weight)
+    head.start_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     taps = [taps_of(model, head, row) for row in rows]
     optimiser = torch.optim.AdamW(head.parameters(), lr=1e-3)
     for step in range(30):

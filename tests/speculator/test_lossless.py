@@ -43,6 +43,7 @@ SHAPES = {
     "candidates-replacement": Candidates((3, 2), replacement=True),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }
+ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
 
 
 def drafters(dtype=torch.float32) -> dict:
@@ -52,6 +53,8 @@ def drafters(dtype=torch.float32) -> dict:
     lstm = tiny_head(architecture="lstm").to(dtype)
     made |= {f"lstm-{name}": HeadDrafter(lstm, SHAPES[name]) for name in ("chain", "tree")}
     made |= {f"model-{name}": ModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
+    attention = tiny_head(architecture="eagle3").to(dtype)
+    made |= {f"attention-{name}": HeadDrafter(attention, SHAPES[name]) for name in ATTENTION}
     few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
     pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
     return {"none": None, **made, "ngram": NgramDrafter(), **pruned}
@@ -67,6 +70,7 @@ GREEDY = [
     "head-candidates",
     "lstm-chain",
     "lstm-tree",
+    "attention-tree",
     "model-chain",
     "model-tree",
     "ngram",
@@ -142,7 +146,7 @@ def test_every_warper_keeps_the_distribution(name, sampling):
 
 CHAINS = [
     *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain")),
-    *(("token", name) for name in ("head-chain", "head-cautious-chain", "pruned-chain")),
+    *(("token", name) for name in ("head-chain", "head-cautious-chain", "attention-chain", "pruned-chain")),
 ]
 
 
@@ -151,10 +155,27 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
     assert sampled_p_value(drafters()[name], WARPERS[0], rule=rule) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["head-chain", "head-tree", "model-candidates"])
+@pytest.mark.parametrize("name", ["head-chain", "head-tree", "attention-chain", "model-candidates"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(drafters()[name], WARPERS[1], rows=1500, batch=batch) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates"])
+def test_a_second_turn_follows_the_enumerated_distribution(name):
+    """Slots go on from another text with a common prefix, of which the head has read drafts and a token more."""
+    engine = Engine(Target(tiny_model(scale=2.0), None), drafters()[name], slots=500)
+    sampling, counts = WARPERS[1], Counter()
+    for start in range(0, 2000, 500):
+        engine.generate([PROMPTS[0][:3]] * 500, replace(sampling, seed=start), max_new_tokens=4)
+        before = engine.processed
+        made = engine.generate([PROMPTS[0]] * 500, replace(sampling, seed=5000 + start), max_new_tokens=3)
+        assert engine.processed - before < 500 * len(PROMPTS[0])
+        counts.update(tuple(row[1:]) for row in made.tokens)
+    expected: Counter = Counter()
+    for tokens, probability in joint_distribution(tiny_model(scale=2.0), PROMPTS[0], 3, sampling).items():
+        expected[tokens[1:]] += probability
+    assert chi_square_p(counts, expected, 2000) > 1e-4
 
 
 def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen():

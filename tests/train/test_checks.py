@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 
 from speculator import UserError
+from speculator.heads import ARCHITECTURES
 from train import checks
 from train.config import parse
 from train.initialise import new_head, parameters
@@ -27,6 +28,10 @@ from train.initialise import new_head, parameters
         (["--seed", "99999999999999"], "seed must be in"),
         (["--speculator.inner_dim", "-3"], "speculator.inner_dim"),
         (["--speculator.n_predict", "0"], "speculator.n_predict must be at least 1"),
+        (
+            ["--speculator.architecture", "eagle3", "--speculator.norm_before_fc", "true"],
+            "speculator.norm_before_fc is instead of speculator.fc_norm: set one of them to false",
+        ),
         (["--loss.lk_eta", "-5"], "loss.lk_eta must not be negative"),
         (["--eval.temperatures", "[0, 1, 0.0]"], "eval.temperatures: 0.0 is given twice"),
         (["--speculator.draft_vocab_size", "-5"], "speculator.draft_vocab_size must not be negative"),
@@ -58,17 +63,18 @@ def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target,
         checks.fits_target(config, target)
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("n_predict", [2, 3, 6])
 @pytest.mark.parametrize("drafted", [0, 20])
 def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_predict, drafted):
     flags = ["--speculator.architecture", architecture, "--speculator.n_predict", str(n_predict)]
     flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
+    flags += ["--speculator.initialise", "random", "--speculator.taps", "[0, 1]"]
     for tied in ("true", "false") if architecture == "mlp" else ("true",):
-        config = parse([*flags, "--speculator.initialise", "random", "--speculator.tie_weights", tied])
+        config = parse([*flags, "--speculator.tie_weights", tied])
         rows = Dataset.from_dict({"input_ids": [[0, 1]]})
         made = new_head(config, target, rows).num_parameters()
-        assert parameters(config.speculator, target.vocab_size, target.hidden_size) == made
+        assert parameters(config.speculator, target.config) == made
 
 
 def test_rows_with_a_token_that_the_target_has_not_are_refused(target):

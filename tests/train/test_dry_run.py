@@ -126,3 +126,10 @@ def test_the_command_on_two_processes_leaves_nothing(tmp_path):
     assert done.stdout.count("the real run, on 2 processes:") == 1
     assert "stage1: 128 x 4,096 tokens = 524,288 per optimiser step" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_an_attention_head_is_rehearsed_on_a_target_deep_enough(capsys):
+    rehearsed(ROOT / "configs" / "quickstart.yaml", "--speculator.architecture", "eagle3")
+    text = capsys.readouterr().out
+    assert "stage2 on stand-ins" in text
+    assert "head: eagle3, drafts 4 tokens, 1,353,024 parameters" in text

@@ -5,6 +5,7 @@ import torch
 from conftest import VOCAB, tiny_model
 
 from speculator import HeadDrafter, Target, generate
+from speculator.checkpoints.loading import bind
 from speculator.drafters.topology import Shape, Tree
 from speculator.heads import ARCHITECTURES
 from train.config import LossConfig
@@ -28,19 +29,21 @@ def overfit(
     config_class, head_class = ARCHITECTURES[architecture]
     used = row.unique()  # ascending
     drafted = len(used) if pruned else None
-    config = config_class(vocab_size=VOCAB, emb_dim=32, inner_dim=64, n_predict=3, draft_vocab_size=drafted)
-    head = head_class(config)
+    own = {"taps": [0, 1]} if architecture == "eagle3" else {}
+    config = config_class.for_target(target.config, inner_dim=64, n_predict=3, draft_vocab_size=drafted, **own)
+    head = bind(head_class(config), target)
     if pruned:
         assert drafted < VOCAB
         head.draft_tokens.copy_(used)
     labels = align(row, torch.zeros_like(row), torch.ones_like(row), config.n_predict).roll(shift, dims=-1)
-    hidden = target.hidden(row)
+    with target.taps.reading(head.taps) as states:
+        hidden = target.hidden(row)
     weights = LossConfig(cross_entropy=1.0, kl=0.0)
     measure = Measure(labels, hidden, target.logits, weights, vocab_size=VOCAB)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(300):
         optimiser.zero_grad()
-        sums = head(hidden[:, : labels.shape[-1]], row[:, 1:-1], measure)
+        sums = head(states(hidden)[:, : labels.shape[-1]], row[:, 1:-1], measure)
         (sums["objective"] / sums["count"][0]).backward()
         optimiser.step()
     if pruned:

@@ -40,6 +40,9 @@ SETTINGS = {
     "eval.max_new_tokens": 8,
     "report_to": "none",
 }
+STAGE = ("max_steps", "learning_rate", "per_device_train_batch_size", "warmup_steps", "logging_steps", "eval_steps")
+STAGE += ("save_steps", "save_total_limit")
+OWN_TEXT = {"max_rows": 32, "prompt_tokens": 16, "max_new_tokens": 24, "batch_size": 8, "draft_length": 2}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +133,32 @@ def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
     for name in ("stage1/checkpoint-16", "stage1/speculator", "speculator"):
         assert weights(folder / name) == weights(finished / name)
     assert history(folder / "stage1/checkpoint-16") == history(finished / "stage1/checkpoint-16")
+
+
+def test_an_attention_head_goes_on_bit_identically_in_either_stage(run, tmp_path, monkeypatch, capfd):
+    """Stopped in the middle of both stages; the target's own text is drafted by the head of stage 1."""
+    settings = {"speculator.architecture": "eagle3", "speculator.taps": "[0, 1]", "speculator.draft_vocab_size": 100}
+    settings |= {"stage1.max_steps": 8, "stage1.learning_rate": 2e-3}
+    settings |= {f"stage2.{name}": settings.get(f"stage1.{name}", SETTINGS.get(f"stage1.{name}")) for name in STAGE}
+    settings |= {f"stage2.generate.{name}": count for name, count in OWN_TEXT.items()}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run(whole, **settings) == 0
+    # It is asked after each step and each evaluation: in the second call seven times more in stage 1.
+    for stage, calls in (("stage1", 3), ("stage2", 10)):
+        asked = iter(range(1, 100))
+        monkeypatch.setattr(trainer, "stop_asked", lambda asked=asked, calls=calls: next(asked) >= calls)
+        assert run(stopped, **settings) == 143
+        assert f"goes on from {stopped}/{stage}/checkpoint-3" in capfd.readouterr().err
+        monkeypatch.undo()
+        if stage == "stage1":
+            assert not (stopped / "stage2").exists()
+    assert run(stopped, **settings) == 0
+    for name in ("stage1/checkpoint-8", "stage1/speculator", "stage2/checkpoint-8", "speculator"):
+        assert weights(stopped / name) == weights(whole / name), name
+    for stage in ("stage1", "stage2"):
+        assert history(stopped / stage / "checkpoint-8") == history(whole / stage / "checkpoint-8")
+    losses = [entry["loss"] for entry in history(whole / "stage2" / "checkpoint-8") if "loss" in entry]
+    assert losses
 
 
 def test_a_stop_at_an_evaluation_between_checkpoints_does_not_change_which_is_the_best(finished):

@@ -7,6 +7,8 @@ from conftest import VOCAB, tiny_model
 
 from speculator import Target, UserError
 from speculator.checkpoints import layout_of, save
+from speculator.checkpoints.loading import bind
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train.config import RunConfig, SpeculatorConfig
 from train.initialise import new_head
 from train.vocabulary import count_tokens, describe, most_frequent
@@ -55,11 +57,24 @@ def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture)
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
 
 
-def test_a_warm_start_takes_the_tokens_along(target, tmp_path):
-    first = new_head(config(), target, ROWS)
+ATTENTION = {"architecture": "eagle3", "taps": [0, 1]}
+
+
+def test_an_attention_head_starts_from_the_targets_output_and_reads_its_embedding(target):
+    head = new_head(config(**ATTENTION), target, ROWS)
+    assert head.draft_tokens.tolist() == [2, 7, 9]
+    assert torch.equal(head.lm_head.weight, target.model.get_output_embeddings().weight[[2, 7, 9]])
+    assert head.embedding_weight.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
+    assert not any("embed" in name for name in head.state_dict())
+    assert (head.config.fc_norm, head.config.norm_output, head.config.inner_dim) == (True, True, 64)
+
+
+@pytest.mark.parametrize("kind", [{}, ATTENTION], ids=["mlp", "eagle3"])
+def test_a_warm_start_takes_the_tokens_along(target, tmp_path, kind):
+    first = new_head(config(**kind), target, ROWS)
     first.save_pretrained(tmp_path)
     for rows in (ROWS, ROWS.select([0])):  # the second would make other tokens the most frequent ones
-        again = new_head(config(warm_start=str(tmp_path)), target, rows)
+        again = new_head(config(**kind, warm_start=str(tmp_path)), target, rows)
         assert all(torch.equal(again.state_dict()[name], value) for name, value in first.state_dict().items())
     assert new_head(config(), target, ROWS.select([0])).draft_tokens.tolist() != first.draft_tokens.tolist()
 
@@ -86,3 +101,22 @@ def test_a_warm_start_from_a_published_accelerator_is_its_weights(target, tmp_pa
     again = new_head(RunConfig(speculator=settings, seed=1), target, ROWS)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(target, tmp_path, layout):
+    """Its heads and rope are its own; its number of steps is not part of its weights."""
+    shape = {"taps": [0, 1], "draft_vocab_size": 3, "num_attention_heads": 2, "head_dim": 16, "attention_bias": True}
+    shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "fc_norm": False, "n_predict": 7}
+    head = bind(Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape)), target)
+    save(head, tmp_path / "head", layout_of(layout, head))
+    again = new_head(config(**ATTENTION, fc_norm=False, warm_start=str(tmp_path / "head")), target, ROWS)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
+    assert again.config.rope_parameters["rope_theta"] == 77.0
+    assert (again.n_predict, again.config.num_attention_heads, again.config.attention_bias) == (2, 2, True)
+    with pytest.raises(UserError, match="has fc_norm False, but this run's head has True"):
+        new_head(config(**ATTENTION, warm_start=str(tmp_path / "head")), target, ROWS)
+    with pytest.raises(UserError, match=r"taps \[1, 5\]: a target of 2 layers has 0 to 1"):
+        new_head(config(architecture="eagle3", taps=[1, 5]), target, ROWS)
+    with pytest.raises(UserError, match="a target of 2 layers has no default taps"):
+        new_head(config(architecture="eagle3"), target, ROWS)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from speculator import UserError
+from speculator import HeadDrafter, Sampling, Target, UserError, generate
 from speculator.__main__ import main
 from speculator.checkpoints import layout_of, load_any, recognise, save
 from speculator.checkpoints.loading import load_head
@@ -446,6 +446,30 @@ def test_inspect_export_and_card(tmp_path, base, capsys):
     assert "eagle3: for vLLM 0.32 and 0.33; SGLang 0.5.23" in shown
 
 
-def test_a_head_that_cannot_be_drafted_with_yet_says_so(tmp_path, head):
-    with pytest.raises(UserError, match="an attention head, which can be inspected and exported, but not drafted with"):
-        load_head(write(head, tmp_path / "flat", FLAT), target=None)
+@pytest.fixture(scope="module")
+def target(base) -> Target:
+    return Target(LlamaForCausalLM.from_pretrained(base), tokenizer=None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"own_embedding": True, "draft_vocab_size": None}], ids=["shared", "own"])
+def test_a_head_of_any_layout_drafts_the_same(tmp_path, base, target, changes):
+    head = head_of(base, **changes)
+    made, ends = [], {"max_new_tokens": 12, "eos_token_ids": ()}
+    for name in (NATIVE, FLAT, SPECULATORS):
+        loaded = load_head(write(head, tmp_path / name, name), target)
+        assert loaded.config.own_embedding == head.config.own_embedding
+        made.append(generate(target, HeadDrafter(loaded, 3), [[1, 2, 3], [4]], Sampling(1.0), **ends))
+    assert made[0].tokens == made[1].tokens == made[2].tokens
+    assert made[0].steps == made[1].steps == made[2].steps
+    assert made[0].tokens_per_step > 1
+
+
+def test_a_head_that_names_no_taps_reads_the_servers_default(tmp_path, base, target):
+    folder = write(head_of(base, taps=None), tmp_path / "flat", FLAT)
+    assert load_head(folder, target).taps == (2, 4, 5)
+
+
+def test_a_head_for_a_deeper_target_is_refused(tmp_path, base, target):
+    folder = write(head_of(base, taps=[2, 4, 8]), tmp_path / "flat", FLAT)
+    with pytest.raises(UserError, match=r"taps 2 4 8: .* has 8 layers, so taps 0 to 7"):
+        load_head(folder, target)

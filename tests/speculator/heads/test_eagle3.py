@@ -387,7 +387,7 @@ def test_an_embedding_of_its_own_stays_unless_it_is_the_targets(tmp_path):
 
 def test_the_output_matrix_starts_from_the_targets_rows():
     head, output = head_of(draft_vocab_size=6), torch.randn(V, D, dtype=torch.float64)
-    head.start_from(output)
+    head.start_from(torch.randn(V, D), output)
     assert torch.equal(head.lm_head.weight, output[[1, 2, 5, 8, 9, 12]])
 
 
