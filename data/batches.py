@@ -8,7 +8,8 @@ import shutil
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from tqdm import tqdm
 from speculator.errors import UserError
 from speculator.files import digest, make_folder, new_folder, parse_json, read_text, write_text
 
-_FEATURES = Features({"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))})
+_FEATURES = {
+    "input_ids": Sequence(Value("int32")),
+    "loss_mask": Sequence(Value("int8")),
+    "refused": Sequence(Value("int8")),
+}
 _POLL_SECONDS = 0.2
 
 
@@ -47,12 +52,20 @@ class Batches:
         record: what the rows depend on, as JSON takes it: the same work goes on, other work is refused.
         rows: the prompts' indices, batch by batch.
         progress: show a bar over this process's share, if it is the main one.
+        title: of the bar.
 
     Raises:
         UserError: the folder holds something else, was made with another record, or is damaged or can't be written.
     """
 
-    def __init__(self, folder: Path, record: dict[str, Any], rows: list[list[int]], progress: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        record: dict[str, Any],
+        rows: list[list[int]],
+        progress: bool = True,
+        title: str = "generating",
+    ):
         self.folder, self.record, self.rows = folder, record, rows
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
@@ -74,7 +87,12 @@ class Batches:
         elif folder.exists() and any(folder.iterdir()) and not self._work.exists():
             raise UserError(f"{folder} holds other files: take another folder")
         hidden = not progress or not state().is_main_process or self._manifest.exists()
-        self._bar = tqdm(desc="generating", unit="row", disable=hidden)
+        self._bar = tqdm(desc=title, unit="row", disable=hidden)
+        self._tokens, self._began = 0, time.monotonic()
+
+    @property
+    def finished(self) -> bool:
+        return self._manifest.exists()
 
     def __enter__(self) -> Batches:
         return self
@@ -96,12 +114,20 @@ class Batches:
 
         The fact `refused`, of every new token 1 where it took a refused draft's place, becomes a column of the rows.
         """
+        self.begin()
+        content = {"continuations": continuations, **facts}
+        write_text(self._file(batch), json.dumps({**content, "sha256": self._sum(content)}))
+        self._tokens += sum(map(len, continuations))
+        speed = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        self._bar.set_postfix_str(f"{self._tokens:,} tokens, {speed:.0f} tokens/s", refresh=False)
+        self._bar.update(len(continuations))
+
+    def begin(self) -> Path:
+        """Take the folder; gives where work in progress lies, which goes when the rows are finished."""
         if not self._record.exists():
             make_folder(self._work)
             write_text(self._record, self._seal)
-        content = {"continuations": continuations, **facts}
-        write_text(self._file(batch), json.dumps({**content, "sha256": self._sum(content)}))
-        self._bar.update(len(continuations))
+        return self._work
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
         """Wait for every batch, put the rows together in the order of the prompts, and write the manifest.
@@ -114,15 +140,25 @@ class Batches:
             Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, and where
             it was written "refused", 0 on the prompt.
         """
+        return self.conclude(lambda: self._assemble(prompts, summary))
+
+    def conclude(self, assemble: Callable[[], tuple[Iterable[dict], dict[str, Any]]]) -> Dataset:
+        """Save the rows and the manifest, unless a finished folder has them; removes the work in progress.
+
+        Args:
+            assemble: gives the rows, and what the manifest says beside the record. On the main process.
+        """
         self._bar.close()
         if state().is_main_process:
             if not self._manifest.exists():
-                self._assemble(prompts, summary)
+                self._save(*assemble())
             shutil.rmtree(self._work, ignore_errors=True)
         _wait_for(self._manifest)
         return Dataset.load_from_disk(str((self.folder / "rows").resolve()))  # datasets reads "~" as a shell does
 
-    def _assemble(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> None:
+    def _assemble(
+        self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]
+    ) -> tuple[Iterable[dict], dict[str, Any]]:
         made: dict[int, array] = {}
         refused: dict[int, array] = {}
         facts = []
@@ -138,17 +174,21 @@ class Batches:
                 columns = {"input_ids": [*prompt, *made[row]], "loss_mask": mask}
                 yield columns | ({"refused": [0] * len(prompt) + list(refused[row])} if refused else {})
 
-        features = Features(_FEATURES | ({"refused": _FEATURES["loss_mask"]} if refused else {}))
+        return rows_in_order(), {"tokens": sum(map(len, made.values())), **summary(facts)}
+
+    def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
+        rows = iter(rows)
+        first = next(rows)
+        features = Features({name: _FEATURES[name] for name in first})
         cache, final = self._work / "cache", self.folder / "rows"
         for leftover in (cache, final):
             shutil.rmtree(leftover, ignore_errors=True)
         with new_folder(final) as scratch:
             table = Dataset.from_generator(
-                rows_in_order, features=features, cache_dir=str(cache), fingerprint="generated"
+                lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
             )
             table.save_to_disk(str(scratch))
-        tokens = sum(map(len, made.values()))
-        manifest = {**self.record, "tokens": tokens, **summary(facts), "files": _sums(final)}
+        manifest = {**self.record, **facts, "files": _sums(final)}
         write_text(self._manifest, json.dumps({**manifest, "sha256": self._sum(manifest)}, indent=2))
 
     def _check_finished(self, manifest: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ _TIMED_TOKENS = 64
 ON_POLICY = Sampling(temperature=1.0)
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What ends a row: tokens, and strings."""
+
+    eos_token_ids: list[int]
+    stop_strings: list[str] = field(default_factory=list)
+
+
 def generate_rows(
     target: Target,
     drafter: Drafter | None,
@@ -44,8 +52,10 @@ def generate_rows(
     max_new_tokens: int = 256,
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
+    ends: Ends | None = None,
     progress: bool = True,
     keep_refused: bool = False,
+    title: str = "generating",
 ) -> Dataset:
     """Continue prompts by the target, in the distribution that `sampling` names, whoever drafts.
 
@@ -62,15 +72,17 @@ def generate_rows(
         max_new_tokens: the most new tokens a row; a row also ends with EOS, which it keeps, or at the context's end.
         batch_size: rows at a time.
         seed: of the sampling.
-        progress: show a bar.
+        ends: what ends a row; default: the target's own EOS.
+        progress: show a bar, with this title.
         keep_refused: keep where drafts were refused.
 
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
         of the prompts; with `keep_refused` also "refused", 1 on each token that took a refused draft's place.
         Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens", "batch_size", "prompts":
-        their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second": {"speculative", "same_loop"}},
-        the last two clocked on the same few rows, one after the other, without the prefill.
+        their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second": {"speculative", "same_loop"},
+        "seconds"}: the two speeds clocked on the same few rows, one after the other, without the prefill; the seconds
+        of all rows, prefill included, over all processes.
 
     Raises:
         UserError: no prompt, an empty one or one that fills the context; a folder that was made otherwise; a target
@@ -91,11 +103,13 @@ def generate_rows(
     record = {
         "target": target.name,
         "dtype": dtype_name(target.dtype),
-        "drafter": _identity(drafter) if drafter else None,
+        "drafter": identity(drafter) if drafter else None,
         **record_of(samplings, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
         **({"keep_refused": True} if keep_refused else {}),
+        **({"ends": asdict(ends)} if ends else {}),
     }
+    stopping = asdict(ends) if ends else {}
 
     slots = min(batch_size, len(prompts))
     longest = min(max(map(len, prompts)) + max_new_tokens, target.context_length)
@@ -104,9 +118,9 @@ def generate_rows(
     def decode(engine: Engine, rows: list[int], count: int) -> Generation:
         own = [replace(samplings[row % len(samplings)], seed=seed + row) for row in rows]
         engine.forget()
-        return engine.generate([prompts[row] for row in rows], own, max_new_tokens=count)
+        return engine.generate([prompts[row] for row in rows], own, max_new_tokens=count, **stopping)
 
-    with Batches(Path(folder), record, pieces, progress) as work:
+    with Batches(Path(folder), record, pieces, progress, title) as work:
         for piece in work.todo():
             clocks: dict[str, list[float] | None] = {"speculative": None, "same_loop": None}
             if piece in timed:
@@ -121,17 +135,21 @@ def generate_rows(
             whole = [step for row in made.steps for step in row if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             refused = {"refused": [_refused(row) for row in made.steps]} if keep_refused else {}
-            work.write(piece, made.tokens, steps=steps, **clocks, **refused)
+            seconds = made.prefill_seconds + made.decode_seconds
+            work.write(piece, made.tokens, steps=steps, seconds=seconds, **clocks, **refused)
         return work.finish(prompts, _summary)
+
+
+def settings_of(sampling: Sampling) -> dict[str, Any]:
+    """Without the seed."""
+    return {name: value for name, value in asdict(sampling).items() if name != "seed"}
 
 
 def record_of(
     samplings: Sequence[Sampling], seed: int, max_new_tokens: int, prompts: list[list[int]]
 ) -> dict[str, Any]:
     """What continuations depend on, whoever makes them."""
-    settings = [asdict(setting) for setting in samplings]
-    for setting in settings:
-        del setting["seed"]
+    settings = [settings_of(setting) for setting in samplings]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
         "seed": seed,
@@ -165,10 +183,11 @@ def _summary(batches: list[dict]) -> dict[str, Any]:
     return {
         "tokens_per_step": emitted / steps if steps else None,
         "tokens_per_second": {"speculative": rate("speculative"), "same_loop": rate("same_loop")},
+        "seconds": sum(batch.get("seconds", 0.0) for batch in batches),
     }
 
 
-def _identity(drafter: Drafter) -> str:
+def identity(drafter: Drafter) -> str:
     """Names a drafter. What it drafts decides which uniform decides what, so a head's weights are part of its name."""
     name = f"{drafter.name}, {drafter.nodes} tokens, {drafter.rules[0]} rule"
     if not isinstance(drafter, HeadDrafter):

@@ -21,6 +21,7 @@ from data.rows import RowError, SourceError
 from data.tally import Tally
 from speculator.chat import RefusedError, chat_text
 from speculator.errors import UserError, first_line
+from speculator.gguf import located
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
@@ -35,7 +36,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         UserError: there is none, or it is damaged.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**located(name), revision=revision, trust_remote_code=False)
         tokenizer("a", verbose=False)
     except Exception as error:  # whatever the libraries stumble over in files that someone else wrote
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None

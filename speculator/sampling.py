@@ -13,6 +13,7 @@ from speculator.errors import UserError, refuse
 
 # Logits are divided by a temperature in float32, which has neither the quotient below nor the temperature above.
 _COLDEST, _HOTTEST = 1e-30, 1e30
+_FIRST = 4096  # tokens that are looked at for top-p before all of them are
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,10 @@ class RowSampling:
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
             logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
         if self._top_p:
-            ordered, index = logits.softmax(-1).sort(descending=True)
+            ordered, index = _likeliest_first(logits.softmax(-1), self.top_p)
             outside = ((ordered.cumsum(-1) - ordered) >= self.top_p) & (self.top_p < 1)
-            logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, index, outside), -torch.inf)
+            cut = (self.top_p < 1).expand(logits.shape).clone()
+            logits = logits.masked_fill(cut.scatter_(-1, index, outside), -torch.inf)
         probs = logits.softmax(-1)
         if self._min_p:
             probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0)
@@ -117,6 +119,22 @@ class RowSampling:
             best = torch.zeros_like(probs).scatter_(-1, given.argmax(-1, keepdim=True), 1)
             probs = torch.where(self.at_zero, best, probs)
         return probs
+
+
+def _likeliest_first(
+    probs: Tensor,  # [B, T, V]
+    enough: Tensor,  # [B, 1, 1]
+) -> tuple[Tensor, Tensor]:  # [B, T, n], [B, T, n]
+    """Probabilities in falling order, and whose they are; on a CPU only so many as are `enough`, where sorting is slow.
+
+    On another device the host would have to ask for what is enough.
+    """
+    if probs.device.type == "cpu" and probs.shape[-1] > _FIRST:
+        first = probs.topk(_FIRST)
+        if (first.values.sum(-1, keepdim=True) >= enough.masked_fill(enough == 1, 0)).all():
+            return first.values, first.indices
+    ordered = probs.sort(descending=True)
+    return ordered.values, ordered.indices
 
 
 _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone maps 0 to 0

@@ -21,6 +21,7 @@ from speculator.cuda_graphs import asks_device
 from speculator.documents import Layout, in_one_row, masked, packed
 from speculator.draft import Draft
 from speculator.errors import UserError, refuse
+from speculator.gguf import complete, is_gguf, located
 from speculator.kv_cache import Form, KVCache, forms
 from speculator.linear import pack_linears
 from speculator.probing import neighbours_matter, original_context, read_windows
@@ -112,10 +113,10 @@ class Target:
         dtype: str = "auto",
         device: str | torch.device | None = None,
     ) -> Target:
-        """Load a hub id or a local folder.
+        """Load a hub id, a local folder or a GGUF file.
 
         Args:
-            name: hub id or folder.
+            name: hub id, folder, or a .gguf file, whose weights are dequantised.
             revision: hub branch, tag or commit.
             dtype: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16" or "float16".
             device: default: the accelerator if there is one, else the CPU.
@@ -382,16 +383,19 @@ def _read(name: str, revision: str | None, dtype: str) -> tuple[PreTrainedTokeni
         UserError: whatever is wrong with them.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
-    own = {"revision": revision, "trust_remote_code": False}
+    own: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     try:
         folder = Path(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, on the way to an error that says it in a line
-            if name.startswith((".", "/")) or folder.exists():
+            where = located(name)
+            if not is_gguf(name) and (name.startswith((".", "/")) or folder.exists()):
                 _check_folder(folder)
-            tokenizer = AutoTokenizer.from_pretrained(name, **own)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(name, **own, dtype=dtype, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(**where, **own)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, dtype=dtype, output_loading_info=True)
         model, found = loaded
+        if is_gguf(name):
+            complete(model, name)
         if missing := sorted(found["missing_keys"]):
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             raise UserError(f"its files hold no {missing[0]}{others}")

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
+from data.magpie import ROWS, SELF, self_rows
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
@@ -39,7 +40,11 @@ def build_parser() -> OneLineParser:
     who.add_argument("--speculator", help="folder of a trained head that drafts; default: plain decoding")
     who.add_argument("--server", metavar="URL", help="of an OpenAI-compatible server that runs the target")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--sources", nargs="+", help="prompts cut from text: python-sources, or local files or folders")
+    source.add_argument(
+        "--sources",
+        nargs="+",
+        help="prompts cut from text: python-sources, or local files or folders; or self: the target writes them",
+    )
     source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of the rows; an unfinished one is gone on with"
@@ -47,9 +52,21 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--split", default="train", help="of --sources; default: train")
     add_max_bad_rows(parser)
     parser.add_argument("--prompt_tokens", type=int, default=64, help="of each prompt of --sources; default: 64")
-    parser.add_argument("--max_rows", type=int, help="at most so many prompts; default: all")
+    parser.add_argument("--max_rows", type=int, help=f"at most so many prompts; default: all, {ROWS} of self")
+    own = parser.add_argument_group("--sources self")
+    own.add_argument("--turns", type=int, default=1, help="of the user in a chat, at most; default: 1")
+    own.add_argument("--max_prompt_tokens", type=int, default=256, help="of a user's turn at most; default: 256")
+    own.add_argument("--prompt_temperature", type=float, default=1.0, help="of the user's turns; default: 1")
+    own.add_argument("--prompt_top_p", type=float, default=0.99, help="of the user's turns; default: 0.99")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="the most new tokens of a row; default: 256")
-    parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the target's own distribution")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="0 is greedy; of several the rows take each in turn; default: 1, the target's own distribution",
+    )
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
     parser.add_argument("--min_p", type=float, default=0.0, help="sample from those this share as likely as the first")
@@ -69,28 +86,51 @@ def run(arguments: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     processes = state()  # before the target is loaded: it says which device is whose
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
-    how = {"sampling": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
+    samplings = _samplings(arguments)
+    how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target)
         prompts = _prompts(arguments, tokenizer, _context_length(arguments.target))
         concurrency = arguments.batch_size or CONCURRENCY
         fetch_rows(
-            arguments.server, arguments.target, tokenizer, prompts, arguments.output, concurrency=concurrency, **how
+            arguments.server,
+            arguments.target,
+            tokenizer,
+            prompts,
+            arguments.output,
+            concurrency=concurrency,
+            sampling=samplings[0],
+            **how,
         )
     else:
-        target = Target.load(arguments.target)
+        target = Target.load(arguments.target, dtype=arguments.dtype)
         head = load_head(arguments.speculator, target) if arguments.speculator else None
         drafter = HeadDrafter(head, arguments.draft_length) if head else None
-        prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer, target.context_length)]
-        generate_rows(target, drafter, prompts, arguments.output, batch_size=arguments.batch_size or BATCH_SIZE, **how)
+        how["batch_size"] = arguments.batch_size or BATCH_SIZE
+        if arguments.sources == [SELF]:
+            self_rows(
+                target,
+                drafter,
+                arguments.output,
+                rows=arguments.max_rows or ROWS,
+                turns=arguments.turns,
+                asking=Sampling(arguments.prompt_temperature, top_p=arguments.prompt_top_p),
+                max_prompt_tokens=arguments.max_prompt_tokens,
+                answering=samplings,
+                **how,
+            )
+        else:
+            prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer, target.context_length)]
+            generate_rows(target, drafter, prompts, arguments.output, sampling=samplings, **how)
     if processes.is_main_process:
         print(printable(_line(arguments.output)), file=sys.stderr)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can't be, before any model is loaded."""
-    positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "draft_length")
+    positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "draft_length", "turns")
+    positive += ("max_prompt_tokens",)
+    own = arguments.sources is not None and SELF in arguments.sources
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
     check_folder("--output", arguments.output)
     refuse(
@@ -98,10 +138,22 @@ def _check(arguments: argparse.Namespace) -> None:
         (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
         (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
+        (own and arguments.sources != [SELF], f"--sources {SELF}: the target's own prompts come alone"),
+        (own and arguments.server is not None, f"--sources {SELF} needs the target here, not a --server"),
+        (
+            arguments.server is not None and len(arguments.temperature) > 1,
+            "--temperature: one for all rows with --server",
+        ),
     )
     check_text(f"--output {arguments.output}", str(arguments.output))  # datasets takes no other names
     check_folder("--output", arguments.output)
-    Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+    _samplings(arguments)
+    Sampling(arguments.prompt_temperature, top_p=arguments.prompt_top_p)
+
+
+def _samplings(arguments: argparse.Namespace) -> list[Sampling]:
+    """How the rows are drawn, in turn."""
+    return [Sampling(each, arguments.top_k, arguments.top_p, arguments.min_p) for each in arguments.temperature]
 
 
 def _context_length(target: str) -> int:
@@ -134,8 +186,11 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
 
 def _line(folder: Path) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
-    speed = manifest["tokens_per_second"]
     line = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
+    if "dropped" in manifest:
+        why = ", ".join(f"{count:,} {fault}" for fault, count in manifest["dropped"].items())
+        return f"{line}; of {manifest['begun']} prompts that the target wrote were dropped: {why or 'none'}"
+    speed = manifest["tokens_per_second"]
     if manifest["tokens_per_step"] and manifest["drafter"]:
         line += f", {manifest['tokens_per_step']:.2f} tokens per step"
     if speed["speculative"] and speed["same_loop"]:

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from speculator import sampling
 from speculator.errors import UserError
-from speculator.sampling import Sampling, draw, uniforms
+from speculator.sampling import RowSampling, Sampling, draw, uniforms
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_position_and_slot():
@@ -84,3 +85,12 @@ _NAN = float("nan")
 def test_values_out_of_range_are_refused_by_name(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
+def test_top_p_looks_at_the_likeliest_tokens_alone_where_they_are_enough(scale, monkeypatch):
+    logits = scale * torch.randn(4, 3, 500, generator=torch.Generator().manual_seed(0))
+    settings = RowSampling([Sampling(1.0, top_p=top_p) for top_p in (0.9, 1.0, 0.5, 0.99)], logits.device)
+    whole = settings.probs(logits)
+    monkeypatch.setattr(sampling, "_FIRST", 100)
+    assert torch.equal(settings.probs(logits), whole)
