@@ -1,4 +1,4 @@
-"""Targets in GGUF files: one file with weights, tokenizer, chat template and settings, read by transformers' loader."""
+"""Targets in GGUF files: weights, tokenizer, chat template and settings in one, read by transformers' own loader."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from speculator.errors import UserError, first_line, refuse
 from speculator.files import check_input
 
 _MAGIC = b"GGUF"
+_EOS, _EOT, _TOKENS = (f"tokenizer.ggml.{name}" for name in ("eos_token_id", "eot_token_id", "tokens"))
 
 
 def is_gguf(name: str) -> bool:
@@ -21,7 +22,7 @@ def located(name: str) -> dict[str, Any]:
     """Where a hub id, a folder or a GGUF file lies, as the arguments of transformers' `from_pretrained`.
 
     Raises:
-        UserError: a GGUF file that is not there, or is none, or can't be read; see `metadata`.
+        UserError: of a GGUF file, as `metadata`.
     """
     if not is_gguf(name):
         return {"pretrained_model_name_or_path": name}
@@ -31,42 +32,34 @@ def located(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def metadata(name: str) -> dict[str, Any]:
-    """A GGUF file's `context_length` and `eos_token_ids`.
+    """A GGUF file's "context_length" and "eos_token_ids".
 
     Raises:
-        UserError: no such file; no GGUF; cut short or damaged; one of them is missing; the package `gguf` is.
+        UserError: the file is not there, is no GGUF, is damaged or says too little; or a package that reads it is
+            missing.
     """
-    file = Path(name)
-    refuse((not file.is_file(), f"{name}: no such file"))
-    check_input(file)
+    file = check_input(name)
     with file.open("rb") as stream:
-        refuse((stream.read(len(_MAGIC)) != _MAGIC, f"{name} is no GGUF file: it does not begin with GGUF"))
+        refuse((stream.read(len(_MAGIC)) != _MAGIC, f"{name} is no GGUF file"))
     try:
+        import accelerate  # noqa: F401  transformers loads GGUF files by it
         from gguf import GGUFReader
-    except ImportError:
-        raise UserError(f"{name}: GGUF files need the package gguf: pip install gguf") from None
+    except ImportError as error:
+        package = "accelerate" if "accelerate" in str(error) else "gguf"
+        raise UserError(f"{name}: GGUF files need the package {package}: pip install {package}") from None
     try:
         fields = GGUFReader(file).fields
-        architecture = fields["general.architecture"].contents()
-        keys = {
-            "context_length": f"{architecture}.context_length",
-            "eos_token_id": "tokenizer.ggml.eos_token_id",
-            "tokens": "tokenizer.ggml.tokens",
-        }
-        missing = [key for key in keys.values() if key not in fields]
-        ends = [
-            fields[key].contents() for key in (keys["eos_token_id"], "tokenizer.ggml.eot_token_id") if key in fields
-        ]
-        context = fields[keys["context_length"]].contents() if keys["context_length"] in fields else None
+        length = f"{fields['general.architecture'].contents()}.context_length"
+        known = {key: fields[key].contents() for key in (length, _EOS, _EOT) if key in fields}
     except Exception as error:  # whatever the package stumbles over in a file that someone else wrote
-        reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise UserError(f"{name} is damaged or cut short: {reason}") from None
+        raise UserError(f"{name} is damaged or cut short: {first_line(error)}") from None
+    missing = [key for key in (length, _EOS, _TOKENS) if key not in fields]
     refuse((missing, f"{name}: its metadata have no {', '.join(missing)}"))
-    return {"context_length": context, "eos_token_ids": sorted(set(ends))}
+    return {"context_length": known.pop(length), "eos_token_ids": sorted(set(known.values()))}
 
 
 def complete(model: Any, name: str) -> None:
-    """Give a model that came out of a GGUF file its name, its EOS and its context, and the look of any other model."""
+    """Give a model out of a GGUF file what the loader leaves out, and take what would tell it from any other model."""
     known = metadata(name)
     model.config.name_or_path = name
     model.config.get_text_config().max_position_embeddings = known["context_length"]

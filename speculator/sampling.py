@@ -13,7 +13,7 @@ from speculator.errors import UserError, refuse
 
 # Logits are divided by a temperature in float32, which has neither the quotient below nor the temperature above.
 _COLDEST, _HOTTEST = 1e-30, 1e30
-_FIRST = 4096  # tokens that are looked at for top-p before all of them are
+_FIRST = 2048  # tokens that are looked at for top-p before all of them are
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,7 @@ class RowSampling:
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
             logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
         if self._top_p:
-            ordered, index = _likeliest_first(logits.softmax(-1), self.top_p)
-            outside = ((ordered.cumsum(-1) - ordered) >= self.top_p) & (self.top_p < 1)
-            cut = (self.top_p < 1).expand(logits.shape).clone()
-            logits = logits.masked_fill(cut.scatter_(-1, index, outside), -torch.inf)
+            logits = logits.masked_fill(_outside(logits.softmax(-1), self.top_p), -torch.inf)
         probs = logits.softmax(-1)
         if self._min_p:
             probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0)
@@ -121,20 +118,26 @@ class RowSampling:
         return probs
 
 
-def _likeliest_first(
-    probs: Tensor,  # [B, T, V]
-    enough: Tensor,  # [B, 1, 1]
-) -> tuple[Tensor, Tensor]:  # [B, T, n], [B, T, n]
-    """Probabilities in falling order, and whose they are; on a CPU only so many as are `enough`, where sorting is slow.
+def _outside(
+    probs: Tensor,  # [..., V]
+    top_p: Tensor,  # [..., 1]
+    first: int | None = None,
+) -> Tensor:  # [..., V] bool
+    """Which tokens are not in the smallest set of likeliest ones with so much probability; with 1 all of them are.
 
-    On another device the host would have to ask for what is enough.
+    Sorting a vocabulary is slow on a CPU, where the few likeliest tokens are mostly enough; elsewhere the host would
+    have to ask whether they are.
     """
-    if probs.device.type == "cpu" and probs.shape[-1] > _FIRST:
-        first = probs.topk(_FIRST)
-        if (first.values.sum(-1, keepdim=True) >= enough.masked_fill(enough == 1, 0)).all():
-            return first.values, first.indices
-    ordered = probs.sort(descending=True)
-    return ordered.values, ordered.indices
+    size = probs.shape[-1]
+    first = first or (_FIRST if probs.device.type == "cpu" else size)
+    ordered, index = probs.topk(first) if first < size else probs.sort(descending=True)
+    beyond = (ordered.cumsum(-1) - ordered) >= top_p
+    outside = torch.ones_like(probs, dtype=torch.bool).scatter_(-1, index, beyond) & (top_p < 1)
+    if first < size:
+        short = (ordered.sum(-1) < top_p[..., 0]) & (top_p[..., 0] < 1)
+        if short.any():
+            outside[short] = _outside(probs[short], top_p.expand(*short.shape, 1)[short], size)
+    return outside
 
 
 _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone maps 0 to 0
