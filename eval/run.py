@@ -1,4 +1,4 @@
-"""An evaluation: suites x temperatures x batch sizes x decoders, written as report.json, report.md and plots."""
+"""An evaluation: suites x temperatures x batch sizes x decoders, written as a report with plots."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from eval import memory, tracking
 from eval.decoders import BASELINES, decoder_of, decoders
 from eval.figures import row, warnings
 from eval.measuring import measure_suite
+from eval.page import Text, texts, write_page
 from eval.plots import draw_plots
 from eval.report import write
 from eval.speed import Engines
@@ -72,6 +73,7 @@ def evaluate(
     refuse((max(lengths) > head.n_predict, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
     make_folder(output)
     rows: list[dict] = []
+    samples: list[Text] = []
     skipped: dict[str, str] = {}
     for batch_size in batch_sizes:
         shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
@@ -86,9 +88,12 @@ def evaluate(
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
             skipped |= measured.skipped
             trained = head.config.trained_length
-            rows += [
+            made = [
                 row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in table if d.ours
             ]
+            rows += made
+            if batch_size == batch_sizes[0]:
+                samples += texts(target, table, made, suite, sampling, max_new_tokens)
     report = {
         "schema": 1,
         "target": target.name,
@@ -113,6 +118,7 @@ def evaluate(
         "suites": rows,
     }
     draw_plots(report, output)
+    write_page(report, samples, output)
     write(report, output)
     for line in report["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
