@@ -97,20 +97,16 @@ def _decoded(
     engine = _Watched(target, decoder.drafter, slots=1, rule=decoder.rule, capture=False)
     text, passes = list(prompt), []
 
-    def piece(token: int, before: list[int]) -> str:
-        window = before[-_WINDOW:]
-        return _spelled(target.tokenizer, [*window, token])[len(_spelled(target.tokenizer, window)) :]
-
     def on_step(row: int, new: list[int], accepted: int) -> None:
         refused, drafted = _refused(*engine.newest) if engine.newest else ([], 0)
         engine.newest = None
         step = Pass([], [], [], drafted)
         for place, token in enumerate(new):
-            (step.accepted if place < accepted else step.own).append(piece(token, text))
+            (step.accepted if place < accepted else step.own).append(piece(target.tokenizer, text, token))
             if place == accepted:  # what was refused would have stood here
                 there = list(text)
                 for other in refused:
-                    step.refused.append(piece(other, there))
+                    step.refused.append(piece(target.tokenizer, there, other))
                     there.append(other)
             text.append(token)
         passes.append(step)
@@ -118,6 +114,12 @@ def _decoded(
     eos = sorted(target.eos_token_ids) if ends else []
     engine.generate([prompt], sampling, max_new_tokens=limit, eos_token_ids=eos, on_step=on_step)
     return passes
+
+
+def piece(tokenizer: PreTrainedTokenizerBase | None, before: Sequence[int], token: int) -> str:
+    """What a token adds to the text before it: a character of several tokens comes with the last of them."""
+    window = list(before[-_WINDOW:])
+    return _spelled(tokenizer, [*window, token])[len(_spelled(tokenizer, window)) :]
 
 
 def _spelled(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:
@@ -199,16 +201,21 @@ def _per_step(part: dict) -> tuple[str, float | None]:
     return _ratio({"value": part["tokens_per_step"], **interval})
 
 
+def _where(report: dict, row: dict) -> dict[str, Any]:
+    several = len({row["batch_size"] for row in report["suites"]}) > 1
+    where = {"suite": row["name"], "temperature": _number(row["temperature"], "g")}
+    return where | ({"batch size": row["batch_size"]} if several else {})
+
+
 def _decoders(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
     """A line for every decoder that was measured, by column."""
     theirs = [name for name in BASELINES if any(name in row["tokens_per_second"] for row in report["suites"])]
     for row in report["suites"]:
-        where = {"suite": row["name"], "temperature": _number(row["temperature"], "g"), "batch": row["batch_size"]}
         plain = row["drafter"] == "none"
         for key in [name for name in theirs if name in row["tokens_per_second"]] if plain else ["speculative"]:
             cost = row.get("cost", {})
             yield {
-                **where,
+                **_where(report, row),
                 "decoder": BASELINES[key] if plain else label(row, lengths),
                 "rule": "" if plain else row["rule"],
                 "tokens per step": _number(1.0 if key == "same_loop" else None) if plain else _per_step(row),
@@ -231,9 +238,7 @@ def _categories(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
     for row in report["suites"]:
         for part in row.get("categories", ()) if row["drafter"] != "none" else ():
             yield {
-                "suite": row["name"],
-                "temperature": _number(row["temperature"], "g"),
-                "batch": row["batch_size"],
+                **_where(report, row),
                 "category": part["name"],
                 "turns": part["turns"],
                 "decoder": label(row, lengths),

@@ -122,6 +122,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     assert {path.name for path in (finished / "eval").iterdir()} == {
         "report.json",
         "report.md",
+        "report.html",
         "acceptance.png",
         "lengths.png",
         "speed.png",

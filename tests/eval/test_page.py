@@ -1,0 +1,139 @@
+"""report.html shows who wrote which token and what was refused, and is one file in which a text is only text."""
+
+from html.parser import HTMLParser
+
+import pytest
+from conftest import tiny_head, tiny_model
+
+from eval.decoders import Decoder
+from eval.page import page, piece, texts
+from eval.run import evaluate
+from eval.suites import Suite
+from speculator import HeadDrafter, NgramDrafter, Sampling, Target, generate
+from speculator.drafters.topology import Tree
+
+SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 5], [9, 10, 11, 12], [1, 1, 1, 1]])
+VOID = {"meta", "img", "input"}
+EVIL = ["</pre><script>alert(1)</script>", "&lt;b>", "\ud800", "\x00\x1b", '"><img src=//x onerror=y>', "\r\n", "${x}$"]
+
+
+class Evil:
+    """A tokenizer whose every text is hostile."""
+
+    def decode(self, tokens, **_) -> str:
+        return "".join(EVIL[token % len(EVIL)] for token in tokens)
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: elements, their attributes, and the text by element."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def made(drafter, target, temperature=0.0, rule=None):
+    decoder = Decoder(drafter.name, print, drafter, rule=rule)
+    row = {"name": "test text", "temperature": temperature, "drafter": drafter.name, "nodes": drafter.nodes}
+    row |= {"draft_length": drafter.draft_length, "lossy": False}
+    return texts(target, [decoder], [row], SUITE, Sampling(temperature, seed=3), 24)
+
+
+def ids(pieces) -> list[int]:
+    return [int(text) for text in pieces]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [3, Tree((3, 2, 1), 6)])
+def test_every_token_is_its_writers_and_what_was_refused_was_drafted(target, monkeypatch, shape, temperature):
+    drafts, propose = [], HeadDrafter.propose
+    monkeypatch.setattr(HeadDrafter, "propose", lambda *args: drafts.append(propose(*args)) or drafts[-1])
+    drafter = HeadDrafter(tiny_head(), shape)
+    samples = made(drafter, target, temperature)
+    proposed = list(drafts)
+    prompts = SUITE.prompts[:3]
+    expected = generate(target, drafter, prompts, Sampling(temperature, seed=3), max_new_tokens=24)
+    for sample, tokens, steps in zip(samples, expected.tokens, expected.steps, strict=True):
+        assert ids(text for step in sample.passes for text in step.accepted + step.own) == tokens
+        assert [len(step.accepted) + len(step.own) for step in sample.passes[1:]] == [s.emitted for s in steps]
+    of_steps = [step for sample in samples for step in sample.passes[1:]]
+    assert any(step.refused for step in of_steps)
+    for step, draft in zip(of_steps, proposed, strict=True):
+        if not step.own:  # the text's end cut it
+            continue
+        path, parents, at = ids(step.accepted + step.refused), draft.before[0].tolist(), 0
+        for token in path:
+            at = 1 + next(i for i, t in enumerate(draft.tokens[0].tolist()) if parents[i] == at and t == token)
+        assert at not in parents, "the path ends at a leaf"
+        assert step.drafted == drafter.nodes
+
+
+def test_lookup_shows_what_it_found_and_nothing_where_it_found_nothing(target):
+    passes = [step for sample in made(NgramDrafter(4), target) for step in sample.passes]
+    assert any(step.accepted for step in passes)
+    assert any(step.drafted == 0 and not step.refused for step in passes[1:])
+    whole = [step for step in passes if step.own]
+    assert all(len(step.accepted) + len(step.refused) == step.drafted for step in whole)
+
+
+@pytest.mark.parametrize("text", ["plain text", "né 漢字 \U0001f600!"])
+def test_a_character_of_several_tokens_comes_once(text):
+    class Bytes:
+        def decode(self, tokens, **_) -> str:
+            return bytes(tokens).decode("utf-8", "replace")
+
+    tokens = list(text.encode())
+    assert "".join(piece(Bytes(), tokens[:i], token) for i, token in enumerate(tokens)) == text
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    target = Target(tiny_model(), tokenizer=None)
+    options = {"temperatures": [0.0], "max_new_tokens": 8, "speculator_name": "head"}
+    return evaluate(target, tiny_head(), [SUITE], folder, **options), (folder / "report.html").read_text()
+
+
+def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
+    report, text = report
+    found = Page(text)
+    assert not found.open or found.open == ["html"]
+    asked = [attrs[name] for _, attrs in found.tags for name in ("src", "href", "data", "action") if name in attrs]
+    assert len(asked) == 3, "the plots"
+    assert all(link.startswith("data:image/png;base64,") for link in asked)
+    assert "http" not in text.replace("http-equiv", "")
+    sorted_by = [float(attrs["data-v"]) for tag, attrs in found.tags if tag == "td" and "data-v" in attrs]
+    assert report["suites"][1]["tokens_per_step"] in sorted_by
+    classes = {attrs.get("class", "").split(" ")[0] for tag, attrs in found.tags if tag in ("span", "s")}
+    assert classes == {"own", "head", "ngram", "model"} | {""}
+    assert "speculator" in found.texts["td"]
+
+
+def test_what_a_model_says_is_shown_and_never_run(report):
+    report, _ = report
+    target = Target(tiny_model(), tokenizer=None)
+    target.tokenizer = Evil()
+    names = {"target": EVIL[0], "speculator": EVIL[2], "warnings": EVIL, "not_run": {EVIL[4]: EVIL[0]}}
+    rows = [row | {"name": EVIL[0]} for row in report["suites"]]
+    samples = made(HeadDrafter(tiny_head()), target)
+    found = Page(page(report | names | {"suites": rows}, samples, {}))
+    assert not found.open or found.open == ["html"]
+    assert [tag for tag, _ in found.tags].count("script") == 1
+    assert not any(tag == "img" or name.startswith("on") for tag, attrs in found.tags for name in attrs)
+    assert EVIL[0] in found.texts["dd"]
+    shown = "".join(found.texts["span"] + found.texts["s"])
+    for text in (EVIL[0], EVIL[1], EVIL[4], EVIL[6], "\\ud800", "\\x00\\x1b"):
+        assert text in shown + "".join(found.texts["pre"]), text
