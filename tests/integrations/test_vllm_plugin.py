@@ -215,7 +215,6 @@ def test_another_proposer_is_named_at_the_start(plugin, monkeypatch):
         def propose(self, target_token_ids, next_token_ids, target_hidden_states):
             return self.model(target_hidden_states)
 
-    plugin.check_proposer()
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.40.0")
     plugin.check_proposer()
     monkeypatch.setattr(proposers, "EagleProposer", Other)

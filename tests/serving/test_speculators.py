@@ -39,7 +39,7 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_the_librarys(tmp_path, base, kind, run_in):
+def test_logits_are_the_librarys(tmp_path, base, kind, run_in, say):
     torch.manual_seed(1)
     shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 96, "n_predict": STEPS, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 24, "taps": [2, 4, 5], "draft_vocab_size": 100}
@@ -68,9 +68,7 @@ def test_logits_are_the_librarys(tmp_path, base, kind, run_in):
         return (logits - theirs)[: 1 if kind == "window" else STEPS].abs().max().item()
 
     assert theirs.std() > 0.3
-    print(
-        f"{kind}: the logits differ by {distance(load_any(tmp_path / 'head')):.1g}, their spread is {theirs.std():.2f}"
-    )
+    say(f"{kind}: the logits differ by {distance(load_any(tmp_path / 'head')):.1g}, their spread is {theirs.std():.2f}")
     assert distance(load_any(tmp_path / "head")) <= 1e-4
     assert distance(load_any(tmp_path / "saved")) <= 1e-4
     wrong = load_any(tmp_path / "head")

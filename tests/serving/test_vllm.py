@@ -1,28 +1,16 @@
 """vLLM 0.32 with our heads, in both layouts, on the embedded target: its text is plain greedy text, and each token that
 it drafts is the one that we draft there."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from serving.shared import TARGET, draft_from, vllm_runs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculator.checkpoints import layout_of, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 
-TARGET = Path(__file__).parents[2] / "examples" / "stdlib_target"
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
 NEW, LENGTH = 48, 3
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 HEADS = {
     "eagle3": {"draft_vocab_size": 2000},
     "speculators": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True},
@@ -59,10 +47,7 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
     config.base_model_name_or_path = str(TARGET)
     head = Eagle3Speculator(config)
     rows = [prompt + said for prompt, said in texts]
-    if head.draft_tokens is not None:
-        used = sorted({token for row in rows for token in row})
-        rest = sorted(set(range(config.vocab_size)) - set(used))
-        head.draft_tokens.copy_(torch.tensor(sorted(used + rest[: len(head.draft_tokens) - len(used)])))
+    draft_from(head, rows)
     head.share_embedding(model.get_input_embeddings().weight)
     head.start_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     taps = [taps_of(model, head, row) for row in rows]
@@ -103,29 +88,28 @@ def our_drafts(model, head: Eagle3Speculator, prompt: list[int], said: list[int]
 
 
 @pytest.mark.parametrize("layout", HEADS)
-def test_vllm_drafts_what_we_draft_and_says_what_the_target_says(tmp_path, model, texts, layout, run_in):
+def test_vllm_drafts_what_we_draft_and_says_what_the_target_says(tmp_path, model, texts, layout, run_in, say):
     head = half_known(model, texts, HEADS[layout])
     save(head, tmp_path / "head", layout_of(layout, head))
-    given = {"prompts": [prompt for prompt, _ in texts], "max_new_tokens": NEW, "draft_length": LENGTH}
-    (tmp_path / "inputs.json").write_text(json.dumps(given))
-    arguments = (TARGET, tmp_path / "head", tmp_path / "inputs.json", tmp_path / "output.json")
-    run_in("vllm", "vllm_drafts.py", *arguments, **ENVIRONMENT)
-    output = json.loads((tmp_path / "output.json").read_text())
+    runs = [[{"prompt": prompt, "max_new_tokens": NEW}] for prompt, _ in texts]
+    engine = {"max_model_len": 512, "max_num_seqs": 1, "enable_prefix_caching": False}
+    speculative = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": LENGTH}
+    made = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine)
     same = drafted = steps = 0
-    per_position = [0] * LENGTH
-    for (prompt, said), theirs in zip(texts, output["results"], strict=True):
-        assert theirs["text"] == said
-        ours, accepted = our_drafts(model, head, prompt, said)
+    per_position, accepted = [0] * LENGTH, [sum(run["accepted"][i] for run in made) for i in range(LENGTH)]
+    for (prompt, said), theirs in zip(texts, made, strict=True):
+        assert theirs["texts"] == [said]
+        ours, counts = our_drafts(model, head, prompt, said)
         # The last step may end within what it accepts; whether it drafts once more is vLLM's affair.
-        for mine, its in zip(ours, theirs["drafts"], strict=False):
+        for mine, (*_, its) in zip(ours, theirs["drafts"], strict=False):
             same, drafted = same + sum(a == b for a, b in zip(mine, its, strict=True)), drafted + len(mine)
         assert abs(len(ours) - len(theirs["drafts"])) <= 1
         steps += len(ours)
-        for count in accepted:
+        for count in counts:
             for position in range(count):
                 per_position[position] += 1
-    print(f"{layout}: {same} of {drafted} drafted tokens equal in {steps} steps")
-    print(f"accepted per position: vLLM {output['accepted']}, ours {per_position}")
+    say(f"{layout}: text identical; {same} of {drafted} drafted tokens equal in {steps} steps")
+    say(f"accepted per position: vLLM {accepted}, ours {per_position}")
     assert same == drafted
-    assert 0 < sum(output["accepted"]) < drafted
-    assert all(abs(a - b) <= len(texts) for a, b in zip(output["accepted"], per_position, strict=True))
+    assert 0 < sum(accepted) < drafted
+    assert all(abs(a - b) <= len(texts) for a, b in zip(accepted, per_position, strict=True))

@@ -42,11 +42,13 @@ _TAG = _ROW + _DIGITS
 
 
 def check_proposer() -> None:
-    """Look at the parts of vLLM that the module's text describes.
+    """In another vLLM than the one that this ran with, look at the parts that the module's text describes.
 
     Raises:
         RuntimeError: they are not there any more.
     """
+    if vllm.__version__.split("+")[0] == RAN_WITH:
+        return
     here = f"speculator-vllm: vLLM {vllm.__version__} is not {RAN_WITH}, with which this ran, and"
     try:
         from vllm.v1.spec_decode.eagle import EagleProposer
@@ -59,8 +61,7 @@ def check_proposer() -> None:
     for step in ("self.model(**model_kwargs)", "last_hidden_states, hidden_states = ret_hidden_states"):
         if step not in body:
             raise RuntimeError(f"{here} its EagleProposer.propose has no line `{step}`: it calls a head in another way")
-    if vllm.__version__.split("+")[0] != RAN_WITH:
-        logger.warning("%s looks the same: compare the accepted tokens per position with the head's own", here)
+    logger.warning("%s looks the same: compare the accepted tokens per position with the head's own", here)
 
 
 class Head(nn.Module):
