@@ -14,7 +14,8 @@ reference: .venv/installed
 # What servers make of exported heads, each in an environment of its own (4 GB, kept); one that can't be had is skipped.
 SPECULATOR_SERVING ?= .venv-serving
 serving: .venv/installed
-	for server in speculators vllm; do $(MAKE) --no-print-directory $(SPECULATOR_SERVING)/$$server/installed || true; done
+	for part in speculators/installed vllm/installed vllm/plugin; do \
+		$(MAKE) --no-print-directory $(SPECULATOR_SERVING)/$$part || true; done
 	SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
 
 # torchvision and torchaudio may be of another torch, which breaks the import; nothing here needs them.
@@ -22,6 +23,10 @@ $(SPECULATOR_SERVING)/%/installed: tests/serving/%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+$(SPECULATOR_SERVING)/vllm/plugin: $(SPECULATOR_SERVING)/vllm/installed $(wildcard integrations/vllm/*.toml integrations/vllm/*/*.py)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
 	touch $@
 
 test: .venv/installed
