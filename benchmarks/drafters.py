@@ -36,6 +36,7 @@ from speculator import (
 from speculator.errors import UserError, refuse_below, run_command
 from speculator.heads import Speculator
 from speculator.request import tokens_per_step
+from speculator.tables import markdown_table
 
 
 @dataclass
@@ -120,6 +121,19 @@ def _difference(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 
 def markdown(report: dict) -> str:
+    header = ("temperature", "decoder", "rule", "tokens per step", "less the head chain's", "tokens/s", "speedup")
+    table = [
+        (
+            f"{row['temperature']:g}",
+            row["decoder"],
+            row["rule"],
+            f"{row['mean_tokens_per_step']:.2f}",
+            shown(row["tokens_per_step_over_head_chain"], "+.2f"),
+            f"{row['tokens_per_second']:.0f}",
+            shown(row["speedup"]),
+        )
+        for row in report["rows"]
+    ]
     lines = [
         "# Drafters, shapes and rules",
         "",
@@ -128,17 +142,10 @@ def markdown(report: dict) -> str:
         "Tokens per step are means over batches, and so are their differences from the head chain's. Speedup is",
         "decode-only, over plain decoding by the same loop. Intervals are 95%.",
         "",
-        "| temperature | decoder | rule | tokens per step | less the head chain's | tokens/s | speedup |",
-        "|---|---|---|---|---|---|---|",
+        markdown_table(header, table),
+        "",
     ]
-    for row in report["rows"]:
-        gain, speed = row["tokens_per_step_over_head_chain"], row["speedup"]
-        lines.append(
-            f"| {row['temperature']:g} | {row['decoder']} | {row['rule']} | {row['mean_tokens_per_step']:.2f} "
-            f"| {shown(gain, '+.2f')} | {row['tokens_per_second']:.0f} "
-            f"| {shown(speed)} |"
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

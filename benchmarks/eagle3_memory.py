@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+from speculator.tables import markdown_table
+
 SIZES = {"vocab_size": 4096, "emb_dim": 512, "inner_dim": 1024, "n_predict": 5, "draft_vocab_size": 4096}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "taps": [2, 6, 9]}
 FORMS = ("blocks", "one piece", "a third learns")
@@ -44,10 +46,9 @@ def _peak() -> float:
 
 
 def main(lengths: list[int]) -> None:
-    print("| tokens | " + " | ".join(f"{form}: MiB | s" for form in FORMS) + " |")
-    print("|---|" + "---|---|" * len(FORMS))
+    table = []
     for length in lengths:
-        cells = []
+        cells = [str(length)]
         for form in FORMS:
             if form == "one piece" and length > 2048:
                 cells += ["", ""]
@@ -55,7 +56,8 @@ def main(lengths: list[int]) -> None:
             command = [sys.executable, "-m", "benchmarks.eagle3_memory", "--one", form, str(length)]
             done = subprocess.run(command, capture_output=True, text=True)
             cells += done.stdout.split() if done.returncode == 0 else ["out of memory", ""]
-        print(f"| {length} | {' | '.join(cells)} |", flush=True)
+        table.append(cells)
+    print(markdown_table(("tokens", *(f"{form}: {unit}" for form in FORMS for unit in ("MiB", "s"))), table))
 
 
 if __name__ == "__main__":

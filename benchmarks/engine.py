@@ -22,6 +22,7 @@ from eval.run import hardware
 from eval.suites import load_suite
 from speculator import Drafter, Engine, HeadDrafter, Sampling, Target, load_head
 from speculator.errors import OneLineParser, refuse_below, run_command
+from speculator.tables import markdown_table
 
 Work = Callable[[], int]
 
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     few = prompts[: max(1, len(prompts) // 8)]
     head = load_head(arguments.speculator, target) if arguments.speculator else None
     print(f"{target.name}, {hardware(target.device)}, {len(prompts)} requests, {slots} slots, greedy\n")
-    print("| work | drafter | engine, tokens/s | static, tokens/s | ratio |\n|---|---|---|---|---|")
+    table = []
     for name, drafter in {"none": None, **({"head": HeadDrafter(head)} if head else {})}.items():
         rows = {
             "ragged": (
@@ -101,7 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
         }
         for work, (ours, theirs) in rows.items():
             a, b, gain = ratio(ours, theirs, arguments.turns)
-            print(f"| {work} | {name} | {a:.1f} | {b:.1f} | {gain:.2f} |", flush=True)
+            table.append((work, name, f"{a:.1f}", f"{b:.1f}", f"{gain:.2f}"))
+    print(markdown_table(("work", "drafter", "engine, tokens/s", "static, tokens/s", "ratio"), table))
 
 
 def static_one(target: Target, drafter: Drafter | None, slots: int, prompts: list) -> Work:

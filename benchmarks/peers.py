@@ -23,6 +23,7 @@ from eval.suites import Suite
 from speculator import Sampling, Target
 from speculator.errors import refuse_below, run_command
 from speculator.request import tokens_per_step
+from speculator.tables import markdown_table
 
 _PAIRS = (
     ("none", "hf_generate"),
@@ -67,6 +68,18 @@ def measure(
 
 
 def markdown(report: dict) -> str:
+    header = ("ours", "theirs", "tokens per step", "ours, tokens/s", "theirs, tokens/s", "ratio", "identical texts")
+    table = [
+        (
+            row["ours"],
+            BASELINES[row["theirs"]],
+            f"{row['tokens_per_step']:.2f}",
+            *(f"{row['tokens_per_second'][whose]:.0f}" for whose in ("ours", "theirs")),
+            shown(row["ratio"]),
+            f"{row['identical']} of {row['of']}",
+        )
+        for row in report["rows"]
+    ]
     lines = [
         "# Against transformers' own speculative decoding",
         "",
@@ -76,16 +89,10 @@ def markdown(report: dict) -> str:
         "Decode-only tokens per second; the ratio with its 95% interval.",
         *(f"Not run: {name}: {reason}." for name, reason in report["not_run"].items()),
         "",
-        "| ours | theirs | tokens per step | ours, tokens/s | theirs, tokens/s | ratio | identical texts |",
-        "|---|---|---|---|---|---|---|",
+        markdown_table(header, table),
+        "",
     ]
-    for row in report["rows"]:
-        speed, theirs = row["tokens_per_second"], BASELINES[row["theirs"]]
-        lines.append(
-            f"| {row['ours']} | {theirs} | {row['tokens_per_step']:.2f} | {speed['ours']:.0f} | {speed['theirs']:.0f} "
-            f"| {shown(row['ratio'])} | {row['identical']} of {row['of']} |"
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

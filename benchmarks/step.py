@@ -25,6 +25,7 @@ from speculator import HeadDrafter, Sampling, Target
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator
+from speculator.tables import markdown_table
 from speculator.target import dtype_name
 
 
@@ -61,29 +62,43 @@ def projected(row: dict, tokens_per_step: float) -> float:
 
 def markdown(report: dict) -> str:
     projection = report["projection"]
+    header = [
+        "batch size",
+        "G",
+        "plain step, ms",
+        "over bound",
+        "verify pass, ms",
+        "over bound",
+        "c",
+        "c by bytes",
+        "v",
+    ]
+    table = [
+        (
+            row["batch_size"],
+            row["draft_length"],
+            f"{1e3 * row['decode_seconds']:.2f}",
+            f"{row['decode_over_bound']:.2f}",
+            f"{1e3 * row['verify_seconds']:.2f}",
+            f"{row['verify_over_bound']:.2f}",
+            *(f"{row[name]:.3f}" for name in ("draft_over_decode", "draft_over_decode_by_bytes", "verify_over_decode")),
+        )
+        for row in report["rows"]
+    ]
+    speedups = ", ".join(f"{speedup:.2f} at batch size {rows}" for rows, speedup in projection["speedup"].items())
     lines = [
         f"# Steps at the shape of {report['preset']}, random weights",
         "",
         f"{report['hardware']}, {report['dtype']}, torch {report['torch']}, {report['context']} tokens of context; "
         f"a copy moves {report['bytes_per_second'] / 1e9:,.0f} GB/s.",
         "",
-        "| batch size | G | plain step, ms | over bound | verify pass, ms | over bound | c | c by bytes | v |",
-        "|---" * 9 + "|",
-    ]
-    for row in report["rows"]:
-        lines.append(
-            f"| {row['batch_size']} | {row['draft_length']} | {1e3 * row['decode_seconds']:.2f} "
-            f"| {row['decode_over_bound']:.2f} | {1e3 * row['verify_seconds']:.2f} | {row['verify_over_bound']:.2f} "
-            f"| {row['draft_over_decode']:.3f} | {row['draft_over_decode_by_bytes']:.3f} "
-            f"| {row['verify_over_decode']:.3f} |"
-        )
-    speedups = ", ".join(f"{speedup:.2f} at batch size {rows}" for rows, speedup in projection["speedup"].items())
-    lines += [
+        markdown_table([*header, "c", "c by bytes", "v"], table),
         "",
         f"**A projection, not a measurement**: at {projection['tokens_per_step']:.2f} tokens per step "
         f"({projection['source']}) these costs at G = {projection['draft_length']} would give a speedup of {speedups}.",
+        "",
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

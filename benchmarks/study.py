@@ -33,6 +33,7 @@ from speculator.checkpoints import load_any
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
 from speculator.heads import MLPSpeculatorConfig, Speculator
+from speculator.tables import markdown_table
 from speculator.target import Target
 from train.checks import own_sampling
 from train.config import GenerateConfig, LossConfig, RunConfig, SpeculatorConfig
@@ -274,18 +275,14 @@ class Study:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; accepted tokens against the first row of the same budget."""
-    lines = [
-        f"| recipe | tokens | rate | T=0 | T=1 | accepted, against {rows[0]['arm']} |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ("recipe", "tokens", "rate", "T=0", "T=1", f"accepted, against {rows[0]['arm']}")
+    lines = []
     for row in rows:
         first = next(r for r in rows if r["budget"] == row["budget"])
         gains = [f"{(row[t][0] - 1) / (first[t][0] - 1) - 1:+.0%}" for t in ("0", "1")]
         cells = [f"{row[t][0]:.2f} ± {row[t][1]:.2f}" for t in ("0", "1")]
-        lines.append(
-            f"| {row['arm']} | {row['tokens']:,} | {row['rate']:g} | {cells[0]} | {cells[1]} | {' / '.join(gains)} |"
-        )
-    return "\n".join(lines) + "\n"
+        lines.append((row["arm"], f"{row['tokens']:,}", f"{row['rate']:g}", *cells, " / ".join(gains)))
+    return markdown_table(header, lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:

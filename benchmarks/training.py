@@ -38,6 +38,7 @@ from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.linear import FAST_DTYPES
+from speculator.tables import markdown_table
 from speculator.target import Target, resolve_device
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align
@@ -248,6 +249,17 @@ def _run_preset(flags: argparse.Namespace) -> None:
 
 def _markdown(report: dict) -> str:
     rows = report["rows"]
+    header = ("loss", "seconds", "TFLOP", "time over bound", "memory, GB")
+    table = [
+        (
+            row["loss"],
+            f"{row['seconds']:.3f}",
+            f"{row['operations'] / 1e12:,.3f}",
+            f"{row['time_over_bound']:.2f}",
+            f"{row['bytes'] / 1e9:.2f}",
+        )
+        for row in rows
+    ]
     lines = [
         f"# A training step at the shape of {report['preset']}, random weights",
         "",
@@ -255,15 +267,10 @@ def _markdown(report: dict) -> str:
         f"{report['n_predict']} tied heads. A large bfloat16 product runs at "
         f"{rows[0]['operations_per_second'] / 1e12:,.2f} TFLOP/s.",
         "",
-        "| loss | seconds | TFLOP | time over bound | memory, GB |",
-        "|---|---|---|---|---|",
+        markdown_table(header, table),
+        "",
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['loss']} | {row['seconds']:.3f} | {row['operations'] / 1e12:,.3f} "
-            f"| {row['time_over_bound']:.2f} | {row['bytes'] / 1e9:.2f} |"
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def _run(flags: argparse.Namespace) -> None:
@@ -276,12 +283,10 @@ def _run(flags: argparse.Namespace) -> None:
         make_folder(flags.output)
     steps = step_over_target(Target.load(flags.target), flags.n_predict, flags.length, flags.runs)
     peaks = memory(flags.tokens, flags.vocab_size, flags.hidden_size, flags.n_predict)
-    print("| loss | peak memory, MiB |\n|---|---|")
-    for row in peaks:
-        print(f"| {row['loss']}, {'chunked' if row['chunked'] else 'naive'} | {row['bytes'] / 2**20:,.0f} |")
-    print("\n| loss | step over target, time | operations |\n|---|---|---|")
-    for row in steps:
-        print(f"| {row['loss']} | {row['time']:.2f} | {row['operations']:.2f} |")
+    forms = [(f"{row['loss']}, {'chunked' if row['chunked'] else 'naive'}", row["bytes"] / 2**20) for row in peaks]
+    print(markdown_table(("loss", "peak memory, MiB"), ((form, f"{size:,.0f}") for form, size in forms)))
+    ratios = ((row["loss"], f"{row['time']:.2f}", f"{row['operations']:.2f}") for row in steps)
+    print("\n" + markdown_table(("loss", "step over target, time", "operations"), ratios))
     if flags.output:
         write_text(flags.output / "training.json", json.dumps({"memory": peaks, "step": steps}, indent=1))
 

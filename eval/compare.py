@@ -14,6 +14,7 @@ from typing import Any
 from eval.bootstrap import shown
 from speculator.errors import OneLineParser, UserError, show
 from speculator.files import parse_json, read_text
+from speculator.tables import markdown_table
 
 _KEY = ("name", "temperature", "batch_size", "drafter", "draft_length")
 
@@ -50,17 +51,17 @@ def table(a: dict, b: dict) -> str:
     ]
     rules = [(row["drafter"], row.get("rule"), other.get("rule")) for row, other in common]
     lines += dict.fromkeys(f"rule, {drafter}: {ours} | {other}" for drafter, ours, other in rules if ours != other)
-    lines += ["", "| suite | temperature | drafter | figure | A | B | B - A | |", "|---" * 8 + "|"]
+    header = ("suite", "temperature", "drafter", "figure", "A", "B", "B - A", "")
+    rows = []
     for ours, other in common:
         batch = f", batch {ours['batch_size']}" if ours.get("batch_size", 1) > 1 else ""
-        where = f"| {ours['name']}{batch} | {ours['temperature']:g} | {ours['drafter']} of {_key(ours)[-1]} |"
+        where = (f"{ours['name']}{batch}", f"{ours['temperature']:g}", f"{ours['drafter']} of {_key(ours)[-1]}")
         for name, figure in _figures(ours).items():
             if name in (found := _figures(other)):
                 gap = difference(figure, found[name])
                 verdict = "" if gap["low"] is None else "differs" if gap["low"] > 0 or gap["high"] < 0 else "same"
-                lines.append(
-                    f"{where} {name} | {shown(figure)} | {shown(found[name])} | {shown(gap, '+.2f')} | {verdict} |"
-                )
+                rows.append((*where, name, shown(figure), shown(found[name]), shown(gap, "+.2f"), verdict))
+    lines += ["", markdown_table(header, rows)]
     missing = len(a["suites"]) + len(b["suites"]) - 2 * sum(_key(row) in theirs for row in a["suites"])
     if missing:
         lines += ["", f"{missing} rows are in one of the reports alone."]

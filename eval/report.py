@@ -7,6 +7,7 @@ from pathlib import Path
 from eval.bootstrap import shown
 from eval.decoders import BASELINES
 from speculator.files import write_json, write_text
+from speculator.tables import markdown_table
 
 _LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model"}
 _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
@@ -64,7 +65,7 @@ def markdown(report: dict) -> str:
     ]
     lengths = head_lengths(report)
     for heading, rows in groups(report).items():
-        lines += ["", f"## {heading}", "", _what(rows[0]), "", *_table(rows, lengths), ""]
+        lines += ["", f"## {heading}", "", _what(rows[0]), "", _table(rows, lengths), ""]
         lines += [_details(row, lengths) for row in rows if row["drafter"] != "none"]
         lines += _categories(rows, lengths)
     lines += ["", *(f"![{alt}]({name}.png)" for name, alt in plots(report).items()), ""]
@@ -88,12 +89,12 @@ def _what(row: dict) -> str:
     return f"{row['prompts']} prompts{turns}, {count} {how}."
 
 
-def _table(rows: list[dict], lengths: set[int]) -> list[str]:
+def _table(rows: list[dict], lengths: set[int]) -> str:
     speeds = rows[0]["tokens_per_second"]
     theirs = [name for name in _TRANSFORMERS if name in speeds]
     columns = ["decoder", "tokens per step", "tokens/s", "end to end", "first token, ms", "peak memory, MB"]
     columns += ["speedup over the same loop", *(f"over {BASELINES[name]}" for name in theirs)]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = []
     for row in rows:
         if row["drafter"] == "none":
             ratios = ["1", *[""] * len(theirs)]
@@ -105,15 +106,15 @@ def _table(rows: list[dict], lengths: set[int]) -> list[str]:
             ratios = [shown(row["speedup"][name]) for name in ("same_loop", *theirs)]
             interval = {"value": row["tokens_per_step"], **row.get("tokens_per_step_interval", _NONE)}
             lines.append(_line(label(row, lengths), shown(interval), row, "speculative", ratios))
-    return lines
+    return markdown_table(columns, lines)
 
 
 _NONE = {"low": None, "high": None}
 
 
-def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> str:
+def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> list[str]:
     memory = row["peak_memory_bytes"][key]
-    cells = [
+    return [
         name,
         per_step,
         f"{row['tokens_per_second'][key]:.1f}",
@@ -122,7 +123,6 @@ def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> s
         f"{memory / 1e6:.0f}" if memory else "",
         *ratios,
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _details(row: dict, lengths: set[int]) -> str:
@@ -151,13 +151,12 @@ def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
     drafting = [row for row in rows if row["drafter"] != "none"]
     if not any("categories" in row for row in drafting):
         return []
-    lines = ["", "| category | turns | decoder | tokens per step | tokens/s | speedup over the same loop |"]
-    lines.append("|---" * 6 + "|")
+    header = ("category", "turns", "decoder", "tokens per step", "tokens/s", "speedup over the same loop")
+    lines = []
     for parts in zip(*(row["categories"] for row in drafting), strict=True):
         for row, part in zip(drafting, parts, strict=True):
             interval = {"value": part["tokens_per_step"], **part.get("tokens_per_step_interval", _NONE)}
-            lines.append(
-                f"| {part['name']} | {part['turns']} | {label(row, lengths)} | {shown(interval)} "
-                f"| {part['tokens_per_second']['speculative']:.1f} | {shown(part['speedup']['same_loop'])} |"
-            )
-    return lines
+            speed, ratio = part["tokens_per_second"]["speculative"], shown(part["speedup"]["same_loop"])
+            cells = (part["name"], part["turns"], label(row, lengths), shown(interval), f"{speed:.1f}", ratio)
+            lines.append(cells)
+    return ["", markdown_table(header, lines)]

@@ -31,6 +31,7 @@ from speculator.drafters.tuned import TUNED, described, place
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
 from speculator.heads import Speculator
+from speculator.tables import markdown_table
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -208,16 +209,19 @@ def _promising(
 
 def table(rows: list[dict]) -> str:
     """What was measured, a line each; the chosen ones are marked."""
+    header = ["temperature", "draft", "rule", "tokens verified", "tokens per step", "predicted speedup", "measured"]
     lines = [
-        "| temperature | draft | rule | tokens verified | tokens per step | predicted speedup | measured | tokens/s "
-        "| |",
-        "|---" * 9 + "|",
-    ]
-    for each in rows:
-        lines.append(
-            f"| {each['temperature']:g} | {each['shape']} | {each['rule']} | {each['nodes'] + 1} "
-            f"| {each['tokens_per_step']:.2f} "
-            f"| {each['predicted_speedup']:.2f} | {shown(each['speedup']['same_loop'])} "
-            f"| {each['tokens_per_second']:.0f} | {'chosen' if each['chosen'] else ''} |"
+        (
+            f"{each['temperature']:g}",
+            each["shape"],
+            each["rule"],
+            each["nodes"] + 1,
+            f"{each['tokens_per_step']:.2f}",
+            f"{each['predicted_speedup']:.2f}",
+            shown(each["speedup"]["same_loop"]),
+            f"{each['tokens_per_second']:.0f}",
+            "chosen" if each["chosen"] else "",
         )
-    return "\n".join(lines)
+        for each in rows
+    ]
+    return markdown_table([*header, "tokens/s", ""], lines)

@@ -19,6 +19,7 @@ from speculator.checkpoints import LAYOUTS, load_any
 from speculator.errors import UserError
 from speculator.files import write_text
 from speculator.heads.base import Speculator, SpeculatorConfig
+from speculator.tables import markdown_table
 
 NAME = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -101,7 +102,7 @@ def _architecture(head: Speculator, config: SpeculatorConfig) -> list[str]:
         "longest context trained on": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
         "training data": ", ".join(_shown(source) for source in config.training_data or []) or "not recorded",
     }
-    return ["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in facts.items()), ""]
+    return [markdown_table(("", ""), facts.items()), ""]
 
 
 def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
@@ -110,7 +111,7 @@ def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
     stages = {name: stage for name, stage in settings.items() if name.startswith("stage") and isinstance(stage, dict)}
     if not stages:
         return []
-    lines = ["## Training\n", "| stage | steps | rows per step | tokens | learning rate |", "|---|---|---|---|---|"]
+    table = []
     processes = record.get("processes", 1)
     length = (settings.get("data") or {}).get("seq_length") or config.trained_length or 0
     for name, stage in stages.items():
@@ -121,10 +122,11 @@ def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
         length = generated["prompt_tokens"] + generated["max_new_tokens"] if generated else length
         rows = stage.get("per_device_train_batch_size", 0) * stage.get("gradient_accumulation_steps", 1) * processes
         rate = f"{stage.get('learning_rate', 0):g}, {stage.get('lr_scheduler_type', '')}".rstrip(", ")
-        lines.append(f"| {name} | {steps:,} | {rows} of {length} tokens | {steps * rows * length:,} | {rate} |")
+        table.append((name, f"{steps:,}", f"{rows} of {length} tokens", f"{steps * rows * length:,}", rate))
     losses = ", ".join(f"{name} {weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight)
     kept = "The head is the checkpoint that got the most tokens per step in real decoding of held-out prompts."
-    return [*lines, "", f"Loss: {losses or 'not recorded'}. {kept}\n"]
+    header = ("stage", "steps", "rows per step", "tokens", "learning rate")
+    return ["## Training\n", markdown_table(header, table), "", f"Loss: {losses or 'not recorded'}. {kept}\n"]
 
 
 def _measured(report: dict[str, Any]) -> list[str]:
@@ -134,14 +136,13 @@ def _measured(report: dict[str, Any]) -> list[str]:
         return ["## Results\n", "Not measured: `python -m eval` measures acceptance and speed.\n"]
     settings = ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in report["settings"].items())
     baselines = [name for name in _BASELINES if any(name in row.get("speedup", {}) for row in rows)]
-    over = "".join(f" speedup over {_BASELINES[name]} |" for name in baselines)
-    lines = [
-        "## Results\n",
+    intro = (
         f"On {report['hardware']}; {settings}. Tokens per step count the one that the target gives itself; tokens per "
-        "second leave out the prefill; a speedup is followed by its 95% interval.\n",
-        f"| prompts | temperature | decoder | tokens per step | acceptance by position | tokens/s |{over}",
-        "|---|---|---|---|---|---|" + "---|" * len(baselines),
-    ]
+        "second leave out the prefill; a speedup is followed by its 95% interval.\n"
+    )
+    header = ["prompts", "temperature", "decoder", "tokens per step", "acceptance by position", "tokens/s"]
+    header += [f"speedup over {_BASELINES[name]}" for name in baselines]
+    table = []
     for row in rows:
         plain = row["drafter"] == "none"
         decoder = _DECODERS.get(row["drafter"], row["drafter"]) + (" (lossy)" if row.get("lossy") else "")
@@ -150,7 +151,6 @@ def _measured(report: dict[str, Any]) -> list[str]:
         if row.get("rule") not in (None, "plain", "greedy"):
             decoder += f", rule {row['rule']}"
         speed = row["tokens_per_second"]["same_loop" if plain else "speculative"]
-        ratios = [_interval(row.get("speedup", {}).get(name)) for name in baselines]
         cells = [
             f"{row['prompts']} of {row['name']}",
             f"{row['temperature']:g}",
@@ -158,9 +158,10 @@ def _measured(report: dict[str, Any]) -> list[str]:
             f"{row['tokens_per_step']:.2f}",
             "" if plain else " ".join(f"{value:.2f}" for value in row["acceptance_by_position"]),
             f"{speed:.1f}" if speed else "",
-            *ratios,
+            *(_interval(row.get("speedup", {}).get(name)) for name in baselines),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        table.append(cells)
+    lines = ["## Results\n", intro, markdown_table(header, table)]
     identical = [row for row in rows if row["drafter"] == "head" and "identical_to_greedy" in row]
     for row in identical:
         same = row["identical_to_greedy"]
