@@ -7,25 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
-from eval.run import check_flags, check_lengths, hardware
-from eval.suites import held_out
+from eval import suites
 from speculator import Target
 from speculator.errors import OneLineParser, UserError
-from speculator.files import make_folder, write_json, write_text
-from speculator.target import dtype_name
+from speculator.files import check_folder, make_folder, write_json, write_text
+from speculator.target import dtype_name, hardware
 
 
 def build_parser(name: str, description: str, max_prompts: int) -> OneLineParser:
     """The flags that every benchmark has."""
     parser = OneLineParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
-    parser.add_argument("--max_prompts", type=int, default=max_prompts)
-    parser.add_argument("--prompt_tokens", type=int, default=64)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    suites.add_flags(parser, max_prompts)
     parser.add_argument("--output", type=Path, required=True, help="folder for the report")
     return parser
 
@@ -36,17 +30,16 @@ def load_target(arguments: argparse.Namespace) -> Target:
     Raises:
         UserError: there is none, or the flags can't be.
     """
-    check_flags(arguments)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    target = Target.load(arguments.target, dtype=arguments.dtype)
-    check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
+    suites.check_flags(arguments)
+    check_folder("--output", arguments.output)
+    target = suites.load_target(arguments)
+    suites.check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     return target
 
 
 def load_prompts(arguments: argparse.Namespace, target: Target) -> list[list[int]]:
     """The prompts; what can't be measured has been refused by now, so the output folder is made."""
-    suite = held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
+    suite = suites.held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
     make_folder(arguments.output)
     return suite.prompts
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from benchmarks import common
-from eval.bootstrap import paired_bootstrap, shown
-from eval.speed import Engines, Timed, speedup, time_ours
+from eval.metrics import paired_bootstrap, shown, speedup
+from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
     Chain,

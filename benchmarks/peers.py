@@ -15,10 +15,8 @@ import sys
 import transformers
 
 from benchmarks import common
-from eval.bootstrap import shown
-from eval.decoders import BASELINES, OPTIONAL, decoders
-from eval.measuring import measure_suite
-from eval.speed import speedup
+from eval.decoders import BASELINES, OPTIONAL, decoders, measure_suite
+from eval.metrics import shown, speedup
 from eval.suites import Suite
 from speculator import Sampling, Target
 from speculator.errors import refuse_below, run_command

@@ -24,10 +24,9 @@ from pathlib import Path
 
 import torch
 
-from eval.run import hardware
 from speculator.errors import OneLineParser, UserError, refuse, run_command
 from speculator.files import make_folder, write_text
-from speculator.target import resolve_device
+from speculator.target import hardware, resolve_device
 from train.config import ROOT
 from train.folder import git_commit
 

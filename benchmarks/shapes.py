@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eval.speed import synchronize
+from eval.timing import synchronize
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
 from speculator.target import Target, resolve_device
 

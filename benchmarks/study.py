@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
-from eval.acceptance import real_acceptance
+from eval.run import real_acceptance
 from eval.suites import Suite, from_text
 from speculator import HeadDrafter, MLPSpeculator
 from speculator.checkpoints import load_any

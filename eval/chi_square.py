@@ -1,13 +1,23 @@
-"""The chi-square test of whether two samples of token pairs follow one distribution, and what it can see."""
+"""Two samples of short continuations, with drafts and without: do they follow one distribution?"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from tqdm import tqdm
 
+from eval.metrics import drafted_share
+from speculator import Drafter, Generation, Sampling, Target
+from speculator.engine import Engine
+
+_ALPHA = 1e-3  # that a lossless run fails by chance, all its tests together
+_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
+_BATCH = 128
+_MOST_PROBABILITIES = 2**26  # of all distributions in one verify pass
 _LEAST_EXPECTED = 5
 _BUCKETS = 16
 
@@ -64,3 +74,57 @@ def detectable(cells: int, samples: int) -> float:
     deviation of d in every cell's share gives 2 samples d^2.
     """
     return min(1.0, math.sqrt((30 + 8.7 * math.sqrt(cells)) / (2 * samples)))
+
+
+def sampled_twice(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperatures: list[float],
+    samples: int,
+    rule: str | None,
+    seed: int,
+) -> Iterator[tuple[float, int, dict[str, float]]]:
+    """For each temperature and prompt, `samples` continuations with drafts and as many others without are compared.
+
+    Gives:
+        temperature, number of the prompt, and the test's figures; `alpha` is the p-value below which it fails.
+
+    Raises:
+        UserError: the rule does not fit the drafter.
+    """
+    cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
+    batch = max(1, min(_BATCH, samples, _MOST_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
+    # A prompt is processed once for all its batches.
+    engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
+    for case, (temperature, number) in enumerate(tqdm(cases, desc="sampling", unit="prompt")):
+        # 2**32 streams for each sample: no two rows of the run share one.
+        drafted, plain = (
+            _continuations(engine, prompts[number], Sampling(temperature, seed=seed + (2 * case + i) * 2**32), samples)
+            for i, engine in enumerate(engines)
+        )
+        statistic, degrees, p = homogeneity(*([tuple(row[1:]) for row in r.tokens[:samples]] for r in (drafted, plain)))
+        yield (
+            temperature,
+            number,
+            {
+                "samples": samples,
+                "chi_square": statistic,
+                "degrees_of_freedom": degrees,
+                "p": p,
+                "alpha": _ALPHA / len(cases),
+                "detectable": detectable(degrees + 1, samples),
+                "drafted_share": drafted_share([drafted], skip=1),
+            },
+        )
+
+
+def _continuations(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> Generation:
+    """At least `count` short continuations of one prompt, each from a stream of its own, in whole batches."""
+    rows, batch = Generation([], []), len(engine.slots.rows)
+    for start in range(0, count, batch):
+        own = replace(sampling, seed=sampling.seed + start)
+        generation = engine.generate([prompt] * batch, own, max_new_tokens=_TOKENS, eos_token_ids=())
+        rows.tokens += generation.tokens
+        rows.steps += generation.steps
+    return rows

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from eval.bootstrap import shown
+from eval.metrics import shown
 from speculator.errors import OneLineParser, UserError, show
 from speculator.files import parse_json, read_text
 from speculator.tables import markdown_table

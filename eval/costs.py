@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from eval.speed import synchronize
+from eval.timing import synchronize
 from speculator.cuda_graphs import Captured, capturable
 from speculator.draft import Draft
 from speculator.drafters import Drafter

@@ -11,31 +11,27 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers.utils import logging
 
-from eval.chi_square import detectable, homogeneity
-from eval.run import check_lengths
-from eval.speed import as_loaded
-from eval.suites import load_suite
-from speculator import Drafter, Generation, Sampling, Target, UserError, generate
+from data.sources import PYTHON_SOURCES
+from eval.chi_square import sampled_twice
+from eval.metrics import drafted_share
+from eval.suites import add_flags, check_flags, check_lengths, load_target, suite_of
+from eval.timing import as_loaded
+from speculator import Drafter, Target, generate
 from speculator.cli import drafting
 from speculator.draft import Draft
-from speculator.engine import Engine
-from speculator.errors import refuse_below
+from speculator.errors import OneLineParser, refuse_below
 from speculator.files import check_file, write_json
 from speculator.slots import common_prefix
+from speculator.tables import markdown_table
 from speculator.target import dtype_name
 from speculator.verify import RULES
-
-_ALPHA = 1e-3  # that a lossless run fails by chance, all its chi-square tests together
-_SAMPLED_TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested
-_BATCH = 128
-_MOST_PROBABILITIES = 2**26  # of all distributions in one verify pass
 
 
 @dataclass
@@ -47,7 +43,6 @@ class Check:
         temperature: of both.
         sample: how much was compared.
         statistic: what was measured, and `result` what it says, in words; `figures` has both as numbers.
-        passed: the verdict.
     """
 
     name: str
@@ -212,15 +207,8 @@ def greedy_checks(
         compare_texts("text against transformers", drafted, theirs, their_gaps, tolerance),
     ]
     for check in checks:
-        check.figures["drafted_share"] = _drafted_share(generations, skip=0)
+        check.figures["drafted_share"] = drafted_share(generations, skip=0)
     return checks
-
-
-def _drafted_share(generations: list[Generation], skip: int) -> float:
-    """Share of the new tokens that drafts gave, the first `skip` of each row left out."""
-    steps = [step for generation in generations for row in generation.steps for step in row]
-    count = sum(len(row) - skip for generation in generations for row in generation.tokens)
-    return sum(min(step.accepted, step.emitted) for step in steps) / max(count, 1)
 
 
 def sampled_checks(
@@ -232,134 +220,80 @@ def sampled_checks(
     rule: str | None = None,
     seed: int = 0,
 ) -> list[Check]:
-    """A chi-square test per temperature and prompt: `samples` continuations with drafts, as many others without.
-
-    Raises:
-        UserError: the rule does not fit the drafter.
-    """
-    cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
-    alpha = _ALPHA / len(cases)
-    batch = max(1, min(_BATCH, samples, _MOST_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
-    # A prompt is processed once for all its batches.
-    engines = {who: Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)}
-    checks = []
-    with tqdm(total=2 * len(cases), desc="sampling", unit="sample") as progress:
-        for case, (temperature, number) in enumerate(cases):
-            # 2**32 streams for each sample: no two rows of the run share one.
-            first, second = (Sampling(temperature, seed=seed + (2 * case + which) * 2**32) for which in range(2))
-            drafted = _continuations(engines[drafter], prompts[number], first, samples)
-            progress.update()
-            plain = _continuations(engines[None], prompts[number], second, samples)
-            progress.update()
-            pairs = ([tuple(row[1:]) for row in rows.tokens[:samples]] for rows in (drafted, plain))
-            statistic, degrees, p = homogeneity(*pairs)
-            checks.append(
-                Check(
-                    f"distribution after prompt {number + 1}",
-                    temperature,
-                    f"2 x {samples} rows",
-                    f"chi-square {statistic:.1f}, {degrees} df",
-                    f"p = {p:.2g}",
-                    p >= alpha,
-                    {
-                        "samples": samples,
-                        "chi_square": statistic,
-                        "degrees_of_freedom": degrees,
-                        "p": p,
-                        "alpha": alpha,
-                        "detectable": detectable(degrees + 1, samples),
-                        "drafted_share": _drafted_share([drafted], skip=1),
-                    },
-                )
-            )
-    return checks
+    """A chi-square test per temperature and prompt; arguments and errors are those of `sampled_twice`."""
+    return [
+        Check(
+            f"distribution after prompt {number + 1}",
+            temperature,
+            f"2 x {samples} rows",
+            f"chi-square {figures['chi_square']:.1f}, {figures['degrees_of_freedom']} df",
+            f"p = {figures['p']:.2g}",
+            figures["p"] >= figures["alpha"],
+            figures,
+        )
+        for temperature, number, figures in sampled_twice(target, drafter, prompts, temperatures, samples, rule, seed)
+    ]
 
 
-def _continuations(
-    engine: Engine,
-    prompt: list[int],
-    sampling: Sampling,
-    count: int,
-) -> Generation:
-    """At least `count` short continuations of one prompt, each from a stream of its own, in whole batches."""
-    rows, batch = Generation([], []), len(engine.slots.rows)
-    for start in range(0, count, batch):
-        own = replace(sampling, seed=sampling.seed + start)
-        generation = engine.generate([prompt] * batch, own, max_new_tokens=_SAMPLED_TOKENS, eos_token_ids=())
-        rows.tokens += generation.tokens
-        rows.steps += generation.steps
-    return rows
+def build_parser() -> OneLineParser:
+    """The flags of `lossless`."""
+    parser = OneLineParser(prog="python -m eval lossless", description=__doc__)
+    add_flags(parser, max_prompts=32)
+    drafting.add_flags(parser, required=True)
+    parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
+    parser.add_argument("--suite", default=PYTHON_SOURCES, help="as in `python -m eval`; default: python-sources")
+    parser.add_argument("--sampled_prompts", type=int, default=4, help="of these, how many are sampled from")
+    parser.add_argument("--samples", type=int, default=4000, help="rows per sampled prompt, with drafts and without")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write the checks as .json too")
+    return parser
 
 
-def run(arguments: argparse.Namespace) -> bool:
-    """Measure, print the table and the verdict; tells whether all checks passed.
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table and the verdict; gives exit code 0 where every check passed, 1 where one did not.
 
     Raises:
         UserError: wrong input.
     """
-    temperatures = list(dict.fromkeys(arguments.temperature or [0.0, 1.0]))
-    _check(arguments, temperatures)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    target = Target.load(arguments.target, dtype=arguments.dtype)
+    check_flags(arguments)
+    refuse_below(arguments, samples=100, sampled_prompts=1)
+    drafting.check(arguments)
+    check_file("--output", arguments.output)
+    target = load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)
-    assert drafter is not None
-    suite = load_suite(
-        arguments.suite,
-        target,
-        prompt_tokens=arguments.prompt_tokens,
-        max_prompts=arguments.max_prompts,
-        max_new_tokens=arguments.max_new_tokens,
-    )
+    suite = suite_of(arguments, arguments.suite, target)
+    temperatures, rule = arguments.temperature or [0.0, 1.0], arguments.rule
+    warm = [temperature for temperature in temperatures if temperature > 0]
+    sampled = suite.prompts[: arguments.sampled_prompts]
     checks: list[Check] = []
     if 0.0 in temperatures:
-        checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, arguments.rule)
-    warm = [temperature for temperature in temperatures if temperature > 0]
-    if warm:
-        sampled = suite.prompts[: arguments.sampled_prompts]
-        checks += sampled_checks(target, drafter, sampled, warm, arguments.samples, arguments.rule, arguments.seed)
-
+        checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, rule)
+    checks += sampled_checks(target, drafter, sampled, warm, arguments.samples, rule, arguments.seed) if warm else []
     failed = [f"{check.name} at temperature {check.temperature:g}" for check in checks if not check.passed]
     verdict = f"NOT LOSSLESS: {'; '.join(failed)}" if failed else "LOSSLESS"
-    rule = arguments.rule or drafter.rules[0]
+    rule = rule or drafter.rules[0]
     dtype = dtype_name(target.dtype)
     print(f"{target.name} in {dtype}, {suite.name}, {drafter.name} drafts {drafter.nodes} tokens, rule {rule}\n")
     print(table(checks))
     if warm:
-        seen = [check.figures["detectable"] for check in checks if "detectable" in check.figures]
-        alpha, off = _ALPHA / len(seen), max(seen)
+        tests = [check.figures for check in checks if "detectable" in check.figures]
+        alpha, off = tests[0]["alpha"], max(figures["detectable"] for figures in tests)
         print(f"\nA p-value fails below {alpha:.1e}. One that is {off:.2g} off in total variation, over the cells")
         print("of its test, would fail 99 times in 100.")
     print(f"\n{verdict}")
     if arguments.output:
         settings = {name: value for name, value in vars(arguments).items() if name != "output"}
         report = {"schema": 1, "lossless": not failed, "rule": rule, "dtype": dtype, "settings": settings}
-        report["checks"] = [asdict(check) for check in checks]
-        write_json(arguments.output, report)
-    return not failed
-
-
-def _check(arguments: argparse.Namespace, temperatures: list[float]) -> None:
-    """Refuse what can be refused before the target is loaded."""
-    for temperature in temperatures:
-        Sampling(temperature)
-    refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2, samples=100, sampled_prompts=1)
-    if not abs(arguments.seed) < 2**62:
-        raise UserError("--seed must be below 2**62 in size")
-    drafting.check(arguments)
-    check_file("--output", arguments.output)
+        write_json(arguments.output, {**report, "checks": [asdict(check) for check in checks]})
+    return int(bool(failed))
 
 
 def table(checks: list[Check]) -> str:
-    """Columns of text; `drafted` is the share of the tokens that drafts gave: what was never drafted proves little."""
-    rows = [("temperature", "check", "sample", "drafted", "statistic", "result", "verdict")]
-    for check in checks:
-        drafted = f"{check.figures['drafted_share']:.0%}"
-        verdict = "pass" if check.passed else "FAIL"
-        rows.append(
-            (f"{check.temperature:g}", check.name, check.sample, drafted, check.statistic, check.result, verdict)
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    """A line each; `drafted` is the share of the tokens that drafts gave: what was never drafted proves little."""
+    header = ("temperature", "check", "sample", "drafted", "statistic", "result", "verdict")
+    rows = []
+    for c in checks:
+        drafted, verdict = f"{c.figures['drafted_share']:.0%}", "pass" if c.passed else "FAIL"
+        rows.append((f"{c.temperature:g}", c.name, c.sample, drafted, c.statistic, c.result, verdict))
+    return markdown_table(header, rows)

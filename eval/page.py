@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eval.bootstrap import shown
 from eval.decoders import BASELINES, Decoder
+from eval.metrics import shown
 from eval.report import head_lengths, label, plots
 from eval.suites import Suite
 from speculator.draft import Draft

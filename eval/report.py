@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from eval.bootstrap import shown
 from eval.decoders import BASELINES
+from eval.metrics import shown
 from speculator.files import write_json, write_text
 from speculator.tables import markdown_table
 
 _LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model"}
+PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not
 _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 
 
@@ -160,3 +162,30 @@ def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
             cells = (part["name"], part["turns"], label(row, lengths), shown(interval), f"{speed:.1f}", ratio)
             lines.append(cells)
     return ["", markdown_table(header, lines)]
+
+
+def warnings(rows: Sequence[dict]) -> list[str]:
+    """What a reader of the figures should know, a line each."""
+    lines = []
+    for each in rows:
+        where = f"{each['name']}, temperature {each['temperature']:g}, batch size {each['batch_size']}"
+        where += f", {each['drafter']} of {each['draft_length']}"
+        ratio = each.get("predicted_over_measured", 1.0)
+        if abs(ratio - 1) > PARTED:
+            lines.append(
+                f"{where}: predicted speedup {each['predicted_speedup']:.2f}, measured "
+                f"{each['speedup']['same_loop']['value']:.2f}: they part by more than {PARTED:.0%}, so something in "
+                "the loop costs what it should not, or the machine was busy"
+            )
+        beyond = [bucket for bucket in each["acceptance_by_context"] if bucket["beyond_trained_length"]]
+        if beyond:
+            steps = sum(bucket["steps"] for bucket in beyond)
+            mean = sum(bucket["steps"] * bucket["tokens_per_step"] for bucket in beyond) / steps
+            lines.append(
+                f"{where}: {steps} of {each['steps']} steps lie beyond the {beyond[0]['from']} tokens of context that "
+                f"the head was trained on; {mean:.2f} tokens per step there, {each['tokens_per_step']:.2f} overall"
+            )
+        for what, count in each["left_out"].items():
+            if count and each["drafter"] == "none":
+                lines.append(f"{each['name']}: {count} {what} left out: longer than the target's context has room for")
+    return list(dict.fromkeys(lines))

@@ -1,4 +1,9 @@
-"""An evaluation: suites x temperatures x batch sizes x decoders, written as a report with plots."""
+"""`python -m eval --target T --speculator S --output DIR`: acceptance and speed on text, as a report.
+
+`python -m eval tune --target T --speculator S`: the draft length or tree that is fastest here, written beside the head.
+`python -m eval compare A/report.json B/report.json`: what differs between two reports.
+`python -m eval lossless --target T --speculator S`: is the text that drafts speed up the target's own?
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,97 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
-from eval import memory, tracking
-from eval.decoders import BASELINES, decoder_of, decoders
-from eval.figures import row, warnings
-from eval.measuring import measure_suite
+from data.sources import PYTHON_SOURCES
+from eval import tracking
+from eval.decoders import BASELINES, OPTIONAL, decoder_of, decoders, measure_suite
+from eval.metrics import acceptance, row
 from eval.page import Text, texts, write_page
 from eval.plots import draw_plots
-from eval.report import write
-from eval.speed import Engines
-from eval.suites import Suite
-from speculator import HeadDrafter, Sampling, UserError
+from eval.report import warnings, write
+from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
+from eval.timing import Engines, memory_kind
+from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import tuned_shapes
-from speculator.errors import refuse, refuse_below
-from speculator.files import make_folder
+from speculator.errors import OneLineParser, refuse
+from speculator.files import check_folder, make_folder
 from speculator.heads import Speculator
-from speculator.target import Target, dtype_name, hardware
+from speculator.request import Step
+from speculator.target import dtype_name, hardware
+
+
+def build_parser() -> OneLineParser:
+    """The flags."""
+    parser = OneLineParser(prog="python -m eval", description=__doc__)
+    add_flags(parser, max_prompts=32)
+    parser.add_argument("--speculator", required=True, help="folder of a trained head")
+    parser.add_argument(
+        "--suite",
+        action="append",
+        help="python-sources (the default): its held-out split; a local .jsonl or .txt file; or a hub dataset as "
+        "ORG/NAME[/CONFIG][:SPLIT]; repeatable",
+    )
+    parser.add_argument("--raw", action="store_true", help="no chat template, even where the target has one")
+    parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
+    parser.add_argument("--batch_size", type=int, action="append", help="default: 1; repeatable")
+    parser.add_argument("--draft_length", type=int, action="append", help="repeatable; default: as tuned, else all")
+    parser.add_argument(
+        "--rule",
+        choices=Chain(1).rules,
+        help="accept rule above temperature 0, of every drafter; the head then drafts chains; default: as drafted",
+    )
+    parser.add_argument("--draft_model", help="a small causal LM with the target's tokenizer, to compare with")
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=OPTIONAL,
+        help="beside the plain loop and transformers' generate; default: hf_compiled on a GPU, hf_assisted with a "
+        "draft model; repeatable",
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="timings of each prompt, the median counts; default: 1")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report_to", choices=["wandb", "none"], default="none", help="default: none")
+    parser.add_argument("--output", type=Path, required=True)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate and say where the report is."""
+    check_flags(arguments)
+    check_folder("--output", arguments.output)
+    tracking.check(arguments.report_to)
+    target = load_target(arguments)
+    head = load_head(arguments.speculator, target)
+    model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
+    suites = [suite_of(arguments, source, target, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
+    names = [suite.name for suite in suites]
+    for name in names:
+        refuse((names.count(name) > 1, f"two suites are called {name}: a report could not tell them apart"))
+    temperatures = arguments.temperature or [0.0, 1.0]
+    default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (model is not None)
+    report = evaluate(
+        target,
+        head,
+        suites,
+        arguments.output,
+        temperatures=temperatures,
+        max_new_tokens=arguments.max_new_tokens,
+        speculator_name=arguments.speculator,
+        seed=arguments.seed,
+        batch_sizes=arguments.batch_size or [1],
+        draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
+        tuned_in=None if arguments.draft_length or arguments.rule else arguments.speculator,
+        model=model,
+        baselines=arguments.baseline or default,
+        repeats=arguments.repeats,
+        rule=arguments.rule,
+    )
+    if arguments.report_to == "wandb":
+        tracking.send(report, arguments.output)
+    print(f"\n{(arguments.output / 'report.md').read_text()}\nThe report and its plots are in {arguments.output}")
 
 
 def evaluate(
@@ -111,7 +191,7 @@ def evaluate(
             "draft_model": model.name if model else None,
             "prompt_tokens": sorted({len(prompt) for suite in suites for prompt in suite.prompts}),
             "trained_length": head.config.trained_length,
-            "peak_memory": memory.kind(target.device),
+            "peak_memory": memory_kind(target.device),
         },
         "not_run": {BASELINES[name]: reason for name, reason in skipped.items()},
         "warnings": warnings(rows),
@@ -126,39 +206,26 @@ def evaluate(
     return report
 
 
-def check_flags(arguments: argparse.Namespace) -> None:
-    """Refuse what can't be, before any model is loaded: of the flags that measurements share.
+def real_acceptance(
+    target: Target, head: Speculator, suite: Suite, seed: int, max_new_tokens: int = 64
+) -> dict[str, float]:
+    """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
 
-    Raises:
-        UserError: a count, temperature or seed out of range, or an output folder that is none.
+    As in a report, answers of a chat end where the target ends them. Processes share the prompts.
     """
-    refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
-    given, output = vars(arguments), arguments.output
-    for temperature in given.get("temperature") or []:
-        Sampling(temperature)
-    for name in ("batch_size", "draft_length", "repeats"):
-        value = given.get(name)
-        least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
-        refuse((least < 1, f"--{name} must be at least 1"))
-    for name in ("temperature", "batch_size", "draft_length"):
-        value = given.get(name)
-        refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
-    refuse(
-        (not abs(given.get("seed", 0)) < 2**62, "--seed must be below 2**62 in size"),
-        (output.suffix != ".json" and output.exists() and not output.is_dir(), f"--output {output} is not a folder"),
-    )
-
-
-def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse texts that can't be timed, or do not fit the target.
-
-    Raises:
-        UserError: fewer than 2 new tokens, or more than the context has room for.
-    """
-    if max_new_tokens < 2:
-        raise UserError("max_new_tokens must be at least 2: the first new token is the prefill's")
-    if prompt_tokens + max_new_tokens > target.context_length:
-        raise UserError(
-            f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "
-            f"context of {target.context_length}"
-        )
+    state = PartialState()
+    was_training = head.training
+    drafter = HeadDrafter(head)  # puts the head in eval mode
+    prompts, eos = suite.prompts, None if suite.chat else ()
+    start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
+    share = prompts[start:stop]
+    figures = {}
+    for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):
+        sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
+        steps: list[Step] = []
+        if share:
+            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
+            steps = [step for row in generation.steps for step in row]
+        figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
+    head.train(was_training)
+    return figures

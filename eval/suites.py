@@ -1,7 +1,8 @@
-"""What to decode: named sets of prompts."""
+"""What to decode: named sets of prompts, and the flags that say how many and how long."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from data.prompts import Room, prompts
 from data.readers import raw_rows
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
-from speculator.errors import UserError, refuse
+from speculator.errors import OneLineParser, UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
+from speculator.sampling import Sampling
 from speculator.target import Target
 
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
@@ -182,3 +185,63 @@ def from_text(
     if not found:
         raise UserError(f"no {f'{split} ' if split else ''}document of {name} has {prompt_tokens} tokens for a prompt")
     return Suite(f"{name} ({split})" if split else name, found, left_out=found.left_out, ends=found.ends)
+
+
+def add_flags(parser: OneLineParser, max_prompts: int) -> None:
+    """The flags of every measurement: a target, and how much it is asked."""
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--max_prompts", type=int, default=max_prompts, help=f"of each suite; default: {max_prompts}")
+    parser.add_argument("--prompt_tokens", type=int, default=64, help="of prompts that are cut from text; default: 64")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt and turn; default: 128")
+
+
+def load_target(arguments: argparse.Namespace) -> Target:
+    """The target that the flags name, without the libraries' progress bars.
+
+    Raises:
+        UserError: there is none, or it can't be decoded.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return Target.load(arguments.target, dtype=arguments.dtype)
+
+
+def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
+    """`load_suite` with the sizes that the flags give."""
+    sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "max_prompts", "max_new_tokens")}
+    return load_suite(source, target, **sizes, raw=raw)
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse what can't be, before any model is loaded: of the flags that measurements share.
+
+    Raises:
+        UserError: a count or temperature is out of range, or given twice.
+    """
+    refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
+    given = vars(arguments)
+    for temperature in given.get("temperature") or []:
+        Sampling(temperature)
+    for name in ("batch_size", "draft_length", "repeats"):
+        value = given.get(name)
+        least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
+        refuse((least < 1, f"--{name} must be at least 1"))
+    for name in ("temperature", "batch_size", "draft_length"):
+        value = given.get(name)
+        refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
+
+
+def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse texts that can't be timed, or do not fit the target.
+
+    Raises:
+        UserError: fewer than 2 new tokens, or more than the context has room for.
+    """
+    if max_new_tokens < 2:
+        raise UserError("max_new_tokens must be at least 2: the first new token is the prefill's")
+    if prompt_tokens + max_new_tokens > target.context_length:
+        raise UserError(
+            f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "
+            f"context of {target.context_length}"
+        )

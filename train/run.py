@@ -21,7 +21,7 @@ from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate
 from eval.suites import Suite, from_text
-from eval.tuning import write_tuned
+from eval.tune import write_tuned
 from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import write_card

@@ -17,7 +17,7 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
-from eval.acceptance import real_acceptance
+from eval.run import real_acceptance
 from eval.suites import Suite
 from speculator.checkpoints import load_any
 from speculator.errors import UserError

@@ -10,7 +10,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import drafters, peers
 from eval import decoders
-from eval.speed import time_transformers
+from eval.timing import time_transformers
 from speculator import Target
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
@@ -112,8 +112,8 @@ BOTH = [
     (["--max_prompts", "0"], "--max_prompts must be at least 1"),
     (["--prompt_tokens", "-1"], "--prompt_tokens must be at least 1"),
     (["--prompt_tokens", "120"], "context of 128"),
-    (["--output", "a_file"], "a_file is not a folder"),
-    (["--output", "a_file/below"], "can't make the folder a_file/below"),
+    (["--output", "a_file"], "a_file is a file, not a folder"),
+    (["--output", "a_file/below"], "--output a_file/below: Not a directory"),
     (["--draft_model", "./nowhere"], "nowhere"),
 ]
 DRAFTERS = [

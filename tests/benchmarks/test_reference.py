@@ -13,8 +13,8 @@ from benchmarks import language_model, reference
 from benchmarks.language_model import Deadline, new_llama
 from benchmarks.reference import FULL, main, phases
 from data import readers
-from eval import tuning
-from eval.command import build_parser
+from eval import tune
+from eval.run import build_parser
 from train import config
 
 TABLE = phases(reference.Path("runs/x"), FULL, 8, ["python-sources", "my texts"])
@@ -84,7 +84,7 @@ def test_the_real_run_asks_every_command_for_what_it_has():
         assert flags.batch_size == [size]
         assert flags.temperature is None, "both"
         assert flags.max_prompts >= 4 * size, "an interval needs several batches"
-        assert tuning.build_parser().parse_args(COMMANDS[f"tuned-batch{size}"][3:]).batch_size == size
+        assert tune.build_parser().parse_args(COMMANDS[f"tuned-batch{size}"][3:]).batch_size == size
     made = config.parse(COMMANDS["speculator"][1:])
     assert made.data.sources == ["python-sources", "my texts"]
     assert made.speculator.n_predict == 5

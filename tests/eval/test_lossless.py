@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
 from eval.lossless import compare_texts, greedy_checks, sampled_checks
-from eval.speed import as_loaded
+from eval.timing import as_loaded
 from speculator import (
     Candidates,
     HeadDrafter,
@@ -178,7 +178,7 @@ def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags,
     report = json.loads((tmp_path / "checks.json").read_text())
     assert report["lossless"]
     assert report["rule"] == rule
-    assert sum(line.endswith("pass") for line in lines) == len(report["checks"])
+    assert sum(line.endswith("| pass |") for line in lines) == len(report["checks"])
     assert [path.name for path in tmp_path.iterdir()] == ["checks.json"]
 
 

@@ -8,10 +8,11 @@ from conftest import VOCAB, exit_code, tiny_head, tiny_model, write_tuned
 
 from eval import decoders
 from eval.__main__ import main
+from eval.metrics import speedup
 from eval.report import markdown
 from eval.run import evaluate
-from eval.speed import Decoded, Timed, speedup
 from eval.suites import Suite
+from eval.timing import Decoded, Timed
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
@@ -171,8 +172,8 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         (["--suite", "short.jsonl"], "no document of short.jsonl has 8 tokens"),
         (["--suite", "half.jsonl"], 'half.jsonl:1: "text": character 1 is half of a surrogate pair'),
         (["--suite", "wrong.jsonl"], "wrong.jsonl:2: not a row"),
-        (["--output", "empty.jsonl"], "empty.jsonl is not a folder"),
-        (["--output", "empty.jsonl/below"], "can't make the folder"),
+        (["--output", "empty.jsonl"], "empty.jsonl is a file, not a folder"),
+        (["--output", "empty.jsonl/below"], "--output empty.jsonl/below: Not a directory"),
     ],
 )
 def test_wrong_input_is_one_line(target_folder, text_file, tmp_path, monkeypatch, capsys, flags, message):

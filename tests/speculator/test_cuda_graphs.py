@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from transformers import AutoModelForCausalLM
 
 from eval.costs import Costs, measure
-from eval.speed import Engines, Timed, time_ours
+from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
     Chain,

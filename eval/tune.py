@@ -8,23 +8,20 @@ draft."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from math import prod
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers.utils import logging
 
 from data.sources import PYTHON_SOURCES
-from eval.bootstrap import shown
 from eval.costs import Costs, measure, walk
-from eval.decoders import Decoder, decoder_of
-from eval.figures import row
-from eval.measuring import measure_suite
-from eval.run import check_flags, check_lengths
-from eval.speed import Engines
-from eval.suites import Suite, load_suite
-from eval.tree_shape import best_tree, expected_tokens
+from eval.decoders import Decoder, decoder_of, measure_suite
+from eval.metrics import row, shown
+from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
+from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
 from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import TUNED, described, place
@@ -44,15 +41,11 @@ _LONGEST_CHAIN = 8
 def build_parser() -> OneLineParser:
     """The flags of `tune`."""
     parser = OneLineParser(prog="python -m eval tune", description=__doc__)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    add_flags(parser, max_prompts=16)
     parser.add_argument("--speculator", required=True, help="folder of a trained head; decoding.json is written there")
     parser.add_argument("--suite", default=PYTHON_SOURCES, help="what to tune on; default: python-sources")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--batch_size", type=int, default=1, help="default: 1")
-    parser.add_argument("--max_prompts", type=int, default=16)
-    parser.add_argument("--prompt_tokens", type=int, default=64)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="another file than decoding.json beside the head")
     return parser
@@ -63,17 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output = arguments.output or Path(arguments.speculator) / TUNED
     check_flags(arguments)
     check_file("--output", output)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    target = Target.load(arguments.target, dtype=arguments.dtype)
+    target = load_target(arguments)
     head = load_head(arguments.speculator, target)
-    suite = load_suite(
-        arguments.suite,
-        target,
-        prompt_tokens=arguments.prompt_tokens,
-        max_prompts=arguments.max_prompts,
-        max_new_tokens=arguments.max_new_tokens,
-    )
+    suite = suite_of(arguments, arguments.suite, target)
     count = arguments.max_new_tokens
     check_lengths(target, max(map(len, suite.prompts)), count)
     if count < head.n_predict + 2:
@@ -225,3 +210,49 @@ def table(rows: list[dict]) -> str:
         for each in rows
     ]
     return markdown_table([*header, "tokens/s", ""], lines)
+
+
+Node = tuple[int, ...]
+
+
+def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Node]:
+    """The tree of `nodes` nodes that keeps the most tokens, by dynamic programming (Sequoia, 2402.12374, section 3).
+
+    A node is accepted with the product of the acceptances along its path, and the tokens that a step keeps are in the
+    mean the sum of that over all nodes. With g(d, r, n) the most that n nodes can add among the children from rank r
+    on, and below them, of an accepted token at depth d:
+
+        g(d, r, n) = max over m in 1..n of  a[d][r] (1 + g(d + 1, 0, m - 1)) + g(d, r + 1, n - m)
+
+    Args:
+        acceptance: a[d][r], how often the child of rank r of an accepted token at depth d is the accepted one.
+        nodes: the budget; no more than the ranks and depths of `acceptance` have room for are used.
+
+    Gives:
+        the nodes as paths of ranks: (1, 0) is the first child of the root's second.
+    """
+
+    @cache
+    def best(depth: int, rank: int, budget: int) -> tuple[float, int]:
+        """What can be added, and how many nodes the child of this rank and what is below it get."""
+        if budget == 0 or depth == len(acceptance) or rank == len(acceptance[depth]):
+            return 0.0, 0
+        options = [
+            (acceptance[depth][rank] * (1 + best(depth + 1, 0, m - 1)[0]) + best(depth, rank + 1, budget - m)[0], m)
+            for m in range(1, budget + 1)
+        ]
+        return max(options, key=lambda option: (option[0], -option[1]))
+
+    def grow(path: Node, rank: int, budget: int) -> list[Node]:
+        own = best(len(path), rank, budget)[1]
+        if not own:
+            return []
+        child = (*path, rank)
+        return [child, *grow(child, 0, own - 1), *grow(path, rank + 1, budget - own)]
+
+    return sorted(grow((), 0, nodes), key=lambda path: (len(path), path))
+
+
+def expected_tokens(acceptance: Sequence[Sequence[float]], paths: Iterable[Node]) -> float:
+    """Tokens per step of a tree: 1 and the chances of all its nodes."""
+    return 1 + sum(prod(acceptance[depth][rank] for depth, rank in enumerate(path)) for path in paths)

@@ -1,20 +1,21 @@
 """The rows of a report: by category and context, in batches, up to the end of an answer; and what warns."""
 
 import json
+import random
+import statistics
 
 import pytest
 import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.acceptance import by_context
-from eval.decoders import decoders
-from eval.figures import check_identities, rows_busy, warnings
-from eval.measuring import measure_suite
-from eval.run import evaluate
-from eval.speed import Decoded, Timed, time_transformers
+from eval.decoders import decoders, measure_suite
+from eval.metrics import acceptance, by_context, check_identities, paired_bootstrap, rows_busy
+from eval.report import warnings
+from eval.run import evaluate, real_acceptance
 from eval.suites import Suite, load_suite
-from speculator import MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target
+from eval.timing import Decoded, Timed, time_transformers
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target, generate
 from speculator.prompts import Prompt
 
 
@@ -232,3 +233,60 @@ def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch):
         "transformers assisted generation": "it needs a draft model",
     }
     assert "no compiler here" in (tmp_path / "report.md").read_text()
+
+
+STEPS = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(2, 2, 3), Step(3, 3, 2)]
+
+
+def test_figures_by_hand():
+    """Four steps count (the last was cut): 3, 1, 0 and 2 accepted, the fourth of two drafted."""
+    figures = acceptance(STEPS, 3)
+    assert figures["steps"] == 4
+    assert figures["tokens_per_step"] == 1 + 6 / 4
+    assert figures["acceptance_by_position"] == [3 / 4, 2 / 3, 1 / 2]
+    assert figures["acceptance_when_drafted"] == [3 / 4, 2 / 3, 1 / 1]
+
+
+def test_no_draft_is_one_token_a_step():
+    assert acceptance([Step(0, 0, 1)] * 3, 0)["tokens_per_step"] == 1.0
+
+
+def test_inconsistent_steps_are_seen():
+    with pytest.raises(AssertionError):
+        acceptance([Step(5, 5, 6)], 3)
+
+
+def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target):
+    head, prompts, count = tiny_head(), [[1, 2, 3, 4], [5, 6, 7, 8]], 24
+    texts = generate(target, None, prompts, max_new_tokens=count, eos_token_ids=()).tokens
+    end = texts[0][7]
+    target.model.generation_config.eos_token_id = end
+
+    def expected(eos) -> float:
+        drafter = HeadDrafter(head)
+        made = generate(target, drafter, prompts, Sampling(), max_new_tokens=count, eos_token_ids=eos)
+        steps = [step for row in made.steps for step in row]
+        return len(steps), acceptance(steps, drafter.draft_length)["tokens_per_step"]
+
+    assert expected({end})[0] < expected(())[0]
+    for ends, eos in ((True, {end}), (False, ())):
+        figures = real_acceptance(target, head, Suite("s", prompts, ends=ends), 0, count)
+        assert figures["tokens_per_step"] == expected(eos)[1]
+
+
+def test_the_interval_is_that_of_a_mean():
+    """Of 400 normal samples: the mean give or take 1.96 standard errors."""
+    generator = random.Random(1)
+    samples = [generator.gauss(5, 2) for _ in range(400)]
+    error = 1.96 * statistics.stdev(samples) / 20
+    interval = paired_bootstrap(samples, statistics.fmean)
+    assert interval["value"] == statistics.fmean(samples)
+    assert interval["low"] == pytest.approx(interval["value"] - error, abs=0.1 * error)
+    assert interval["high"] == pytest.approx(interval["value"] + error, abs=0.1 * error)
+
+
+def test_pairs_stay_together():
+    """Prompts differ a hundredfold, the two decoders always by a factor of 2: nothing is uncertain."""
+    samples = [(2.0 * 10**k, 10.0**k) for k in (0, 1, 2) for _ in range(5)]
+    interval = paired_bootstrap(samples, lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))
+    assert interval == {"value": 2.0, "low": 2.0, "high": 2.0}

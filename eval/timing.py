@@ -1,19 +1,19 @@
-"""Wall clock: batches of prompts through a decoder."""
+"""Wall clock and memory: batches of prompts through a decoder."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from eval import memory
-from eval.bootstrap import paired_bootstrap
 from speculator.attention import attending
 from speculator.cuda_graphs import Captured, capturable
 from speculator.drafters import Drafter
@@ -37,7 +37,7 @@ class Decoded:
         prefill_seconds, decode_seconds: the former is the time to the first token.
         prompt_lengths: in tokens.
         steps: of every prompt; none where transformers decoded.
-        peak_memory: bytes, see `eval.memory`.
+        peak_memory: bytes, see `peak_memory`.
     """
 
     tokens: list[list[int]]
@@ -79,29 +79,6 @@ class Timed:
         return sum(map(len, self.tokens)) / seconds
 
 
-def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, float]:
-    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap.
-
-    Texts that ended with their first token, the prefill's, have nothing to compare; of such alone the ratio is 1.
-
-    Args:
-        groups: of each batch, what it belongs to: the turns of a conversation are resampled together. Default: every
-            batch is its own.
-    """
-
-    def ratio(samples: Sequence[tuple[int, float, int, float]]) -> float:
-        a, sa, b, sb = (sum(column) for column in zip(*samples, strict=True))
-        return (a / sa) / (b / sb)
-
-    sums: dict[int, list[float]] = {}
-    for group, x, y in zip(groups or range(len(ours.batches)), ours.batches, baseline.batches, strict=True):
-        total = sums.setdefault(group, [0, 0.0, 0, 0.0])
-        for i, value in enumerate((x.decoded, x.decode_seconds, y.decoded, y.decode_seconds)):
-            total[i] += value
-    decoded = [tuple(total) for total in sums.values() if total[0] and total[2]]
-    return paired_bootstrap(decoded, ratio) if decoded else {"value": 1.0, "low": None, "high": None}
-
-
 def synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -132,7 +109,7 @@ def time_ours(
     for _ in range(_TRIES):
         engine.forget()
         prepared = Captured.prepared
-        memory.restart(target.device)
+        restart_memory(target.device)
         synchronize()
         generation = engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
         if Captured.prepared == prepared:
@@ -145,7 +122,7 @@ def time_ours(
             generation.decode_seconds,
             [len(prompt) for prompt in prompts],
             generation.steps,
-            memory.peak(target.device),
+            peak_memory(target.device),
         )
     )
 
@@ -197,7 +174,7 @@ def time_transformers(
         how["eos_token_id"] = list(stop_at)
     streamer = _FirstToken()
     torch.manual_seed(sampling.seed)
-    memory.restart(target.device)
+    restart_memory(target.device)
     with as_loaded(target):
         synchronize()
         started = time.perf_counter()
@@ -221,7 +198,7 @@ def time_transformers(
             streamer.at - started,
             ended - streamer.at,
             [len(prompt) for prompt in prompts],
-            peak_memory=memory.peak(target.device),
+            peak_memory=peak_memory(target.device),
         )
     )
 
@@ -230,3 +207,38 @@ def _up_to(tokens: list[int], stop_at: Sequence[int]) -> list[int]:
     """Without the padding behind the first of the tokens that end a text."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_at), len(tokens))
     return tokens[:end]
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def memory_kind(device: torch.device) -> str | None:
+    """What `peak_memory` counts on this machine; None where it can't be measured piece by piece."""
+    if device.type == "cuda":
+        return "allocated on the device"
+    return "resident memory of the process" if _restart_resident() else None
+
+
+def restart_memory(device: torch.device) -> None:
+    """Forget the height so far."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _restart_resident()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the height since `restart_memory`: of the device's memory, or of the process (Linux; 0 elsewhere)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        return int(found[1]) * 1024 if found else 0
+    return 0
+
+
+def _restart_resident() -> bool:
+    with suppress(OSError):
+        _CLEAR.write_text("5")  # the kernel's word for: the height is what it is now
+        return True
+    return False

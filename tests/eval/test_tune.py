@@ -8,8 +8,7 @@ import torch
 from conftest import tiny_head
 
 from eval.__main__ import main
-from eval.tree_shape import best_tree, expected_tokens
-from eval.tuning import rank_acceptance
+from eval.tune import best_tree, expected_tokens, rank_acceptance
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, tuned_drafter
 from speculator.drafters.tuned import place
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
