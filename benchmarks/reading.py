@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from eval import memory
 from eval.run import hardware
+from eval.timing import peak_memory, restart_memory
 from speculator import Engine, Target
 from speculator.documents import packed
 from speculator.errors import OneLineParser, refuse_below, run_command
@@ -99,10 +99,10 @@ def prepare(what: str, way: str, name: str, arguments: argparse.Namespace) -> tu
 def height(what: str, way: str, name: str, arguments: argparse.Namespace) -> float:
     """MiB of one pass, the first of its process."""
     work, cache = prepare(what, way, name, arguments)
-    memory.restart(CPU)
-    before = memory.peak(CPU)
+    restart_memory(CPU)
+    before = peak_memory(CPU)
     work()
-    return (memory.peak(CPU) - before - cache) / 2**20
+    return (peak_memory(CPU) - before - cache) / 2**20
 
 
 def ratio(what: str, name: str, arguments: argparse.Namespace) -> tuple[float, float, float]:
