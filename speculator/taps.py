@@ -101,12 +101,13 @@ class Taps:
 @contextmanager
 def _unhooked(model: nn.Module) -> Iterator[None]:
     """Take off the hooks that transformers puts on all layers when it is first asked for hidden states, for good."""
-    before = {module: (set(module._forward_hooks), set(vars(module))) for module in model.modules()}
+    flag = "_output_capturing_hooks_installed"
+    before = {module: (set(module._forward_hooks), flag in vars(module)) for module in model.modules()}
     try:
         yield
     finally:
-        for module, (hooks, names) in before.items():
+        for module, (hooks, flagged) in before.items():
             for key in set(module._forward_hooks) - hooks:
                 del module._forward_hooks[key]
-            for name in set(vars(module)) - names:
-                delattr(module, name)
+            if not flagged and flag in vars(module):
+                delattr(module, flag)
