@@ -13,6 +13,8 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -89,6 +91,7 @@ ARCHITECTURES = [
     Arm("independent heads", KL, architecture=INDEPENDENT),
     Arm("MLP", KL),
     Arm("LSTM", KL, architecture="lstm", inner_dim=171),  # as many weights as the MLP's
+    Arm("EAGLE-3", KL, architecture="eagle3"),  # starts from the target's output matrix, and has fewer weights
 ]
 
 OWN = Arm("counts once", KL, "target", rates=(1e-2,), on_policy=0.25, refused_weight=1.0)
@@ -137,18 +140,29 @@ class BF16AdamW(torch.optim.AdamW):
 
 
 class Remembered:
-    """A target that reads each row once and keeps its hidden states."""
+    """A target that reads each row once and keeps its last states and the taps last asked for."""
 
     def __init__(self, target: Target):
-        self.target, self.logits, self.vocab_size = target, target.logits, target.vocab_size
-        self._hidden: dict[bytes, Tensor] = {}
+        self.target, self.logits, self.vocab_size, self.taps = target, target.logits, target.vocab_size, self
+        self._wanted: tuple[int, ...] = ()
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def reading(self, wanted: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+        """As `Taps.reading`, which the trainer asks for."""
+        if tuple(wanted) != self._wanted:
+            self._wanted, self._kept = tuple(wanted), {}
+        yield lambda last: self._read if wanted else last
 
     def hidden(self, tokens: Tensor, documents: Tensor) -> Tensor:  # [B, S], [B, S] all the same -> [B, S, D]
         keys = [row.numpy().tobytes() for row in tokens]
         for key, row in zip(keys, tokens, strict=True):
-            if key not in self._hidden:
-                self._hidden[key] = self.target.hidden(row[None])[0]
-        return torch.stack([self._hidden[key] for key in keys])
+            if key not in self._kept:
+                with self.target.taps.reading(self._wanted) as read:
+                    last = self.target.hidden(row[None])
+                self._kept[key] = last[0], read(last)[0]
+        last, self._read = (torch.stack(states) for states in zip(*map(self._kept.__getitem__, keys), strict=True))
+        return last
 
 
 def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator:

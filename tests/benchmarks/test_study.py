@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import study
 from benchmarks.study import ARCHITECTURES, ARMS, PUBLISHED, TABLES, Arm, Study, fresh_head, table
@@ -71,11 +72,18 @@ def test_a_result_that_is_there_is_not_made_again(tmp_path, monkeypatch):
     assert made.result(PUBLISHED, 1e-3, 0) == {"held-out": {"0": 1.5}}
 
 
-def test_every_arm_trains_and_is_measured(tmp_path, target_folder, text_file, monkeypatch):
+@pytest.fixture
+def deep_target(target_folder) -> Target:
+    """With layers enough for an attention head's three taps."""
+    config = AutoConfig.from_pretrained(target_folder, num_hidden_layers=7)
+    return Target(AutoModelForCausalLM.from_config(config).eval(), AutoTokenizer.from_pretrained(target_folder))
+
+
+def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monkeypatch):
     small = {"SOURCES": [str(text_file)], "LENGTH": 32, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8}
     for name, value in (small | {"PROMPTS": {"validation": 2, "held-out": 2}}).items():
         monkeypatch.setattr(study, name, value)
-    real = Study(Target.load(str(target_folder), dtype="float32"), tmp_path, steps=8)
+    real = Study(deep_target, tmp_path, steps=8)
     arms = [arm for table in TABLES.values() for arm in table]
     for arm in arms:
         result = real.result(arm, 1e-3, seed=0)
@@ -84,6 +92,18 @@ def test_every_arm_trains_and_is_measured(tmp_path, target_folder, text_file, mo
     assert len(list(tmp_path.glob("*_seed_0.json"))) == len(arms)
     # Of tokens that count more or less often the text is the same, and so is the head that drafted it.
     assert len(list(tmp_path.glob("first_*"))) == len(list(tmp_path.glob("own_text_first_*"))) == 1
+
+
+def test_a_remembered_row_has_the_states_and_the_taps_that_the_target_has(target):
+    seen, tokens = study.Remembered(target), torch.arange(12).view(2, 6)
+    for wanted in ((), (0, 1), (1,)):
+        with target.taps.reading(wanted) as read:
+            last = target.hidden(tokens)
+            expected = read(last)
+        for _ in range(2):
+            with seen.taps.reading(wanted) as read:
+                assert torch.allclose(seen.hidden(tokens, torch.zeros_like(tokens)), last, atol=1e-5)
+            assert torch.allclose(read(last), expected, atol=1e-5)
 
 
 def test_independent_heads_see_the_hidden_state_alone(target):
@@ -96,5 +116,6 @@ def test_independent_heads_see_the_hidden_state_alone(target):
 
 def test_the_mlp_and_the_lstm_that_are_compared_are_of_one_size():
     shapes = [SpeculatorConfig(architecture=arm.architecture, inner_dim=arm.inner_dim) for arm in ARCHITECTURES[1:3]]
-    mlp, lstm = (parameters(shape, 4096, 192) for shape in shapes)
+    target = AutoConfig.from_pretrained("examples/stdlib_target")
+    mlp, lstm = (parameters(shape, target) for shape in shapes)
     assert abs(mlp - lstm) < 0.01 * mlp
