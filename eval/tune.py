@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--speculator", required=True, help="folder of a trained head; decoding.json is written there")
     parser.add_argument("--suite", default=PYTHON_SOURCES, help="what to tune on; default: python-sources")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
-    parser.add_argument("--batch_size", type=int, default=1, help="default: 1")
+    parser.add_argument("--batch_size", type=int, action="append", help="rows in flight; default: 1; repeatable")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="another file than decoding.json beside the head")
     return parser
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         output,
         temperatures=arguments.temperature or [0.0, 1.0],
         max_new_tokens=count,
-        batch_size=arguments.batch_size,
+        batch_sizes=arguments.batch_size or [1],
         seed=arguments.seed,
     )
     print(f"\n{table(rows)}\n\nWritten to {output}")
@@ -84,22 +85,22 @@ def write_tuned(
     *,
     temperatures: Sequence[float],
     max_new_tokens: int,
-    batch_size: int = 1,
+    batch_sizes: Sequence[int] = (1,),
     seed: int = 0,
 ) -> list[dict]:
-    """Tune at each temperature and write the choices; gives a row for all that was decoded."""
+    """Tune at each temperature and batch size and write the choices; gives a row for all that was decoded."""
     rows, settings = [], []
-    for temperature in temperatures:
+    for batch_size, temperature in product(batch_sizes, temperatures):
         found = tune(target, head, suite, Sampling(temperature, seed=seed), max_new_tokens, batch_size)
         best = max(found, key=lambda each: each["predicted_speedup"])
         shape = {"tree": best["tree"]} if best["tree"] else {"draft_length": best["draft_length"]}
-        settings.append({"temperature": temperature, **shape})
-        rows += [{**each, "chosen": each is best} for each in found]
+        settings.append({"temperature": temperature, "batch_size": batch_size, **shape})
+        rows += [{**each, "batch_size": batch_size, "chosen": each is best} for each in found]
     report = {
         "schema": 1,
         "settings": settings,
         "target": target.name,
-        **place(target, batch_size),
+        **place(target, batch_sizes[0]),
         "suite": suite.name,
         "prompts": len(suite.prompts),
         "measured": rows,
@@ -194,9 +195,10 @@ def _promising(
 
 def table(rows: list[dict]) -> str:
     """What was measured, a line each; the chosen ones are marked."""
-    header = ["temperature", "draft", "rule", "tokens verified", "tokens per step", "predicted speedup", "measured"]
+    header = ["rows", "temperature", "draft", "rule", "tokens verified", "tokens per step", "predicted speedup"]
     lines = [
         (
+            each["batch_size"],
             f"{each['temperature']:g}",
             each["shape"],
             each["rule"],
@@ -209,7 +211,7 @@ def table(rows: list[dict]) -> str:
         )
         for each in rows
     ]
-    return markdown_table([*header, "tokens/s", ""], lines)
+    return markdown_table([*header, "measured", "tokens/s", ""], lines)
 
 
 Node = tuple[int, ...]

@@ -15,11 +15,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> OneLineParser:
     """The commands and their flags."""
-    from speculator.cli import export, generate, inspect, push  # takes seconds: after `start`
+    from speculator.cli import export, generate, inspect, push, serve  # takes seconds: after `start`
 
     parser = OneLineParser(prog="python -m speculator")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in {"generate": generate, "export": export, "inspect": inspect, "push": push}.items():
+    modules = {"generate": generate, "serve": serve, "export": export, "inspect": inspect, "push": push}
+    for name, command in modules.items():
         command.add_flags(commands.add_parser(name, help=command.HELP, description=command.HELP))
     return parser
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from speculator import cuda_graphs
 from speculator.cuda_graphs import Captured
 from speculator.draft import Draft, take_at
 from speculator.drafters.base import Drafter, Texts
+from speculator.drafters.topology import Shape
 from speculator.errors import UserError
 from speculator.kv_cache import KVCache
-from speculator.request import Generation, Request, StopStrings, check_count, check_prompts, each_sampling
+from speculator.request import Generation, Request, Scores, StopStrings, check_count, check_prompts, each_sampling
 from speculator.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.slots import DECODING, JOINING, Slots
 from speculator.target import Target
@@ -34,6 +35,8 @@ from speculator.verify import RULES, greedy
 
 CHUNK = 512
 """Tokens of a prompt that are prefilled at a time."""
+AHEAD = 1024
+"""New tokens of a request that its slot has room for when it joins; more only when it has come to so many."""
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Engine:
         capacity: int = 0,
         capture: bool = True,
     ):
+        self._rule = rule
         fitting = drafter.rules if drafter else tuple(RULES)
         rule = rule or fitting[0]
         if rule not in RULES:
@@ -103,6 +107,8 @@ class Engine:
         self._pending = self.pending[:0]
         self._samplings: dict[Hashable, RowSampling] = {}
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
+        self._most_logprobs: int | None = None
+        self._scores: list[list[Scores]] | None = None
         self._pool = cuda_graphs.new_pool(target.device)
         self._stepping = self.part("_step")
 
@@ -112,23 +118,33 @@ class Engine:
         self,
         prompt: Sequence[int],
         sampling: Sampling | None = None,
+        **how: Any,
+    ) -> Request:
+        """Let a request wait for a slot; see `request`."""
+        return self.enqueue(self.request(prompt, sampling, **how))
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 128,
         stop_strings: Sequence[str] = (),
         eos_token_ids: Collection[int] | None = None,
+        logprobs: int | None = None,
         on_step: Callable[[list[int], int], None] | None = None,
     ) -> Request:
-        """Let a request wait for a slot; see `generate` for what it takes and raises, `Request` for what it gives."""
+        """A request for `enqueue`; see `generate` for what it takes and raises, `Request` for what it gives."""
         (tokens,) = check_prompts(self.target, [prompt])
         room = self.target.context_length - len(tokens)
         limit, at_limit = min((check_count(max_new_tokens), "length"), (room, "context"))
         eos = self.target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
-        return self.enqueue(Request(tokens, sampling or Sampling(), limit, at_limit, eos, stop, on_step))
+        return Request(tokens, sampling or Sampling(), limit, at_limit, eos, stop, on_step, logprobs)
 
     def enqueue(self, request: Request) -> Request:
         """Let a request wait that is known to be right."""
-        self._capacity = max(self._capacity, len(request.prompt) + request.limit + self._slack)
+        self._capacity = max(self._capacity, len(request.prompt) + min(request.limit, AHEAD) + self._slack)
         self.waiting.append(request)
         return request
 
@@ -141,6 +157,19 @@ class Engine:
     def _slack(self) -> int:
         """Positions behind a text's end: a captured step also writes, and commits, behind rows that have ended."""
         return 2 * self._width
+
+    def reshape(self, shape: Shape) -> None:
+        """Let the head draft another shape from the next step on.
+
+        A greedy text stays as it is. A sampled one is drawn by other uniforms from then on.
+        """
+        assert self.drafter is not None
+        if shape is self.drafter.shape:
+            return
+        before = self._slack
+        self.drafter.reshape(shape)
+        self._capacity += max(0, self._slack - before)
+        self.accept = RULES[self._rule or self.drafter.rules[0]]
 
     def forget(self) -> None:
         """Forget the texts of free slots: what follows does not depend on what was decoded before.
@@ -206,13 +235,14 @@ class Engine:
         started = time.perf_counter()
         self.slots.release()
         self.admit()
+        self.grow()
         self.prefill()
         decoding = time.perf_counter()
         self.prefill_seconds += decoding - started
         texts = self.ready()
         if texts:
             # The step's one copy to the host.
-            self.tell(self._stepping(texts).tolist())
+            self.tell(self._stepping(texts).tolist(), self._scores)
             self.decode_seconds += time.perf_counter() - decoding
         return self.busy
 
@@ -220,18 +250,29 @@ class Engine:
 
     def admit(self) -> None:
         """Give waiting requests the free slots."""
+        if any(request.finish_reason for request in self.waiting):  # cancelled
+            self.waiting = deque(request for request in self.waiting if not request.finish_reason)
         if not self.waiting:
             return
-        slots, capacity = len(self.slots.rows), self._capacity
+        slots = len(self.slots.rows)
         if not hasattr(self, "cache"):
-            self.cache = self.target.cache(slots, capacity)
+            self.cache = self.target.cache(slots, self._capacity)
             if self.drafter:
-                self.drafter = self.drafter.open(slots, capacity)
-        elif self.cache.grow(capacity):
+                self.drafter = self.drafter.open(slots, self._capacity)
+        self.slots.admit(self.waiting, self.drafter.overlap if self.drafter else 0)
+
+    def grow(self) -> None:
+        """Have room for the texts in the slots: they may be longer than was foreseen when they joined."""
+        texts = [slot.text for slot in self.slots.rows if slot.request]
+        if not texts:
+            return
+        longest = max(map(len, texts)) + self._slack
+        if longest > self._capacity:
+            self._capacity = longest + AHEAD
+        if self.cache.grow(self._capacity):
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
             self._stepping = self.part("_step")
-        self.slots.admit(self.waiting, self.drafter.overlap if self.drafter else 0)
 
     def _arrange(self) -> None:
         source, to = self.slots.arrange()
@@ -288,10 +329,12 @@ class Engine:
         else:
             first = draw(sampling.probs(logits), uniforms(sampling.seeds, torch.zeros_like(sampling.seeds), 1)[:, 0])
         self.pending[list(requests)] = first
-        for (row, request), token in zip(requests.items(), first.tolist(), strict=True):
+        most = most_logprobs(requests.values())
+        scores = None if most is None else score(logits[:, None], first[:, None], most)
+        for place, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
             self.slots.rows[row].phase = DECODING
             if not request.finish_reason:
-                request.take([token])
+                request.take([token], scores=None if scores is None else scores[place])
 
     def ready(self) -> list[Sequence[int]]:
         """Select the rows that decode, for a step; gives their texts. Nothing to do: none."""
@@ -311,6 +354,7 @@ class Engine:
             self._decoding, self._pending, self._alive = requests, self.pending[:rows], self.alive[:rows]
             sampling = [request.sampling for request in requests]
             self.sampling = RowSampling(sampling + sampling[:1] * (rows - count), self.target.device)
+            self._most_logprobs = most_logprobs(requests)
             if self.capturing:  # graphs read the settings where they were
                 same = self._samplings.setdefault((rows, *self.sampling.kind), self.sampling)
                 same.copy_(self.sampling)
@@ -364,6 +408,12 @@ class Engine:
             tokens = tokens.gather(1, path)
             hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
             drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
+            if self._most_logprobs is not None:
+                logits = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))
+        self._scores = None
+        if self._most_logprobs is not None:  # such a step is not captured
+            given = tokens.roll(-1, 1).scatter(1, accepted[:, None], following[:, None])
+            self._scores = score(logits, given, self._most_logprobs)
         columns = (drafted, accepted, following)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
         return Verified(tokens, hidden, drafted, accepted, following, report)
@@ -378,11 +428,13 @@ class Engine:
         if self.drafter:
             self.drafter.commit(verified.tokens, verified.hidden, counts)
 
-    def tell(self, report: list[list[int]]) -> None:
+    def tell(self, report: list[list[int]], scores: list[list[Scores]] | None = None) -> None:
         """The host's part: texts grow, and may end."""
-        for request, (*path, drafted, accepted, following) in zip(self._decoding, report, strict=False):
+        for place, (request, row) in enumerate(zip(self._decoding, report, strict=False)):
+            *path, drafted, accepted, following = row
             if not request.finish_reason:  # another's `on_step` may have cancelled it
-                request.take([*path[:accepted], following], drafted)
+                own = None if scores is None else scores[place]
+                request.take([*path[:accepted], following], drafted, own)
 
     @property
     def _taps(self) -> Sequence[int]:
@@ -395,11 +447,14 @@ class Engine:
         def run(*given: Any) -> Any:
             engine = own()
             assert engine is not None
-            if not engine.capturing:
+            if not engine.capturing or engine._most_logprobs is not None:
                 return work.work(engine, *given)
             state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
-                return work((len(engine._pending), engine.cache.longest, engine.sampling.kind), state, engine, *given)
+                shape = engine.drafter and engine.drafter.shape
+                return work(
+                    (len(engine._pending), engine.cache.longest, engine.sampling.kind, shape), state, engine, *given
+                )
 
         return run
 
@@ -452,3 +507,24 @@ def generate(
         eos_token_ids=eos_token_ids,
         on_step=on_step,
     )
+
+
+def most_logprobs(requests: Iterable[Request]) -> int | None:
+    """The most alternatives that one of them asks for beside its tokens' log-probabilities; None where none does."""
+    return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
+
+
+def score(
+    logits: Tensor,  # [R, T, V]
+    tokens: Tensor,  # [R, T]
+    most: int,
+) -> list[list[Scores]]:
+    """Of each token its log-probability under the target at temperature 1, and the likeliest alternatives."""
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    own = logprobs.gather(-1, tokens[:, :, None])[:, :, 0].tolist()
+    best = logprobs.topk(min(most, logits.shape[-1]))
+    columns = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        [Scores(value, list(zip(ids, values, strict=True))) for value, ids, values in zip(*row, strict=True)]
+        for row in columns
+    ]

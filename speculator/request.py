@@ -28,6 +28,18 @@ class Step:
         return self.emitted <= self.accepted
 
 
+@dataclass(frozen=True)
+class Scores:
+    """The log-probability of a token under the target, before temperature and its kin.
+
+    Attributes:
+        top: the likeliest tokens there, with theirs.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 def tokens_per_step(steps: Iterable[Step]) -> float:
     """Mean of accepted + 1 over the steps that nothing cut; nan where there was none."""
     whole = [step.accepted + 1 for step in steps if not step.cut]
@@ -62,8 +74,10 @@ class Request:
         eos: tokens that end the text.
         stop: strings that do.
         on_step: called with (new tokens, how many of them were drafted) as they come, the prefill's first.
+        logprobs: how many alternatives to give in `scores` with each new token; None: no scores.
         text: prompt and new tokens.
         steps: the verify passes, the prefill left out.
+        scores: of the new tokens, where they are asked for.
         finish_reason: "eos", "stop", "length", "context" or "cancelled"; None while it goes on.
     """
 
@@ -74,8 +88,10 @@ class Request:
     eos: Collection[int] = ()
     stop: StopStrings | None = None
     on_step: Callable[[list[int], int], None] | None = None
+    logprobs: int | None = None
     text: list[int] = field(init=False)
     steps: list[Step] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
     finish_reason: str | None = None
 
     def __post_init__(self):
@@ -90,7 +106,7 @@ class Request:
         """End it here, from any thread or from `on_step`; its slot is free before the next step."""
         self.finish_reason = self.finish_reason or "cancelled"
 
-    def take(self, tokens: Sequence[int], drafted: int | None = None) -> None:
+    def take(self, tokens: Sequence[int], drafted: int | None = None, scores: Sequence[Scores] | None = None) -> None:
         """Append what a step gave, up to the text's end; `drafted` is None for the prefill's token."""
         begin, start, accepted = len(self.text), len(self.prompt), len(tokens) - 1
         for token in tokens:
@@ -104,6 +120,8 @@ class Request:
             if self.finish_reason:
                 break
         taken = self.text[begin:]
+        if self.logprobs is not None and scores is not None:
+            self.scores += [replace(each, top=each.top[: self.logprobs]) for each in scores[: len(taken)]]
         if drafted is not None:
             self.steps.append(Step(drafted, accepted, len(taken)))
         if self.on_step:

@@ -87,7 +87,7 @@ def drafter(arguments: argparse.Namespace, target: Target, temperature: float | 
     if arguments.speculator:
         head = load_head(arguments.speculator, target)
         tuned = None
-        if temperature is not None and not _given(arguments, *_CHAIN, *_TREE, "rule"):
+        if temperature is not None and not shaped(arguments):
             rows = getattr(arguments, "batch_size", 1)
             tuned = tuned_shapes(arguments.speculator, target, head, [temperature], rows)[temperature]
         if tuned is None:
@@ -101,6 +101,11 @@ def drafter(arguments: argparse.Namespace, target: Target, temperature: float | 
             raise UserError(f"--draft_model: {error}") from None
         return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
     return _ngram(arguments) if arguments.ngram else None
+
+
+def shaped(arguments: argparse.Namespace) -> str:
+    """Those of the flags that say what a head drafts, as typed."""
+    return _given(arguments, *_CHAIN, *_TREE, "rule")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> str:

@@ -7,7 +7,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculator.drafters.base import Texts
 from speculator.drafters.topology import Shape
@@ -25,6 +25,7 @@ class AttentionSource:
     overlap = 1
     buffers: Sequence[Tensor] = ()
     memory: Memory
+    _capacity: int
     # What was accepted and is not read yet: taps, the tokens after them but the last, and how many.
     _taps: Tensor  # [slots, G + 1, nD]
     _next: Tensor  # [slots, G + 1]
@@ -32,23 +33,32 @@ class AttentionSource:
 
     def __init__(self, head: Speculator, shape: Shape):
         self.head: Any = head  # with `memory`, `first` and `next`
-        self.shape = shape
+        self._width, self._behind = 0, 0
+        self.reshape(shape)
 
-    def _room(self, capacity: int) -> int:
-        """Slots behind a text for a draft, and for what is read of a row that is not decoding."""
-        return capacity + self.shape.offered + self.shape.depth + 2
+    def reshape(self, shape: Shape) -> None:
+        """Have room for drafts of this shape, beside those before."""
+        # Behind a text: the draft, and what is read of a row that is not decoding.
+        self._behind = max(self._behind, shape.offered + shape.depth + 2)
+        more = max(0, shape.depth + 1 - self._width)
+        self._width += more
+        if hasattr(self, "memory"):
+            self.grow(self._capacity)
+            self._taps = nn.functional.pad(self._taps, (0, 0, 0, more))
+            self._next = nn.functional.pad(self._next, (0, more))
 
     def open(self, slots: int, capacity: int) -> AttentionSource:
         opened = copy(self)
-        device, width, size = self.head.device, self.shape.depth + 1, len(self.head.taps) * self.head.config.emb_dim
-        opened.memory = self.head.memory(slots, self._room(capacity))
+        device, width, size = self.head.device, self._width, len(self.head.taps) * self.head.config.emb_dim
+        opened.memory, opened._capacity = self.head.memory(slots, capacity + self._behind), capacity
         opened._taps = torch.zeros(slots, width, size, dtype=self.head.dtype, device=device)
         opened._next = torch.zeros(slots, width, dtype=torch.long, device=device)
         opened._counts = torch.zeros(slots, dtype=torch.long, device=device)
         return opened
 
     def grow(self, capacity: int) -> None:
-        self.memory.grow(self._room(capacity))
+        self._capacity = capacity
+        self.memory.grow(capacity + self._behind)
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         self.memory.move(source, destination)
@@ -58,7 +68,7 @@ class AttentionSource:
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
         rows, device = slice(start, start + len(texts)), hidden.device
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        part = self.memory.select(rows.start, rows.stop, max(ends) + self.shape.depth)
+        part = self.memory.select(rows.start, rows.stop, max(ends) + self._width - 1)
         # The text before may have ended with some that were not read.
         self.head.first(part, self._taps[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
         part.lengths.copy_(torch.tensor(begins))

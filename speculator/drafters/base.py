@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from speculator.draft import Draft
 from speculator.sampling import RowSampling
+
+if TYPE_CHECKING:
+    from speculator.drafters.topology import Shape
 
 Texts = Sequence[Sequence[int]]
 """Texts on the host, prompt and new tokens, row by row: a drafter that reads text asks the device nothing. A row's list
@@ -41,6 +44,12 @@ class Drafter:
     capturable: bool = False
     taps: Sequence[int] = ()
     overlap: int = 0
+    shape: Any = None
+    """What a head or a model drafts; None where a drafter has a form of its own."""
+
+    def reshape(self, shape: Shape) -> None:
+        """Draft another shape from the next step on."""
+        raise NotImplementedError
 
     def open(self: Self, slots: int, capacity: int) -> Self:
         """A copy with memory of its own, for so many rows of so many tokens."""

@@ -35,17 +35,21 @@ class HeadDrafter(Drafter):
         self.head = head.eval()
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
-        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        recurrent = isinstance(head, RecurrentHead)
-        if recurrent and self.draft_length > head.n_predict:
-            raise UserError(f"draft length {self.draft_length} is not in 1..{head.n_predict}, what the head can draft")
+        self.source = StateSource(head) if isinstance(head, RecurrentHead) else AttentionSource(head, shape)
+        self.taps, self.overlap = head.taps, self.source.overlap
+        self.reshape(shape)
+
+    def reshape(self, shape: Shape) -> None:
+        recurrent, known = isinstance(self.head, RecurrentHead), self.head.n_predict
+        if recurrent and shape.depth > known:
+            raise UserError(f"draft length {shape.depth} is not in 1..{known}, what the head can draft")
         # Children beyond them are all impossible alike, and a tree tells a parent from its child by their chances.
         branches = getattr(shape, "branches", (1,))
-        if max(branches) > head.config.output_size:
-            raise UserError(f"branches {branches}: the head drafts from {head.config.output_size} tokens only")
-        self.source = StateSource(head) if isinstance(head, RecurrentHead) else AttentionSource(head, shape)
+        if max(branches) > self.head.config.output_size:
+            raise UserError(f"branches {branches}: the head drafts from {self.head.config.output_size} tokens only")
+        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
         self.capturable = recurrent and shape.capturable
-        self.taps, self.overlap = head.taps, self.source.overlap
+        self.source.reshape(shape)
 
     def open(self, slots: int, capacity: int) -> HeadDrafter:
         opened = copy(self)
@@ -87,6 +91,9 @@ class StateSource:
         return opened
 
     def grow(self, capacity: int) -> None:
+        pass
+
+    def reshape(self, shape: Shape) -> None:
         pass
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:

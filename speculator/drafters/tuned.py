@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,9 @@ def tuned_shapes(
     file, temperatures = Path(folder) / TUNED, list(temperatures)
     if not file.is_file():
         return dict.fromkeys(temperatures)
-    here = place(target, batch_size)
-    try:
-        read = read_object(file)
-        shapes = {temperature: _shape(read["settings"], temperature) for temperature in temperatures}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
-        raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
-    for shape in shapes.values():
-        if shape is not None and shape.depth > head.n_predict:
-            raise UserError(f"{file} is for a head of {shape.depth} tokens: tune this one anew")
-    there = {name: read.get(name) for name in here}
+    here, found = place(target, batch_size), _read(file, head)
+    there = found.place | {"batch_size": batch_size if batch_size in found.settings else min(found.settings)}
+    shapes = {each: _shape(found.settings[there["batch_size"]], each) for each in temperatures}
     if there != here and any(shapes.values()):
         _log.warning(
             f"{file} was measured {_told(there)}, and this is {_told(here)}: the head drafts a chain of "
@@ -78,9 +72,81 @@ def tuned_shapes(
     return shapes
 
 
+class Table:
+    """What a head drafts for so many rows in flight.
+
+    Args:
+        settings: of each batch size that was tuned, the shapes for greedy rows (False) and for others (True).
+        default: the shape where none was tuned.
+    """
+
+    def __init__(self, settings: dict[int, dict[bool, Shape | None]], default: Shape):
+        self.settings, self.default = settings, default
+
+    def shape(self, rows: int, sampled: bool) -> Shape:
+        """As tuned for the smallest batch size of at least so many rows."""
+        fitting = [size for size in self.settings if size >= rows]
+        return (self.settings[min(fitting)][sampled] if fitting else None) or self.default
+
+    @property
+    def alone(self) -> Shape:
+        """What `generate` drafts for one row above temperature 0."""
+        return self.settings.get(1, {}).get(True) or self.default
+
+
+def tuned_table(folder: str | Path, target: Target, head: Speculator, rows: int) -> Table:
+    """The shapes for 1 to `rows` rows, above temperature 0 those tuned nearest to 1. Where some were not tuned in this
+    place, a line on stderr says so.
+
+    Raises:
+        UserError: as `tuned_shapes`.
+    """
+    file, default = Path(folder) / TUNED, Chain(head.n_predict)
+    settings: dict[int, dict[bool, Shape | None]] = {}
+    if file.is_file():
+        found, here = _read(file, head), place(target, 1)
+        if all(here[name] == found.place[name] for name in found.place if name != "batch_size"):
+            own = {size: each for size, each in found.settings.items() if size is not None}
+            settings = {size: {False: _shape(each, 0.0), True: _shape(each, 1.0)} for size, each in own.items()}
+    if max(settings, default=0) < rows:
+        sizes = " ".join(f"--batch_size {1 << i}" for i in range((rows - 1).bit_length() + 1))
+        _log.warning(
+            f"{folder} is tuned here for {max(settings, default=0)} rows in flight, and {rows} may be: beyond, it "
+            f"drafts a chain of {head.n_predict}. To measure here: python -m eval tune --target {target.name} "
+            f"--speculator {folder} {sizes}"
+        )
+    return Table(settings, default)
+
+
+@dataclass
+class _Tuned:
+    """What `decoding.json` says: where it was measured, and the settings of each batch size."""
+
+    place: dict[str, Any]
+    settings: dict[int, list[dict[str, Any]]]
+
+
+def _read(file: Path, head: Speculator) -> _Tuned:
+    try:
+        read = read_object(file)
+        if type(read["settings"]) is not list:
+            raise TypeError(read["settings"])
+        batch_size: Any = read.get("batch_size")
+        settings: dict[Any, list[dict[str, Any]]] = {}
+        for each in read["settings"]:
+            settings.setdefault(each.get("batch_size", batch_size), []).append(each)
+        shapes = [_shape(own, each["temperature"]) for own in settings.values() for each in own]
+        if not all(type(size) is int for size in settings) and set(settings) != {None}:
+            raise TypeError(settings)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
+        raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
+    for shape in shapes:
+        if shape is not None and shape.depth > head.n_predict:
+            raise UserError(f"{file} is for a head of {shape.depth} tokens: tune this one anew")
+    return _Tuned({name: read.get(name) for name in ("hardware", "dtype")}, settings or {batch_size: []})
+
+
 def _shape(settings: list[dict[str, Any]], temperature: float) -> Shape | None:
-    if type(settings) is not list:
-        raise TypeError(settings)
     fitting = [each for each in settings if Sampling(each["temperature"]).greedy == (temperature == 0)]
     if not fitting:
         return None

@@ -445,3 +445,33 @@ def test_a_drafter_is_told_of_every_position_and_again_of_those_it_asks_for(targ
     row = next(row for row, slot in enumerate(engine.slots.rows) if list(slot.text[: len(text)]) == text)
     told = torch.stack(engine.drafter.told[row])[: len(text)]
     torch.testing.assert_close(told, target.hidden(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_longer_than_was_foreseen_is_the_same(name, monkeypatch):
+    target = double_target()
+    prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
+    how = {"sampling": Sampling(0.8), "max_new_tokens": [60, 5, 90]}
+    expected = generate(target, DRAFTERS[name](target), prompts, **how)
+    monkeypatch.setattr("speculator.engine.AHEAD", 4)
+    engine = Engine(target, DRAFTERS[name](target), slots=2)
+    assert engine.generate(prompts, **how).tokens == expected.tokens
+    assert engine.cache.capacity < 2 * target.context_length
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_scores_are_the_targets_own(name):
+    """Of every token that is taken, a cut step's too; a batch-mate that asks for none gets none."""
+    target = double_target()
+    engine = Engine(target, DRAFTERS[name](target), slots=2)
+    asked = engine.submit([3, 1, 4], Sampling(0.8), max_new_tokens=23, logprobs=2)
+    other = engine.submit([1, 5], Sampling(0.8, seed=1), max_new_tokens=30)
+    engine.run()
+    assert (other.scores, len(asked.scores)) == ([], 23)
+    with torch.no_grad():
+        logits = target.model(torch.tensor([asked.text]), use_cache=False).logits[0, 2:-1]
+    for row, token, score in zip(logits.log_softmax(-1), asked.tokens, asked.scores, strict=True):
+        best = row.topk(2)
+        assert score.logprob == pytest.approx(float(row[token]))
+        assert [each for each, _ in score.top] == best.indices.tolist()
+        assert [value for _, value in score.top] == pytest.approx(best.values.tolist())

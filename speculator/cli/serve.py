@@ -1,0 +1,117 @@
+"""`python -m speculator serve`: OpenAI's interface over the engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+
+from transformers.utils import logging
+
+from speculator.cli import drafting
+from speculator.drafters import HeadDrafter
+from speculator.drafters.tuned import tuned_table
+from speculator.engine import Engine
+from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
+from speculator.target import Target
+
+HELP = "answer requests of OpenAI's interface"
+KEY = "SPECULATOR_API_KEY"
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_CONNECTIONS = 2048
+_SWITCH_SECONDS = 0.001  # the engine's thread waits so long at most for the interpreter, beside the event loop's
+
+
+def add_flags(parser: OneLineParser) -> None:
+    """The command's flags, and `run` as its work."""
+    parser.set_defaults(run=run)
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+
+    drafting.add_flags(parser)
+
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: 127.0.0.1, this machine")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
+    parser.add_argument("--max_batch_size", type=int, default=8, help="requests decoded at a time; default: 8")
+    parser.add_argument("--api_key", help=f"ask for this key under /v1; default: ${KEY}, else none")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Load, listen, answer until SIGTERM or Ctrl-C, and then what is in flight."""
+    key = _check(arguments)
+    listening = _bind(arguments.host, arguments.port)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
+    drafter = drafting.drafter(arguments, target)
+    table = None
+    if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
+        table = tuned_table(arguments.speculator, target, drafter.head, arguments.max_batch_size)
+    make = partial(Engine, target, drafter, slots=arguments.max_batch_size, rule=arguments.rule)
+
+    import uvicorn  # an optional dependency
+
+    from speculator.server.app import create_app
+    from speculator.server.worker import Worker
+
+    app = create_app(target, Worker(make, table), name=arguments.target, api_key=key)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, ws="none", http="h11", limit_concurrency=_CONNECTIONS
+    )
+    host, port = listening.getsockname()[:2]
+    print(f"{arguments.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr)
+    if arguments.host not in _LOOPBACK and not key:
+        print(f"whoever reaches {arguments.host} may use it: there is no --api_key", file=sys.stderr)
+    _raise_file_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn answers what is in flight, then raises it again
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _check(arguments: argparse.Namespace) -> str:
+    """Refuse what can't be, before any model is loaded; gives the API key."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    refuse((missing, f"serve needs {', '.join(missing)}: pip install 'speculator[serve]'"))
+    refuse_below(arguments, max_batch_size=1)
+    refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))
+    drafting.check(arguments)
+    key = os.environ.get(KEY, "") if arguments.api_key is None else arguments.api_key
+    check_secret(f"${KEY}" if arguments.api_key is None else "--api_key", key)
+    return key
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket there, that does not listen yet.
+
+    Raises:
+        UserError: there can be none.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"can't listen at --host {host} --port {port}: {reason}") from None
+    return bound
+
+
+def _raise_file_limit() -> None:
+    """A connection is an open file, of which a process may often have 1,024 until it asks for more."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * _CONNECTIONS
+    with suppress(OSError, ValueError):
+        if soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard > 0 else wanted, hard))

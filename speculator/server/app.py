@@ -1,0 +1,327 @@
+"""The routes, and what keeps one client from another: bounds on bodies, queue and time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from speculator.errors import UserError
+from speculator.prompts import Prompt, continued
+from speculator.request import Request as Decoded
+from speculator.server.encoding import Encoder
+from speculator.server.metrics import Metrics
+from speculator.server.schema import BadRequestError, ChatFields, CompletionFields, Fields, parse
+from speculator.server.worker import EngineError, Job, Worker
+from speculator.server.writing import ChatWriter, Writer
+from speculator.target import Target
+
+_DEFAULT_TOKENS = 16  # of a completion without max_tokens, as OpenAI's; a chat goes on to its end
+_LATE = (asyncio.TimeoutError, TimeoutError)  # one since Python 3.11
+
+
+@dataclass
+class Limits:
+    """What one client may ask of the server.
+
+    Attributes:
+        queue: requests that wait for a slot; one more is answered by 429.
+        body: bytes of a request; None: 1 MiB, or 16 for each token of the context.
+        seconds: from a request to the end of its answer.
+        receive_seconds: in which a body has to come.
+        send_seconds: in which a reader has to take a piece.
+    """
+
+    queue: int = 256
+    body: int | None = None
+    seconds: float = 600.0
+    receive_seconds: float = 30.0
+    send_seconds: float = 60.0
+
+
+def create_app(
+    target: Target, worker: Worker, *, name: str | None = None, api_key: str = "", limits: Limits | None = None
+) -> FastAPI:
+    """The application, whose lifespan runs the worker.
+
+    Args:
+        target: the worker's.
+        worker: decodes; not started yet.
+        name: of the model; default: the target's.
+        api_key: asked for under /v1; empty: none.
+        limits: of requests.
+    """
+    service = _Service(target, worker, name or target.name, limits or Limits())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        service.encoder.start()
+        try:
+            yield
+        finally:
+            worker.stop()
+            service.encoder.close()
+
+    app = FastAPI(title="speculator", lifespan=lifespan, openapi_url=None)
+    app.add_api_route("/v1/completions", service.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
+    app.add_api_route("/health", service.health, methods=["GET"])
+    app.add_api_route("/metrics", service.page, methods=["GET"])
+    paths = {getattr(route, "path", "") for route in app.routes}
+    app.add_middleware(_Guard, service=service, api_key=api_key, paths=paths)
+    for kind in (BadRequestError, UserError, EngineError, HTTPException, Exception, *_LATE):
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+class _Service:
+    """What the routes do."""
+
+    def __init__(self, target: Target, worker: Worker, name: str, limits: Limits):
+        self.target, self.worker, self.name, self.limits = target, worker, name, limits
+        self.encoder = Encoder(target.tokenizer)
+        self.metrics = Metrics(
+            {
+                "queue": ("Requests that wait for a slot", lambda: worker.queued),
+                "slots": ("Requests that are decoded at a time", lambda: worker.slots),
+                "slots_in_use": ("Slots with a request", lambda: worker.in_use),
+            }
+        )
+        self.body = limits.body or max(1 << 20, 16 * target.context_length)
+        self._encoding = 0
+        self._created = int(time.time())
+
+    async def completions(self, http: Request) -> Response:
+        fields = parse(CompletionFields, await http.body())
+        prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in fields.prompts]
+        return await self._answer(http, fields, prompts, fields.max_tokens or _DEFAULT_TOKENS, Writer)
+
+    async def chat(self, http: Request) -> Response:
+        fields = parse(ChatFields, await http.body())
+        prompt = fields.asked()
+        if not self.encoder.chats:
+            raise BadRequestError(f"{self.name} has no chat template: use /v1/completions", "messages")
+        return await self._answer(http, fields, [prompt], fields.limit or self.target.context_length, ChatWriter)
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._model()
+
+    async def health(self) -> Response:
+        return JSONResponse({"status": "ok"}) if self.worker.alive else JSONResponse({"status": "down"}, 503)
+
+    async def page(self) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    def _model(self) -> dict[str, Any]:
+        facts = {"owned_by": "speculator", "max_model_len": self.target.context_length}
+        return {"id": self.name, "object": "model", "created": self._created, **facts}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise BadRequestError(
+                f"no model {name!r:.100} here, only {self.name!r}", "model", status=404, code="model_not_found"
+            )
+
+    async def _answer(
+        self,
+        http: Request,
+        fields: Fields,
+        prompts: Sequence[Prompt | list[int]],
+        limit: int,
+        kind: type[Writer],
+    ) -> Response:
+        """Encode the prompts, decode their answers, write them."""
+        began = time.monotonic()
+        deadline = began + self.limits.seconds
+        self._check_model(fields.model)
+        count = len(prompts) * fields.choices
+        with self._room(count):
+            ids = await asyncio.wait_for(self._encoded(prompts), self.limits.seconds)
+            requests = self._requests(fields, ids, limit)
+            job = self.worker.submit(requests, fields.seed is not None, deadline)
+        self.metrics.prompt_tokens.inc(sum(map(len, ids)))
+        writer = kind(fields, self.name, self.target.tokenizer, ids)
+        close = self._closing(job, began)
+        if fields.stream:
+            return _Events(self._events(job, writer, began), close)
+        try:
+            return await self._whole(http, job, writer, began)
+        finally:
+            close()
+
+    async def _encoded(self, prompts: Sequence[Prompt | list[int]]) -> list[list[int]]:
+        return [await self.encoder.tokens(each) if isinstance(each, Prompt) else each for each in prompts]
+
+    @contextlib.contextmanager
+    def _room(self, count: int) -> Any:
+        """Count requests that are being encoded, if there is room for them.
+
+        Raises:
+            BadRequestError: there is none now, or never.
+        """
+        most = self.worker.slots + self.limits.queue
+        if count > most:
+            raise BadRequestError(f"n times the prompts are {count} answers: at most {most} at a time", "n")
+        if not count:
+            raise BadRequestError("prompt: there is none", "prompt")
+        if self.worker.load + self._encoding + count > most:
+            raise BadRequestError("too many requests wait already: try again later", status=429, code="queue_full")
+        self._encoding += count
+        try:
+            yield
+        finally:
+            self._encoding -= count
+
+    def _requests(self, fields: Fields, ids: list[list[int]], limit: int) -> list[Decoded]:
+        samplings = fields.samplings(len(ids) * fields.choices)
+        make, choices = self.worker.engine.request, fields.choices
+        how = {"max_new_tokens": limit, "stop_strings": fields.stops, "logprobs": fields.alternatives}
+        return [make(ids[number // choices], own, **how) for number, own in enumerate(samplings)]  # type: ignore[arg-type]
+
+    async def _whole(self, http: Request, job: Job, writer: Writer, began: float) -> Response:
+        async def collect() -> None:
+            async for news in self._news(job, writer, began):
+                writer.take(news)
+
+        # Behind the body nothing comes but that the client has gone.
+        gone, work = asyncio.ensure_future(http.receive()), asyncio.ensure_future(collect())
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)
+            work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+        return JSONResponse(writer.body())
+
+    async def _events(self, job: Job, writer: Writer, began: float) -> AsyncIterator[str]:
+        for event in writer.opening():
+            yield event
+        try:
+            async for news in self._news(job, writer, began):
+                if event := writer.event(news):
+                    yield event
+        except (EngineError, *_LATE) as error:
+            yield f"data: {json.dumps(_refusal(error).body())}\n\n"
+            return
+        for event in writer.closing():
+            yield event
+
+    async def _news(self, job: Job, writer: Writer, began: float) -> AsyncIterator[Any]:
+        first = True
+        while not writer.done:
+            news = await job.next()
+            if first:
+                self.metrics.first_token.observe(time.monotonic() - began)
+            first = False
+            yield news
+            if writer.answers[news.index].stopped:
+                job.requests[news.index].cancel()
+
+    def _closing(self, job: Job, began: float) -> Callable[[], None]:
+        def close() -> None:
+            job.cancel()
+            self.metrics.whole.observe(time.monotonic() - began)
+            for request in job.requests:
+                self.metrics.ended(request)
+
+        return close
+
+
+class _Events(StreamingResponse):
+    """Server-sent events; `close` is called when the last has been taken, or the client has gone."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+class _Guard:
+    """Refuses callers without the key and bodies that are too large, and cuts off who sends or reads too slowly."""
+
+    def __init__(self, app: Any, service: _Service, api_key: str, paths: set[str]):
+        self._app, self._service, self._paths = app, service, paths
+        self._key = f"Bearer {api_key}".encode() if api_key else b""
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limits, most, metrics = self._service.limits, self._service.body, self._service.metrics
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        size, whole = 0, False
+
+        async def bounded_receive() -> Any:
+            nonlocal size, whole
+            if whole:
+                return await receive()
+            with anyio.fail_after(max(0.0, until - anyio.current_time())):
+                message = await receive()
+            size += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if size > most:
+                raise BadRequestError(f"the body is larger than {most:,} bytes", status=413)
+            return message
+
+        async def bounded_send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                metrics.requests.labels(path, message["status"]).inc()
+            with anyio.fail_after(limits.send_seconds):
+                await send(message)
+
+        until = anyio.current_time() + limits.receive_seconds
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        refusal = None
+        known = not self._key or hmac.compare_digest(headers.get(b"authorization", b""), self._key)
+        if not known and scope["path"].startswith("/v1/"):
+            refusal = BadRequestError("no API key, or another one", status=401, code="invalid_api_key")
+        if refusal is None and length.isdigit() and int(length[:20]) > most:
+            refusal = BadRequestError(f"the body is larger than {most:,} bytes", status=413)
+        if refusal is not None:
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, bounded_send)
+        else:
+            await self._app(scope, bounded_receive, bounded_send)
+
+
+def _refusal(error: Exception) -> BadRequestError:
+    """What the caller is told of an error."""
+    if isinstance(error, BadRequestError):
+        return error
+    if isinstance(error, UserError):
+        return BadRequestError(str(error))
+    if isinstance(error, HTTPException):
+        return BadRequestError(str(error.detail), status=error.status_code)
+    if isinstance(error, _LATE):
+        return BadRequestError("it took too long", status=504, code="timeout")
+    return BadRequestError("the engine failed", status=500)
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    bad = _refusal(error)
+    return JSONResponse(bad.body(), bad.status, {"Retry-After": "1"} if bad.status == 429 else None)

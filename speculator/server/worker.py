@@ -1,0 +1,185 @@
+"""The engine in a thread of its own, and the way there and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from speculator.drafters.tuned import Table
+from speculator.engine import Engine
+from speculator.request import Request, Scores
+
+_log = logging.getLogger(__name__)
+
+
+class EngineError(Exception):
+    """The engine failed while the request was in it."""
+
+
+@dataclass
+class News:
+    """What a step gave one of a job's requests."""
+
+    index: int
+    tokens: list[int]
+    scores: list[Scores]
+    finish_reason: str | None
+
+
+@dataclass(eq=False)
+class Job:
+    """The requests of one call, and what comes of them.
+
+    Attributes:
+        seeded: the caller named a seed, so the same text has to come whatever else is in flight.
+        deadline: of `time.monotonic`.
+    """
+
+    requests: list[Request]
+    seeded: bool
+    deadline: float
+    _news: asyncio.Queue[News | Exception] = field(default_factory=asyncio.Queue)
+
+    async def next(self) -> News:
+        """Wait for the next step that gives one of them something.
+
+        Raises:
+            asyncio.TimeoutError: the deadline is over.
+            EngineError: there will be no more.
+        """
+        news = await asyncio.wait_for(self._news.get(), max(0.0, self.deadline - time.monotonic()))
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    def put(self, news: News | Exception) -> None:
+        self._news.put_nowait(news)
+
+    def cancel(self) -> None:
+        """What has not ended leaves its slot before the next step."""
+        for request in self.requests:
+            request.cancel()
+
+    @property
+    def left(self) -> int:
+        """Requests that have not ended."""
+        return sum(request.finish_reason is None for request in self.requests)
+
+
+class Worker:
+    """Runs an engine: `submit` and what a job gives belong to the event loop's thread, all else to the engine's.
+
+    Args:
+        make: makes the engine; again after it has failed.
+        table: the shapes of drafts by rows in flight; None: the drafter's own at all times.
+    """
+
+    def __init__(self, make: Callable[[], Engine], table: Table | None = None):
+        self._make, self._table = make, table
+        self.engine = make()
+        self._inbox: list[Job] = []
+        self._jobs: list[Job] = []
+        self._outbox: list[tuple[Job, News]] = []
+        self._stopping = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work for the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what is in flight gets no further."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def slots(self) -> int:
+        return len(self.engine.slots.rows)
+
+    @property
+    def in_use(self) -> int:
+        """Slots in which a request is."""
+        return sum(slot.request is not None for slot in self.engine.slots.rows)
+
+    @property
+    def load(self) -> int:
+        """Requests that have not ended."""
+        with self._wake:
+            return sum(job.left for job in [*self._inbox, *self._jobs])
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a slot."""
+        return max(0, self.load - self.in_use)
+
+    def submit(self, requests: Sequence[Request], seeded: bool, deadline: float) -> Job:
+        """Let requests of `Engine.request` be decoded."""
+        job = Job(list(requests), seeded, deadline)
+        for index, request in enumerate(requests):
+            request.on_step = lambda tokens, _, index=index, request=request: self._outbox.append(
+                (
+                    job,
+                    News(
+                        index, tokens, request.scores[-len(tokens) :] if request.scores else [], request.finish_reason
+                    ),
+                )
+            )
+        with self._wake:
+            self._inbox.append(job)
+            self._wake.notify()
+        return job
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self._inbox or self.engine.busy)
+                if self._stopping:
+                    return
+                arrived, self._inbox = self._inbox, []
+                self._jobs = [job for job in [*self._jobs, *arrived] if job.left]
+            try:
+                for request in (request for job in arrived for request in job.requests):
+                    self.engine.enqueue(request)
+                self._reshape()
+                self.engine.step()
+            except Exception as error:  # memory that ran out, a device that is gone: no request can go on
+                _log.exception("the engine failed; it begins anew")
+                self._fail(error)
+            news, self._outbox = self._outbox, []
+            if news:
+                self._loop.call_soon_threadsafe(_deliver, news)
+
+    def _reshape(self) -> None:
+        """Draft what suits the requests in flight. Which uniform decides what depends on a draft's shape: where a
+        sampled request has a seed, all draft as that one would alone."""
+        if self._table is None:
+            return
+        rows = min(self.slots, sum(job.left for job in self._jobs))
+        sampled = [job for job in self._jobs if not job.requests[0].sampling.greedy]
+        seeded = any(job.seeded for job in sampled)
+        if rows:
+            self.engine.reshape(self._table.alone if seeded else self._table.shape(rows, bool(sampled)))
+
+    def _fail(self, error: Exception) -> None:
+        for job in self._jobs:
+            job.cancel()
+            self._loop.call_soon_threadsafe(job.put, EngineError(str(error)))
+        self._jobs, self._outbox = [], []
+        self.engine = self._make()
+
+
+def _deliver(news: list[tuple[Job, News]]) -> None:
+    for job, each in news:
+        job.put(each)

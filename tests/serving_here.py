@@ -1,0 +1,63 @@
+"""A server of a tiny target in float64, in a thread of this process: texts are compared token by token."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import uvicorn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculator import Engine, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator.server.app import create_app
+from speculator.server.worker import Worker
+
+SLOTS = 4
+
+
+@contextmanager
+def serving(target: Target, drafter=None, table=None, slots: int = SLOTS, engine=Engine, **settings):
+    """The URL of a server, and its worker."""
+    worker = Worker(partial(engine, target, drafter, slots=slots), table)
+    app = create_app(target, worker, name="tiny", **settings)
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", http="h11"))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", worker
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.005)
+
+
+def tiny_target(tokenizer) -> Target:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **shape, **ends)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 4
+    return Target(model.double().eval(), tokenizer)
+
+
+def tiny_head_for(target: Target) -> MLPSpeculator:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, "inner_dim": 16, "n_predict": 3}
+    return MLPSpeculator(MLPSpeculatorConfig(**sizes)).double()

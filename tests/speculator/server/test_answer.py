@@ -1,0 +1,57 @@
+"""What a stream may show of an answer: whole characters, and nothing of a stop string."""
+
+import random
+
+import pytest
+from conftest import tiny_tokenizer
+
+from speculator.server.answer import Answer
+from speculator.streaming import decode
+
+TEXTS = [
+    "def f(x):\n    return x",
+    "naïve · 日本語 🙂🙂 done",
+    "aaabaaab aab",
+    "stop here</s>and not here",
+    "\U0001f600" * 5,
+]
+STOPS = [[], ["aab"], ["b aa", "aabb"], ["本語"], ["🙂🙂", "d"], ["</s>"], ["return x"], ["\n", " "], ["nowhere"]]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("stops", STOPS)
+def test_what_was_shown_is_the_beginning_of_the_text_before_the_first_stop(text, stops):
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer(text)["input_ids"]
+    places = [place for place in map(text.find, stops) if place >= 0]
+    expected = text[: min(places)] if places else text
+    draw = random.Random(0)
+    for _ in range(20):
+        answer, shown, left = Answer(tokenizer, stops), "", list(tokens)
+        while left:
+            count = draw.randint(1, 5)
+            part, left = left[:count], left[count:]
+            shown += answer.push(part, ended=not left)
+            assert expected.startswith(shown), (shown, expected)
+        assert shown == answer.text == expected
+        assert answer.stopped == bool(places)
+        assert decode(tokenizer, tokens) == text
+
+
+def test_text_that_can_not_become_a_stop_is_shown_at_once():
+    tokenizer = tiny_tokenizer()
+    answer = Answer(tokenizer, ["xyz"])
+    (a, x, y) = (tokenizer(letter)["input_ids"] for letter in "axy")
+    assert answer.push(a, False) == "a"
+    assert answer.push(x, False) == ""
+    assert answer.push(y, False) == ""
+    assert answer.push(a, False) == "xya"
+    assert answer.push(x, True) == "x", "the end settles what was held back"
+
+
+def test_half_a_character_at_the_end_is_shown_as_one_that_is_none():
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer("é")["input_ids"]
+    assert len(tokens) == 2
+    answer = Answer(tokenizer, [])
+    assert answer.push(tokens[:1], True) == "�"

@@ -1,0 +1,77 @@
+"""`python -m speculator serve`: what it refuses, and how it ends."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import exit_code
+
+from speculator.__main__ import main
+from speculator.cli import serve
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "70000"], "--port 70000 is not in 0..65535"),
+        (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
+        (["--api_key", "a b"], "--api_key has a line end, a space"),
+        (["--host", "no such host"], "can't listen at --host no such host --port 8000"),
+        (["--host", "192.0.2.1"], "can't listen at --host 192.0.2.1"),
+        (["--ngram", "--branches", "2"], "--ngram copies a chain"),
+        (["--port", "0", "--target", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_flags_are_one_line(capsys, target_folder, flags, said):
+    assert exit_code(main, ["serve", "--target", str(target_folder), *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_said_before_the_target_is_loaded(capsys, target_folder, monkeypatch):
+    monkeypatch.setattr(serve.Target, "load", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert exit_code(main, ["serve", "--target", str(target_folder), "--port", port]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else True)
+    assert exit_code(main, ["serve", "--target", str(target_folder)]) == 2
+    assert capsys.readouterr().err == "speculator: serve needs uvicorn: pip install 'speculator[serve]'\n"
+
+
+def test_sigterm_answers_what_is_in_flight_and_ends_well(target_folder):
+    command = [sys.executable, "-m", "speculator", "serve", "--target", str(target_folder), "--ngram", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+", line).group()
+        body = {"prompt": [5, 6], "max_tokens": 120, "stream": True, "temperature": 1.0}
+        with httpx.Client(base_url=url, timeout=60) as client:
+            for _ in range(100):  # it listens a moment later
+                try:
+                    client.get("/health").raise_for_status()
+                    break
+                except httpx.ConnectError:
+                    threading.Event().wait(0.05)
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,306 @@
+"""What the routes answer, and what they refuse."""
+
+import json
+import math
+
+import httpx
+import pytest
+import torch
+
+from speculator import Sampling, generate
+from speculator.server.app import Limits
+from speculator.streaming import decode
+
+PROMPT = [5, 6, 7, 8]
+CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+def events(response: httpx.Response) -> list[dict]:
+    """Of a stream, what came before its [DONE]."""
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_completion_is_what_generate_makes(client, chat_target, drafter, temperature):
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": temperature, "seed": 3, "return_token_ids": True}
+    expected = generate(chat_target, drafter, [PROMPT], Sampling(temperature, seed=3), max_new_tokens=12).tokens[0]
+    whole = client.post("/v1/completions", json=body).json()
+    (choice,) = whole["choices"]
+    assert choice["token_ids"] == expected
+    assert choice["prompt_token_ids"] == PROMPT
+    assert choice["text"] == decode(chat_target.tokenizer, expected)
+    assert choice["finish_reason"] == ("length" if len(expected) == 12 else "stop")
+    assert whole["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": len(expected),
+        "total_tokens": 4 + len(expected),
+    }
+    parts = events(client.post("/v1/completions", json=body | {"stream": True}))
+    assert [token for part in parts for token in part["choices"][0]["token_ids"]] == expected
+    assert "".join(part["choices"][0]["text"] for part in parts) == choice["text"]
+    assert parts[0]["choices"][0]["prompt_token_ids"] == PROMPT
+    assert [part["choices"][0]["finish_reason"] for part in parts][-1] == choice["finish_reason"]
+
+
+def test_several_prompts_and_answers_draw_from_streams_one_after_the_other(client, chat_target, drafter):
+    prompts, seeds = [PROMPT, [9, 9]], range(5, 11)
+    body = {"prompt": prompts, "n": 3, "max_tokens": 8, "seed": 5, "return_token_ids": True, "temperature": 1.5}
+    body |= {"top_k": 40, "top_p": 0.95, "min_p": 0.001}
+    expected = [
+        generate(chat_target, drafter, [prompt], Sampling(1.5, 40, 0.95, 0.001, seed=seed), max_new_tokens=8).tokens[0]
+        for prompt, seed in zip([PROMPT] * 3 + [[9, 9]] * 3, seeds, strict=True)
+    ]
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == expected
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert len({json.dumps(tokens) for tokens in expected[:3]}) == 3
+
+
+def test_without_a_seed_every_answer_is_another(client):
+    body = {"prompt": PROMPT, "n": 4, "max_tokens": 10, "temperature": 1.5, "return_token_ids": True}
+    choices = [choice for _ in range(2) for choice in client.post("/v1/completions", json=body).json()["choices"]]
+    assert len({json.dumps(choice["token_ids"]) for choice in choices}) == 8
+
+
+def test_a_stop_string_ends_the_text_before_it(client, chat_target, drafter):
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    stop = next(text[i : i + 2] for i in range(5, len(text)) if text[i : i + 2].isascii())
+    expected = generate(chat_target, drafter, [PROMPT], max_new_tokens=40, stop_strings=[stop]).tokens[0]
+    for given in (stop, ["nowhere", stop]):
+        (choice,) = client.post("/v1/completions", json=body | {"stop": given}).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+        assert choice["token_ids"] == expected
+        parts = events(client.post("/v1/completions", json=body | {"stop": given, "stream": True}))
+        assert "".join(part["choices"][0]["text"] for part in parts) == choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_the_targets_own(client, chat_target, stream):
+    body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0.7, "seed": 1, "logprobs": 3, "stream": stream}
+    response = client.post("/v1/completions", json=body | {"return_token_ids": True})
+    choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    told = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+    names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    with torch.no_grad():
+        logits = chat_target.model(torch.tensor([PROMPT + tokens]), use_cache=False).logits[0]
+    expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
+    assert told == pytest.approx([float(row[token]) for row, token in zip(expected, tokens, strict=True)])
+    assert names == [chat_target.tokenizer.decode([token]) for token in tokens]
+    assert offsets == [len("".join(names[:i])) for i in range(len(names))]
+    for top, row in zip(tops, expected, strict=True):
+        assert max(top.values()) == pytest.approx(float(row.max()))
+        assert 1 <= len(top) <= 3
+
+
+def test_a_chat_is_rendered_as_generate_renders_it(client, chat_target, drafter):
+    ids = chat_target.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    expected = generate(chat_target, drafter, [ids], max_new_tokens=9).tokens[0]
+    body = {"messages": CHAT, "max_completion_tokens": 9, "temperature": 0, "return_token_ids": True}
+    for messages in (CHAT, [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]):
+        whole = client.post("/v1/chat/completions", json=body | {"messages": messages}).json()
+        assert whole["prompt_token_ids"] == ids
+        assert whole["choices"][0]["token_ids"] == expected
+        message = {"role": "assistant", "content": decode(chat_target.tokenizer, expected)}
+        assert whole["choices"][0]["message"] == message
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
+    parts = events(client.post("/v1/chat/completions", json=body | asked))
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert parts[0]["prompt_token_ids"] == ids
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts[:-1]) == message["content"]
+    assert all(part["usage"] is None for part in parts[:-1])
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == len(expected)
+    scored = [each for part in parts[1:-1] for each in part["choices"][0]["logprobs"]["content"]]
+    assert [bytes(each["bytes"]).decode() for each in scored] == [each["token"] for each in scored]
+    assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] for each in scored), "greedy takes the likeliest"
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_contexts_end(client, chat_target):
+    body = {"messages": CHAT, "temperature": 0, "logit_bias": {}, "user": "me", "frequency_penalty": 0.0}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    full = whole["usage"]["total_tokens"] == chat_target.context_length
+    assert whole["choices"][0]["finish_reason"] == ("length" if full else "stop")
+
+
+REFUSED = [
+    ({"prompt": []}, "prompt", "there is none"),
+    ({"prompt": ""}, None, "prompt 1 is empty"),
+    ({"prompt": [1] * 400}, None, "leaves no room in the context"),
+    ({"prompt": [10**6]}, None, "has no token 1000000"),
+    ({"prompt": [-1]}, None, "has no token -1"),
+    ({"prompt": 5}, "prompt", "should be a valid"),
+    ({"prompt": [[1], "a"]}, "prompt", "should be a valid"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": "5"}, "max_tokens", "should be a valid integer"),
+    ({"max_tokens": True}, "max_tokens", "should be a valid integer"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 100}, "n", "at most 12 at a time"),
+    ({"n": 10**9}, "n", "less than or equal to 128"),
+    ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+    ({"temperature": "warm"}, "temperature", "should be a valid number"),
+    ({"temperature": 1e40}, None, "temperature must be in 0..1e+30"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 2}, "top_p", "less than or equal to 1"),
+    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"min_p": 1}, "min_p", "less than 1"),
+    ({"seed": 2**64}, "seed", "less than"),
+    ({"seed": 2**63 - 1, "n": 2}, None, "seed must be of 64 bits"),
+    ({"seed": 1.5}, "seed", "should be a valid integer"),
+    ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": ""}, "stop", "1 to 256 characters"),
+    ({"stop": [1]}, "stop", "should be a valid string"),
+    ({"stream": "yes"}, "stream", "should be a valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+    ({"stream": True, "stream_options": {"what": 1}}, "stream_options", "not permitted"),
+    ({"echo": True}, "echo", "not supported"),
+    ({"best_of": 2}, "best_of", "not supported"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"temprature": 1}, "temprature", "no such field"),
+]
+REFUSED_CHATS = [
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": "hi"}, "messages", "should be a valid array"),
+    ({"messages": [{"content": "hi"}]}, "messages", "it has no role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", "neither text nor parts"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "neither text nor parts"),
+    ({"messages": [{"role": "user"}]}, "messages", "it has no content"),
+    ({"tools": [{"type": "function"}]}, "tools", "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice", "'none'"),
+    ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
+    ({"prompt": "a"}, "prompt", "no such field"),
+]
+
+
+def test_what_is_not_supported_is_refused_in_openais_words(client):
+    both = [("/v1/completions", {"prompt": "a", "max_tokens": 3}, case) for case in REFUSED]
+    both += [("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3}, case) for case in REFUSED_CHATS]
+    for path, good, (bad, param, said) in both:
+        answer = client.post(path, json=good | bad)
+        assert answer.status_code == 400, (bad, answer.text)
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"], said in error["message"]) == (param, True), (bad, error)
+
+
+GARBAGE = [b"", b"{", b"[]", b"null", b"5", b'"text"', b"{}", b"\xff\xfe", b"\x00" * 100, b"[" * 100_000, b"{" * 5000]
+GARBAGE += [b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b'{"prompt": "a", "temperature": NaN}', b"a=b&c=d"]
+GARBAGE += [b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "seed": 1e5}', b'{"prompt": {"a": 1}}']
+GARBAGE += [b'{"prompt": "a"' + b',"x": 1' * 1000 + b"}", b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}"]
+GARBAGE += [b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", b'{"prompt": [1, 2', b'{"prompt": "a"}{"prompt": "b"}']
+GARBAGE += [b'{"prompt": [null]}', b'{"prompt": [[]]}', b'{"prompt": [1e3]}', b'{"prompt": ["a", 1]}', b"'a'"]
+GARBAGE += [
+    json.dumps({"prompt": value}).encode() for value in (None, True, 1.5, [True], [], [[]], [[1], [None]], [[[1]]])
+]
+GARBAGE += [json.dumps({"prompt": "a", "stop": value}).encode() for value in (5, {}, [[]], [None], "x" * 1000)]
+GARBAGE += [json.dumps({"prompt": "a", "model": value}).encode() for value in (5, [], {})]
+GARBAGE += [json.dumps({"prompt": "a", "stream_options": value}).encode() for value in (5, [], "x", True)]
+GARBAGE += [json.dumps({"messages": CHAT, "prompt": value}).encode() for value in ("a", 5)]
+
+
+def test_garbage_is_refused_and_harms_nobody(client):
+    assert len(GARBAGE) >= 50
+    for body in GARBAGE:
+        answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, (body[:60], answer.text)
+        assert answer.json()["error"]["message"]
+        answer = client.post("/v1/chat/completions", content=body)
+        assert answer.status_code == 400, (body[:60], answer.text)
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_other_paths_methods_and_models(client):
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == 256
+    for method, path, status in [
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+    ]:
+        answer = client.request(method, path)
+        assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
+    answer = client.post("/v1/completions", json={"model": "other", "prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_body_that_is_too_large_is_refused_whole_or_in_chunks(client):
+    def pieces():
+        for _ in range(160):
+            yield b"x" * 65536
+
+    large = {"prompt": "x" * 10_000_000}
+    for how in ({"json": large}, {"content": pieces()}):
+        answer = client.post("/v1/completions", **how)
+        assert answer.status_code == 413
+        assert "larger than 1,048,576 bytes" in answer.json()["error"]["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_metrics_say_what_the_steps_were(chat_target, drafter):
+    from speculator.server.metrics import Metrics  # a registry of its own
+
+    metrics = Metrics({"queue": ("Waiting", lambda: 3)})
+    made = generate(chat_target, drafter, [[5, 6], [7]], max_new_tokens=40)
+    for tokens, steps, reason in zip(made.tokens, made.steps, made.finish_reasons, strict=True):
+        metrics.ended(type("Ended", (), {"tokens": tokens, "steps": steps, "finish_reason": reason})())
+    lines = metrics.text().decode().splitlines()
+    page = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
+    count, total = (float(page[f"speculator_tokens_per_step_{name}"]) for name in ("count", "sum"))
+    assert math.isclose(total / count, made.tokens_per_step)
+    accepted = [float(value) for name, value in page.items() if name.startswith("speculator_accepted_total{")]
+    assert math.isclose(1 + sum(accepted) / count, made.tokens_per_step)
+    assert accepted == sorted(accepted, reverse=True)
+    assert float(page["speculator_new_tokens_total"]) == sum(map(len, made.tokens))
+    assert float(page["speculator_queue"]) == 3
+
+
+def test_the_page_of_metrics_counts_requests(client):
+    before = client.get("/metrics").text
+    client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+    client.post("/v1/completions", json={})
+    page = client.get("/metrics").text
+
+    def value(text: str, name: str) -> float:
+        return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " ")), 0.0)
+
+    for name, more in {
+        'speculator_requests_total{path="/v1/completions",status="200"}': 1,
+        'speculator_requests_total{path="/v1/completions",status="400"}': 1,
+        "speculator_time_to_first_token_seconds_count": 1,
+        "speculator_prompt_tokens_total": 1,
+    }.items():
+        assert value(page, name) == value(before, name) + more, name
+    assert value(page, "speculator_slots") == 4
+    assert value(page, "speculator_slots_in_use") == value(page, "speculator_queue") == 0
+
+
+def test_a_key_is_asked_for_under_v1_alone(chat_target):
+    from speculator.server.app import create_app
+    from speculator.server.worker import Worker
+
+    app = create_app(chat_target, Worker(lambda: None), api_key="secret", limits=Limits())
+    import anyio
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            for key, status in (("", 401), ("Bearer secre", 401), ("Bearer secret", 200), ("secret", 401)):
+                answer = await client.get("/v1/models", headers={"Authorization": key})
+                assert answer.status_code == status
+                if status == 401:
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                    assert "secret" not in answer.text
+            assert (await client.get("/health")).status_code == 503, "its engine has not been started"
+
+    anyio.run(ask)
