@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches
 from data.duplicates import NearDuplicates
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
+from data.sources import parse
 from speculator.chat import chat_text, chat_tokens
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
@@ -36,6 +37,11 @@ _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
 _TOLD = ("rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
+
+
+def names_self(sources: Sequence[str]) -> bool:
+    """Whether the target's own chats are among some sources."""
+    return any(source.location == SELF for source in parse(sources))
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,14 @@ def self_rows(
         "passes": passes,
     }
     return work.conclude(lambda: (({"input_ids": chat.ids, "loss_mask": chat.mask} for chat in whole), facts))
+
+
+def summary(folder: Path) -> str:
+    """What `self_rows` left in a folder, in a line."""
+    manifest = json.loads(read_text(folder / "manifest.json"))
+    rows = f"{folder}: {manifest['rows']:,} rows, {manifest['tokens']:,} new tokens, {manifest['seconds']:,.0f} s"
+    why = _listed(Counter(manifest["dropped"])) or "none"
+    return f"{rows}; of {manifest['begun']:,} prompts that the target wrote were dropped: {why}"
 
 
 def _listed(dropped: Counter[str]) -> str:

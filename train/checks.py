@@ -8,6 +8,8 @@ import datasets
 import torch
 from pyarrow import compute
 
+from data.magpie import SELF, names_self
+from data.sources import parse
 from speculator.errors import UserError
 from speculator.sampling import Sampling
 from speculator.target import Target
@@ -35,6 +37,7 @@ def settings(config: RunConfig) -> None:
         _positive("data", config.data, "max_tokens")
     if not 0 <= config.data.max_bad_rows <= 1:
         raise UserError(f"data.max_bad_rows {config.data.max_bad_rows} is not a share in 0..1")
+    own_source(config)
     _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
     if head.tie_weights and head.n_predict == 1 and head.architecture != "eagle3":
         raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
@@ -74,6 +77,21 @@ def settings(config: RunConfig) -> None:
             f"eval.max_new_tokens must be at least {head.n_predict + 2}, so that a whole step can be tuned, or "
             "eval.tune_prompts 0"
         )
+
+
+def own_source(config: RunConfig) -> None:
+    """What is wrong with the settings of the source self, if it is one."""
+    own, count = config.data.self, [source.location for source in parse(config.data.sources)].count(SELF)
+    if not count:
+        return
+    if count > 1:
+        raise UserError(f"data.sources names {SELF} twice")
+    _positive("data.self", own, "max_rows", "turns", "max_prompt_tokens", "max_new_tokens", "batch_size")
+    if not own.temperatures:
+        raise UserError("data.self.temperatures is empty: name one at least")
+    for temperature in own.temperatures:
+        Sampling(temperature)
+    Sampling(own.prompt_temperature, top_p=own.prompt_top_p)
 
 
 def _stage(name: str, stage: StageConfig) -> None:
@@ -118,6 +136,9 @@ def fits_target(config: RunConfig, target: Target) -> None:
         "data.seq_length": config.data.seq_length,
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
     }
+    if names_self(config.data.sources):
+        own = config.data.self
+        longest["data.self.max_prompt_tokens + data.self.max_new_tokens"] = own.max_prompt_tokens + own.max_new_tokens
     if config.stage2.max_steps:
         generate = config.stage2.generate
         own_sampling(generate)

@@ -70,11 +70,34 @@ class SpeculatorConfig:
 
 
 @dataclass
+class SelfConfig:
+    """What the source self writes before there is a head: chats of which the target writes both sides."""
+
+    max_rows: int = 4000
+    """Chats that it begins; those whose prompt can't be used are dropped."""
+    turns: int = 1
+    """Of the user in a chat, at most."""
+    max_prompt_tokens: int = 256
+    """Tokens of a user's turn at most."""
+    prompt_temperature: float = 1.0
+    """Of the user's turns."""
+    prompt_top_p: float = 0.99
+    """Of the user's turns."""
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    """Of the answers, which take them in turn."""
+    max_new_tokens: int = 256
+    """Tokens of an answer at most."""
+    batch_size: int = 16
+    """Rows decoded together."""
+
+
+@dataclass
 class DataConfig:
     """What to train on."""
 
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
-    """Each a hub dataset id, a local .jsonl, .json, .parquet or .txt (.gz too), a folder or python-sources; @weight."""
+    """Each a hub dataset id, a local .jsonl, .json, .parquet or .txt (.gz too), a folder, python-sources, or self: the
+    target writes it; @weight."""
     seq_length: int = 256
     """Tokens per row."""
     max_tokens: int | None = None
@@ -83,6 +106,8 @@ class DataConfig:
     """python-sources: at most this much of each top-level package."""
     max_bad_rows: float = 0.05
     """Rows that can't be used are left out, counted and shown; a larger share of them is an error; 0 allows none."""
+    self: SelfConfig = field(default_factory=SelfConfig)
+    """How the source self is written."""
 
 
 @dataclass

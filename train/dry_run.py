@@ -25,6 +25,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
+from data.magpie import SELF, names_self
 from data.readers import PYTHON_SOURCES, hub_id
 from data.sources import parse
 from speculator.errors import UserError
@@ -57,7 +58,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     """
     checks.settings(config)
     for source in parse(config.data.sources):
-        if source.location != PYTHON_SOURCES and not Path(source.location).exists():
+        if source.location not in (PYTHON_SOURCES, SELF) and not Path(source.location).exists():
             hub_id(source.location)
     known = _known_config(config)
     drafted, whole = config.speculator.draft_vocab_size, known.get_text_config().vocab_size if known else None
@@ -221,7 +222,10 @@ def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int)
     """How large the real run is."""
     yield f"the real run, on {processes} process{'es' if processes > 1 else ''}:"
     yield f"  head: {_head_size(config, known)}"
-    generate = config.stage2.generate
+    own, generate = config.data.self, config.stage2.generate
+    if names_self(config.data.sources):
+        most = own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
+        yield f"  {SELF}: the target writes {own.max_rows:,} chats first, at most {most:,} new tokens; not tried"
     row = {"stage1": f"{config.data.seq_length:,} tokens", "stage2": f"at most {generate.max_new_tokens:,} new tokens"}
     length = {"stage1": config.data.seq_length, "stage2": generate.max_new_tokens}
     for name, stage in _stages(config).items():

@@ -35,6 +35,7 @@ from train.config import RunConfig
 from train.dry_run import rehearse
 from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import new_head
+from train.self_source import written
 from train.stages import is_published, publish, train_stage
 
 _PROMPTS_PER_TEXT = 4
@@ -82,12 +83,13 @@ def _run(config: RunConfig) -> None:
     set_seed(config.seed)
     target = Target.load(config.target.name_or_path, revision=config.target.revision, dtype=config.target.dtype)
     checks.fits_target(config, target)
-    train_rows, validation_rows = rows(config, target, "train"), rows(config, target, "validation")
+    read = written(config, target)
+    train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
     suites = {
-        "validation": prompts_of(config, target, "validation", config.eval.validation_prompts),
-        "held-out": prompts_of(config, target, "held-out", config.eval.max_prompts),
+        "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
+        "held-out": prompts_of(read, target, "held-out", config.eval.max_prompts),
     }
-    own_prompts = own_prompts_of(config, target) if config.stage2.max_steps else None
+    own_prompts = own_prompts_of(read, target) if config.stage2.max_steps else None
     count = None if own_prompts is None else len(own_prompts)
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
     head = new_head(config, target, train_rows)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
-from data.magpie import ROWS, SELF, self_rows
+from data.magpie import ROWS, SELF, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
@@ -188,8 +188,7 @@ def _line(folder: Path) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
     line = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
     if "dropped" in manifest:
-        why = ", ".join(f"{count:,} {fault}" for fault, count in manifest["dropped"].items())
-        return f"{line}; of {manifest['begun']} prompts that the target wrote were dropped: {why or 'none'}"
+        return summary(folder)
     speed = manifest["tokens_per_second"]
     if manifest["tokens_per_step"] and manifest["drafter"]:
         line += f", {manifest['tokens_per_step']:.2f} tokens per step"

@@ -4,52 +4,19 @@ import json
 from collections import Counter
 
 import pytest
-import torch
-from conftest import tiny_tokenizer
+from chat_targets import CHATML, PLAIN, chatty, tiny_llama, tokenizer_of
 
 from data.magpie import self_rows, turns_of
-from speculator import Target, UserError
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-PLAIN = (
-    "{% for m in messages %}{{ ('Q: ' if m['role'] == 'user' else 'A: ') + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
-)
-
-
-def tokenizer_of(template):
-    tokenizer = tiny_tokenizer(280)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = template
-    return tokenizer
+from speculator import UserError
 
 
 @pytest.fixture(scope="module")
 def model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    return LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None))
-
-
-def chatty(model, template=CHATML):
-    """A random model whose turns end, about one token in eight."""
-    tokenizer = tokenizer_of(template)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    with torch.no_grad():
-        model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-        model.lm_head.weight[end] *= 3
-    model.generation_config.eos_token_id = end
-    return Target(model, tokenizer)
+    return tiny_llama()
 
 
 def made(target, folder, **changes):
-    settings = {"rows": 12, "max_prompt_tokens": 24, "max_new_tokens": 12, "batch_size": 2, "progress": False}
+    settings = {"rows": 60, "max_prompt_tokens": 24, "max_new_tokens": 12, "batch_size": 8, "progress": False}
     return list(self_rows(target, settings.pop("drafter", None), folder, **{**settings, **changes}))
 
 
@@ -83,9 +50,9 @@ def test_rows_are_chats_with_the_answers_to_learn(model, tmp_path, turns):
         assert again == row["input_ids"] or turns  # what is sampled need not be how the text is cut
     assert max(asked) == turns
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["begun"] == 12
+    assert manifest["begun"] == 60
     assert manifest["rows"] == len(rows)
-    assert manifest["rows"] + sum(manifest["dropped"].values()) >= 12
+    assert manifest["rows"] + sum(manifest["dropped"].values()) >= 60
     assert manifest["tokens"] == sum(sum(row["loss_mask"]) for row in rows)
     assert [each["what"] for each in manifest["passes"]] == ["prompts", "answers"] * turns
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}

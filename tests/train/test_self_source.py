@@ -1,0 +1,156 @@
+"""`train.py --data.sources '[self]'`: the target writes what the run reads, and nobody else need know."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from chat_targets import chatty, save, tiny_llama
+from datasets import load_from_disk
+from filelock import FileLock
+
+from data import magpie
+from data.prepare import cache_folder
+from speculator.errors import UserError
+from speculator.target import Target
+from train import self_source
+from train.config import parse
+from train.dry_run import rehearse
+from train.run import _run, rows
+from train.self_source import folder_of, written
+
+SIZES = {
+    "data.seq_length": 16,
+    "data.self.max_rows": 400,
+    "data.self.max_prompt_tokens": 16,
+    "data.self.max_new_tokens": 16,
+    "data.self.batch_size": 32,
+    "speculator.n_predict": 2,
+    "stage2.max_steps": 0,
+    "eval.validation_rows": 2,
+    "eval.validation_prompts": 2,
+    "eval.tune_prompts": 0,
+    "eval.prompt_tokens": 8,
+    "eval.max_prompts": 2,
+    "eval.max_new_tokens": 8,
+    "report_to": "none",
+}
+for _stage in ("stage1", "stage2"):
+    SIZES |= {f"{_stage}.{name}": 2 for name in ("per_device_train_batch_size", "eval_steps", "save_steps")}
+    SIZES |= {f"{_stage}.warmup_steps": 0, f"{_stage}.logging_steps": 1}
+SIZES["stage1.max_steps"] = 2
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    return save(chatty(tiny_llama()), tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.fixture(scope="module")
+def target(chat_folder):
+    return Target.load(str(chat_folder))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+
+
+def config_of(chat_folder, output, **changes):
+    named = {"target.name_or_path": chat_folder, "data.sources": "[self]", "output_dir": output}
+    settings = {**named, **SIZES, **changes}
+    return parse([word for key, value in settings.items() for word in (f"--{key}", str(value))])
+
+
+def test_a_run_without_any_data(chat_folder, tmp_path, capsys):
+    config = config_of(chat_folder, tmp_path / "run")
+    _run(config)
+    record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
+    assert record["data"]["sources"] == ["self"]
+    assert "| training data | self |" in (tmp_path / "run" / "speculator" / "README.md").read_text()
+    assert json.loads((tmp_path / "run" / "eval" / "report.json").read_text())["suites"]
+    said = capsys.readouterr().err
+    assert "writes 400 chats into" in said
+    assert "of 400 prompts that the target wrote were dropped" in said
+    (folder,) = [path for path in cache_folder().glob("self-*") if path.is_dir()]
+    whole = (folder / "manifest.json").read_bytes()
+    _run(replace(config, output_dir=str(tmp_path / "other")))  # reads what is there
+    assert (folder / "manifest.json").read_bytes() == whole
+
+
+def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": f"{i} the quick brown fox " * 20}) + "\n" for i in range(200)))
+    config = config_of(chat_folder, tmp_path / "run", **{"data.sources": f"[self@0.5, {other}@0.5]"})
+    packed = rows(written(config, target), target, "train")
+    own = sum("fox" not in target.tokenizer.decode(row["input_ids"]) for row in packed)
+    assert 0.3 < own / len(packed) < 0.7
+
+
+def test_what_chats_depend_on_names_their_folder(chat_folder, target, tmp_path):
+    config = config_of(chat_folder, tmp_path / "run")
+    others = [{"seed": 1}, {"data.self.max_rows": 99}, {"data.self.temperatures": "[0.0, 1.0]"}]
+    folders = {folder_of(config_of(chat_folder, tmp_path / "run", **other), target) for other in [{}, *others]}
+    assert len(folders) == 4
+    assert folder_of(config_of(chat_folder, tmp_path / "elsewhere", **{"data.seq_length": 8}), target) in folders
+    assert folder_of(config, target) in folders
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.self.max_rows": 0}, "data.self.max_rows must be at least 1"),
+        ({"data.self.temperatures": "[]"}, "data.self.temperatures is empty"),
+        ({"data.self.prompt_top_p": 0}, "top_p must be in"),
+        ({"data.sources": "[self, self]"}, "data.sources names self twice"),
+        ({"data.self.max_new_tokens": 200}, "data.self.max_prompt_tokens + data.self.max_new_tokens is 216, but"),
+        ({"data.sources": "[self, nowhere.jsonl]"}, "no such source: nowhere.jsonl"),
+        ({"data.sources": "[self, empty.jsonl]"}, "empty.jsonl holds nothing to train on"),
+    ],
+)
+def test_wrong_input_is_known_before_the_target_writes(chat_folder, tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("")
+    monkeypatch.setattr(self_source, "self_rows", lambda *_, **__: pytest.fail("the target writes"))
+    with pytest.raises(UserError) as refusal:
+        _run(config_of(chat_folder, tmp_path / "run", **changes))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_launch_does_not_write_as_well(chat_folder, target, tmp_path):
+    config = config_of(chat_folder, tmp_path / "run")
+    folder = folder_of(config, target)
+    folder.parent.mkdir()
+    with FileLock(f"{folder}.lock"), pytest.raises(UserError, match="another run is writing these chats"):
+        written(config, target)
+    assert not folder.exists()
+
+
+def test_a_rehearsal_says_how_much_is_written_and_writes_nothing(chat_folder, tmp_path, capsys):
+    rehearse(config_of(chat_folder, tmp_path / "run"), _run)
+    assert "self: the target writes 400 chats first, at most 12,800 new tokens" in capsys.readouterr().out
+    assert not cache_folder().exists()
+
+
+def test_chats_go_on_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
+    config = config_of(chat_folder, tmp_path / "run")
+    whole = list(load_from_disk(str(Path(written(config, target).data.sources[0]) / "rows")))
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "again"))
+    made = []
+
+    def killed(*arguments, **settings):
+        made.append(settings["title"])
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return generate(*arguments, **settings)
+
+    generate = magpie.generate_rows
+    monkeypatch.setattr(magpie, "generate_rows", killed)
+    with pytest.raises(KeyboardInterrupt):
+        written(config, target)
+    assert not (folder_of(config, target) / "manifest.json").exists()
+    assert list(load_from_disk(str(Path(written(config, target).data.sources[0]) / "rows"))) == whole
+    assert made == ["prompts", "answers", "prompts", "answers"]

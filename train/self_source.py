@@ -1,0 +1,90 @@
+"""The source `self` in a run: the target's own chats, written once into the cache, for later runs too."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import PartialState
+from filelock import FileLock, Timeout
+
+from data.magpie import SELF, names_self, self_rows, summary
+from data.prepare import cache_folder
+from data.sources import SourceError, parse, token_documents
+from data.tally import Tally, tell
+from speculator.errors import UserError
+from speculator.files import make_folder
+from speculator.sampling import Sampling
+from speculator.target import Target, dtype_name
+from train.checkpoint import writing
+from train.config import RunConfig
+
+
+def written(config: RunConfig, target: Target) -> RunConfig:
+    """The config with the folder of the target's chats in the place of `self`, for those who read sources.
+
+    On every process of the run. The chats are written unless they are there, after a look at the other sources.
+
+    Raises:
+        UserError: another source can't be read; another run is writing these chats; or as `self_rows`.
+    """
+    if not names_self(config.data.sources):
+        return config
+    sources, folder = parse(config.data.sources), folder_of(config, target)
+    for source in sources:
+        if source.location != SELF:
+            _look_at(source.location, config, target)
+    with writing(cache_folder()):
+        _write(config, target, folder)
+    named = [(str(folder) if source.location == SELF else source.location, source.weight) for source in sources]
+    read = [name if weight is None else f"{name}@{weight:f}" for name, weight in named]
+    return replace(config, data=replace(config.data, sources=read))
+
+
+def folder_of(config: RunConfig, target: Target) -> Path:
+    """Where the chats lie: named after all that they depend on."""
+    who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
+    key = json.dumps([*who, dataclasses.asdict(config.data.self), config.seed])
+    return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
+
+
+def _look_at(location: str, config: RunConfig, target: Target) -> None:
+    """Read a source up to its first document, before the target writes for hours."""
+    tally = Tally(config.data.max_bad_rows)
+    packages = config.data.max_package_bytes
+    found = token_documents([location], "train", target.tokenizer, max_package_bytes=packages, tally=tally)
+    if next(found, None) is None:
+        raise SourceError(f"the train split of {location} holds nothing to train on")
+
+
+def _write(config: RunConfig, target: Target, folder: Path) -> None:
+    own, main = config.data.self, PartialState().is_main_process
+    lock = FileLock(f"{folder}.lock")
+    if main and not (folder / "manifest.json").exists():
+        make_folder(folder.parent)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(f"{folder}: another run is writing these chats; start again when it has") from None
+        tell(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
+    PartialState().wait_for_everyone()
+    try:
+        self_rows(
+            target,
+            None,
+            folder,
+            rows=own.max_rows,
+            turns=own.turns,
+            asking=Sampling(own.prompt_temperature, top_p=own.prompt_top_p),
+            max_prompt_tokens=own.max_prompt_tokens,
+            answering=[Sampling(temperature) for temperature in own.temperatures],
+            max_new_tokens=own.max_new_tokens,
+            batch_size=own.batch_size,
+            seed=config.seed,
+        )
+    finally:
+        lock.release()
+    tell(f"{SELF}: {summary(folder)}")
