@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally, tell
 from speculator import chat
-from speculator.files import digest, make_folder, new_folder, write_text
+from speculator.files import cache_folder, digest, make_folder, new_folder, write_text
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
@@ -28,12 +27,6 @@ _MANIFEST = "manifest.json"
 
 class TooLittleTextError(SourceError):
     """A split that does not fill one row."""
-
-
-def cache_folder() -> Path:
-    """$SPECULATOR_CACHE, or `speculator` under the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(os.environ.get("SPECULATOR_CACHE", Path(home) / "speculator"))
 
 
 def token_rows(

@@ -18,6 +18,12 @@ from safetensors import SafetensorError
 from speculator.errors import UserError, first_line, refuse
 
 
+def cache_folder() -> Path:
+    """$SPECULATOR_CACHE, or `speculator` under the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(os.environ.get("SPECULATOR_CACHE", Path(home) / "speculator"))
+
+
 def write_text(path: Path, text: str) -> None:
     """`write_bytes` of a text as UTF-8; half of a surrogate pair, which a path may have, as its escape."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))

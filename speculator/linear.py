@@ -1,20 +1,40 @@
-"""Matrix products on a CPU, by oneDNN: a few rows at about the price of one.
+"""Matrix products on a CPU, by oneDNN where it is faster: a few rows at about the price of one.
 
 Speculation pays because a verify pass of G+1 tokens reads the weights once, as a plain step does. With torch's own
-product (MKL's) a few rows cost two or three times one on some processors (docs/benchmarks/linear.md). Here the weight
-is laid out once for oneDNN, and multiplied by the operators that torch.compile's generated code calls. A second copy of
-the weights is kept for it. Small products, other dtypes and devices, and calls that need a gradient go torch's own way.
+product (MKL's) a few rows cost two or three times one on some processors (docs/benchmarks/linear.md). So a weight is
+laid out once for oneDNN, and multiplied by the operators that torch.compile's generated code calls. Where torch's own
+is clearly faster differs by processor, shape and number of rows: both are timed when a model is loaded, once for each
+shape on a machine. A weight that oneDNN multiplies has a second copy for it. Small products, other dtypes and devices,
+and calls that need a gradient go torch's own way.
 """
 
 from __future__ import annotations
 
+import json
+import platform
+import re
+import time
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import cycle
+from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
-# Multiplications below which a call costs more than its product.
+from speculator.errors import UserError
+from speculator.files import cache_folder, make_folder, write_json
+
+# Multiplications below which a call costs more than its product, unless it was timed.
 _SMALL = 2**18
+TIMED_ROWS = (1, 2, 3, 5, 8, 16)  # those between go with the next
+_TIMED = 2**21  # elements of a shape's matrices that are timed: more than the nearest caches hold
+_SECONDS = 0.8  # for all of a model's shapes
+_LEAST_TURNS, _MOST_TURNS = 8, 50  # fewer say nothing, more nothing new
+_GAIN = 0.9  # the share of the usual way's time that the other one stays below, in three of four pairs
 
 
 def _dtypes() -> tuple[torch.dtype, ...]:
@@ -28,10 +48,17 @@ FAST_DTYPES = _dtypes()
 """What oneDNN multiplies on this processor without emulation."""
 
 
-def _pays(x: Tensor, weight: Tensor) -> bool:
+def processor() -> str:
+    """The CPU's name."""
+    with suppress(OSError):
+        if named := re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return named[1].strip()
+    return platform.machine()
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.numel() * weight.shape[0] >= _SMALL
-        and x.dtype is weight.dtype
+        x.dtype is weight.dtype
         and x.dtype in FAST_DTYPES
         and x.is_cpu
         and weight.is_cpu
@@ -44,18 +71,23 @@ def product(
     matrix: Tensor,  # [O, I]
 ) -> Tensor:  # [..., O]
     """`x @ matrix.T` without a gradient, by oneDNN where that is fast: for many rows, as nothing is kept."""
-    return _onednn(x, matrix, None) if _pays(x, matrix) else nn.functional.linear(x, matrix)
+    large = x.numel() * matrix.shape[0] >= _SMALL
+    return _onednn(x, matrix) if large and _fits(x, matrix) else nn.functional.linear(x, matrix)
 
 
-def _onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, matrix, bias, "none", [], "")
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
 class _Copy:
     """A weight as oneDNN wants it."""
 
     def __init__(self, weight: Tensor):
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self.packed = _packed(weight)
         # Held, so that no other tensor comes to lie where it was.
         self._original, self._version = weight.detach(), weight._version
 
@@ -71,15 +103,23 @@ class PackedLinear(nn.Linear):
     """
 
     _copy: _Copy | None = None
+    packs: list[bool] | None = None  # for each of TIMED_ROWS whether to multiply by the packed weight; None: not timed
 
     def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-        needs_gradient = torch.is_grad_enabled() and input.requires_grad
-        trained = self.weight.requires_grad
-        if torch.compiler.is_compiling() or needs_gradient or trained or not _pays(input, self.weight):
+        trained = self.weight.requires_grad or (torch.is_grad_enabled() and input.requires_grad)
+        if torch.compiler.is_compiling() or trained or not _fits(input, self.weight):
             return super().forward(input)
-        if self._copy is None or not self._copy.is_of(self.weight):
-            self._copy = _Copy(self.weight)
-        return _onednn(input, self._copy.packed, self.bias)
+        weight, bias, packs, rows = self.weight, self.bias, self.packs, input.shape[:-1].numel()
+        fast = rows * weight.numel() >= _SMALL
+        if packs and 0 < rows <= TIMED_ROWS[-1]:
+            fast = packs[bisect_left(TIMED_ROWS, rows)]
+        if not fast:
+            return super().forward(input)
+        if packs and not any(packs):
+            return _onednn(input, weight, bias)  # many rows: a weight that is laid out anew for them
+        if self._copy is None or not self._copy.is_of(weight):
+            self._copy = _Copy(weight)
+        return _onednn(input, self._copy.packed, bias)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
@@ -92,14 +132,21 @@ def pack_linears(module: nn.Module, copies: dict[nn.Module, _Copy] | None = None
         module: where they are looked for.
         copies: what `unpack_linears` gave when these were made plain again, so that they are not copied anew.
 
-    Gives those that were changed.
+    Gives those that were changed. The first model with matrices of a shape times them, under a second in all; the
+    choice is kept in the user's cache folder.
     """
     # Weights made under inference mode don't say when they change.
     parts: list = [p for p in module.modules() if type(p) is nn.Linear and not p.weight.is_inference()]
+    alike: dict[str, list[Tensor]] = defaultdict(list)
     for part in parts:
         part.__class__ = PackedLinear
         if copies and part in copies:
             part._copy = copies[part]
+        if TIMED_ROWS[-1] * part.weight.numel() >= _SMALL and _fits(part.weight, part.weight):
+            alike[_shape(part.weight)].append(part.weight.detach())
+    chosen = _choices(alike) if alike else {}
+    for part in parts:
+        part.packs = chosen.get(_shape(part.weight)) or None
     return parts
 
 
@@ -109,5 +156,68 @@ def unpack_linears(parts: Iterable[PackedLinear]) -> dict[nn.Module, _Copy]:
     for part in parts:
         if copy := part.__dict__.pop("_copy", None):
             copies[part] = copy
+        part.__dict__.pop("packs", None)
         part.__class__ = nn.Linear  # type: ignore[assignment]
     return copies
+
+
+def _shape(weight: Tensor) -> str:
+    return f"{weight.dtype} {weight.shape[1]}x{weight.shape[0]}"
+
+
+_known: dict[Path, dict[str, list[bool]]] = {}
+
+
+def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
+    """`PackedLinear.packs` of these shapes, among others: as stored, or timed now and stored where that can be."""
+    machine = f"{processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+    file = cache_folder() / "products" / (re.sub(r"[^\w.+]+", "-", f"{machine} torch {torch.__version__}") + ".json")
+    known = _known.setdefault(file, {})
+    if weights.keys() <= known.keys():
+        return known
+    with suppress(OSError, UserError):  # where nothing can be stored, each process times for itself
+        make_folder(file.parent)
+        with FileLock(f"{file}.lock", timeout=10):  # who comes second reads what the first has timed
+            with suppress(OSError, ValueError, AttributeError, TypeError):  # damaged: made again
+                stored = json.loads(file.read_text()).items()
+                known |= {name: packs for name, packs in stored if len(packs) == len(TIMED_ROWS)}
+            _time(weights, known)
+            write_json(file, {name: packs for name, packs in known.items() if packs})
+    _time(weights, known)
+    return known
+
+
+def _time(weights: dict[str, list[Tensor]], known: dict[str, list[bool]]) -> None:
+    missing = sorted(weights.keys() - known.keys(), key=lambda name: weights[name][0].numel())
+    ends = time.perf_counter() + _SECONDS
+    for i, name in enumerate(missing):
+        known[name] = _timed(weights[name], (ends - time.perf_counter()) / (len(missing) - i))
+
+
+@torch.inference_mode()
+def _timed(weights: list[Tensor], limit: float) -> list[bool]:
+    """For each of `TIMED_ROWS` whether to pack: as without timing, unless paired calls show a clear gain by the other.
+
+    Nothing, if the machine is too busy to tell within `limit` seconds.
+    """
+    inputs, size, ends = weights[0].shape[1], weights[0].numel(), time.perf_counter() + limit
+    # A few whole matrices, or the upper part of a large one.
+    plain = [weight[: max(1, _TIMED // inputs)] for weight in weights[: max(1, _TIMED // size)]]
+    pairs = cycle([(weight, _packed(weight)) for weight in plain])
+    ratios: dict[int, list[float]] = {rows: [] for rows in TIMED_ROWS}  # torch's own time over the packed product's
+    while len(ratios[1]) < _MOST_TURNS and time.perf_counter() < ends:
+        for rows, each in ratios.items():
+            x, (weight, packed) = torch.ones(rows, inputs, dtype=weights[0].dtype), next(pairs)
+            started = time.perf_counter()
+            nn.functional.linear(x, weight)
+            between = time.perf_counter()
+            _onednn(x, packed)
+            each.append((between - started) / (time.perf_counter() - between))
+    quarter, packs = (len(ratios[1]) - 1) // 4, []
+    for rows, each in ratios.items():
+        ordered = sorted(each[1:])  # the first warms up
+        if len(ordered) < _LEAST_TURNS:
+            return []
+        usual = rows * size >= _SMALL
+        packs.append(ordered[-1 - quarter] > _GAIN if usual else ordered[quarter] > 1 / _GAIN)
+    return packs

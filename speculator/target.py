@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import re
 import warnings
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from speculator.draft import Draft
 from speculator.errors import UserError, refuse
 from speculator.gguf import complete, is_gguf, located
 from speculator.kv_cache import Form, KVCache, forms
-from speculator.linear import pack_linears
+from speculator.linear import pack_linears, processor
 from speculator.probing import neighbours_matter, original_context, read_windows
 from speculator.stored import CONFIG, check_headers, read_object
 from speculator.taps import Taps
@@ -453,11 +452,7 @@ def hardware(device: torch.device) -> str:
     """The machine in a line: GPU, or CPU and its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"CPU {model or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"CPU {processor()}, {torch.get_num_threads()} threads"
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:

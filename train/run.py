@@ -15,7 +15,7 @@ from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
-from data.prepare import cache_folder, token_rows
+from data.prepare import token_rows
 from data.prompts import Prompts, Room, prompts
 from data.tally import Tally
 from eval import tracking
@@ -28,6 +28,7 @@ from speculator.checkpoints.card import write_card
 from speculator.checkpoints.loading import bind, load_head
 from speculator.drafters.tuned import TUNED, tuned_drafter
 from speculator.errors import run_command
+from speculator.files import cache_folder
 from speculator.target import Target
 from train import checks
 from train.checkpoint import writing
