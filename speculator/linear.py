@@ -169,7 +169,10 @@ _known: dict[Path, dict[str, list[bool]]] = {}
 
 
 def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
-    """`PackedLinear.packs` of these shapes, among others: as stored, or timed now and stored where that can be."""
+    """`PackedLinear.packs` of these shapes, among others: as stored, or timed now and stored where that can be.
+
+    What could not be told is stored too: the same products give the same bits in every run on a machine.
+    """
     machine = f"{processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
     file = cache_folder() / "products" / (re.sub(r"[^\w.+]+", "-", f"{machine} torch {torch.__version__}") + ".json")
     known = _known.setdefault(file, {})
@@ -180,9 +183,9 @@ def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
         with FileLock(f"{file}.lock", timeout=10):  # who comes second reads what the first has timed
             with suppress(OSError, ValueError, AttributeError, TypeError):  # damaged: made again
                 stored = json.loads(file.read_text()).items()
-                known |= {name: packs for name, packs in stored if len(packs) == len(TIMED_ROWS)}
+                known |= {name: packs for name, packs in stored if len(packs) in (0, len(TIMED_ROWS))}
             _time(weights, known)
-            write_json(file, {name: packs for name, packs in known.items() if packs})
+            write_json(file, known)
     _time(weights, known)
     return known
 
@@ -198,7 +201,7 @@ def _time(weights: dict[str, list[Tensor]], known: dict[str, list[bool]]) -> Non
 def _timed(weights: list[Tensor], limit: float) -> list[bool]:
     """For each of `TIMED_ROWS` whether to pack: as without timing, unless paired calls show a clear gain by the other.
 
-    Nothing, if the machine is too busy to tell within `limit` seconds.
+    Nothing, which is as without timing, if the machine is too busy to tell within `limit` seconds.
     """
     inputs, size, ends = weights[0].shape[1], weights[0].numel(), time.perf_counter() + limit
     # A few whole matrices, or the upper part of a large one.
