@@ -137,6 +137,10 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if not isinstance(category, str):
         raise UserError(f'{where}: "category" is not text')
     if key == "messages":
+        for message in value:  # an assistant that calls tools has no content
+            content, role = message.get("content"), message.get("role")
+            if not isinstance(content, str | list) and (content is not None or role == "user"):
+                raise UserError(f'{where}: "content" of a message is not text')
         return Prompt(value, [], True, given.get("tools"), category, where)
     return Prompt([_user(texts[0])], texts[1:], key != "prompt", None, category, where)
 
