@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
+from data.connection import MOST_BYTES, Connection, RefusedError
 from data.onpolicy import ON_POLICY, record_of
-from speculator.chat import chat_text
+from data.rendering import end_of_answer
 from speculator.checkpoints.layout import base_config
-from speculator.errors import UserError, check_secret, check_text, first_line, hide, refuse
-from speculator.files import parse_json
+from speculator.errors import UserError, check_text, refuse
 from speculator.sampling import Sampling
 
 CONCURRENCY = 32
 """Requests at a time."""
-_TRIES = 8
-_FIRST_DELAY = 0.5  # seconds; doubled from try to try, so a server may be gone for a minute
-_CONNECT_SECONDS = 10.0
 _FIRST_SECONDS = 30.0  # until a server that was not heard of has said which models it has
-_ANSWER_SECONDS = 600.0  # from a request to the last byte of its answer
-_MOST_BYTES = 1 << 20  # of an answer, beside those of its tokens
 _BYTES_PER_TOKEN = 1 << 10
 _MOST_OF_ALL = 32 << 20
-_FAULT_BYTES = 4096  # of an error's text, of which a line is shown
-_NOT_SO = (400, 404, 405, 415, 422, 501)  # what servers say of a path, a prompt or a field that they don't know
 _PROBE_TOKENS = 32
 _PROBE_PROMPTS = 4
 _WARM = 0.5  # from this temperature on, texts that are alike under two seeds were not sampled
@@ -60,10 +50,6 @@ class _Form:
 
     kind: str
     extended: bool
-
-
-class _RefusedError(UserError):
-    """The server won't take a prompt in this form."""
 
 
 def fetch_rows(
@@ -135,7 +121,7 @@ async def _fetch(
             if not left[batch]:
                 work.write(batch, [answers.pop(row) for row in batches[batch]])
 
-    async with server.client:
+    async with server.connection.client:
         await server.probe(prompts, seed)
         tasks = [asyncio.ensure_future(ask()) for _ in range(min(concurrency, len(prompts)))]
         try:
@@ -155,23 +141,9 @@ class _Server:
     def __init__(
         self, url: str, target: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
     ):
-        self._base, self.url = _checked(url)  # with the password of the URL, and without
-        key = _key()
-        self._secrets = key, httpx.URL(self._base).password
+        self.connection = Connection(url)
+        self.url = self.connection.url
         self.tokenizer, self.sampling, self.max_new_tokens = tokenizer, sampling, max_new_tokens
-        # Answers come as they are: what is compressed may be a thousand times as large as it looks.
-        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-        try:
-            self.client = httpx.AsyncClient(
-                headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
-                timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-                limits=httpx.Limits(max_connections=None),
-            )
-        except (ValueError, OSError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"the environment's proxy or certificates can't be used: {self._said(first_line(error))}"
-            ) from None
-        self._reached = self._answered = False
         self._forms: dict[bool, _Form] = {}
         self._ends: dict[bool, int | None] = {}
         self._target = target
@@ -182,9 +154,9 @@ class _Server:
     async def probe(self, prompts: Sequence[Prompt], seed: int) -> None:
         """Find out the model's name, the form of prompt to use, and whether the server samples."""
         try:
-            listed = await self._answer("GET", "models", tries=3, seconds=_FIRST_SECONDS)
+            listed = await self.connection.json("GET", "models", tries=3, seconds=_FIRST_SECONDS)
         except UserError:
-            if not self._reached:
+            if not self.connection.reached:
                 raise
             listed = None  # some servers have no list, or fail to make it
         models = listed.get("data") if isinstance(listed, dict) else None
@@ -206,7 +178,7 @@ class _Server:
         """The new tokens of a row."""
         try:
             return await self._continue(prompt, self._forms[bool(prompt.messages)], seed, self.max_new_tokens)
-        except _RefusedError as error:
+        except RefusedError as error:
             raise UserError(f"prompt {row + 1}: {error}") from None
 
     async def _form(self, prompt: Prompt, seed: int) -> _Form:
@@ -218,7 +190,7 @@ class _Server:
                 try:
                     await self._continue(prompt, _Form(kind, extended), seed, _PROBE_TOKENS)
                     return _Form(kind, extended)
-                except _RefusedError as error:
+                except RefusedError as error:
                     last = error
         which = "top_k or min_p" if asked else "the first prompt in any form"
         raise UserError(f"{self.url} does not take {which}; its last answer was: {last}")
@@ -248,7 +220,8 @@ class _Server:
             # A tokenizer puts special tokens in front of a text itself, here and there.
             text = self.tokenizer.decode(prompt.ids, skip_special_tokens=True)
             path, body["prompt"] = "completions", prompt.ids if form.kind == "ids" else text
-        answer = await self._answer("POST", path, body, most=min(_MOST_BYTES + count * _BYTES_PER_TOKEN, _MOST_OF_ALL))
+        most = min(MOST_BYTES + count * _BYTES_PER_TOKEN, _MOST_OF_ALL)
+        answer = await self.connection.json("POST", path, body, most=most)
         return self._read(answer, prompt, form, count)
 
     def _read(self, answer: Any, prompt: Prompt, form: _Form, count: int) -> list[int]:
@@ -257,7 +230,7 @@ class _Server:
         choice = choices[0] if isinstance(choices, list) and choices else None
         message = (choice.get("message") or {"content": choice.get("text")}) if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not isinstance(message, dict):
-            raise _RefusedError(f"an answer without a choice: {self._said(_brief(answer))}")
+            raise RefusedError(f"an answer without a choice: {self.connection.said(_brief(answer))}")
         usage = answer.get("usage")
         read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         if form.kind != "text" and isinstance(read, int) and read != len(prompt.ids):
@@ -266,27 +239,27 @@ class _Server:
                 "chat template"
             )
         if message.get("reasoning_content") or message.get("reasoning"):
-            raise _RefusedError("reasoning apart from the answer: start the server without a reasoning parser")
+            raise RefusedError("reasoning apart from the answer: start the server without a reasoning parser")
         if tokens := choice.get("token_ids"):
             if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocab_size for t in tokens):
-                raise _RefusedError(f"token_ids that are no tokens of the target: {_brief(tokens)}")
+                raise RefusedError(f"token_ids that are no tokens of the target: {_brief(tokens)}")
             if len(tokens) > count:
-                raise _RefusedError(f"{len(tokens)} tokens where at most {count} were asked for")
+                raise RefusedError(f"{len(tokens)} tokens where at most {count} were asked for")
             return tokens
         text = message.get("content") or ""
         if not isinstance(text, str):
-            raise _RefusedError(f"an answer whose text is none: {_brief(text)}")
+            raise RefusedError(f"an answer whose text is none: {_brief(text)}")
         try:
             check_text("the answer", text)
         except UserError as error:
-            raise _RefusedError(str(error)) from None
+            raise RefusedError(str(error)) from None
         end = self._ends[bool(prompt.messages)] if choice.get("finish_reason") == "stop" else None
         new = self._tokens(prompt.ids, text) + ([] if end is None else [end])
         if not new:
-            raise _RefusedError("an empty answer")
+            raise RefusedError("an empty answer")
         # Tokenised anew a text may have some tokens more than the server counted, but not twice as many.
         if len(new) > 2 * count + 1:
-            raise _RefusedError(f"a text of {len(new)} tokens where at most {count} were asked for")
+            raise RefusedError(f"a text of {len(new)} tokens where at most {count} were asked for")
         return new[:count]
 
     def _tokens(self, prompt: list[int], text: str) -> list[int]:
@@ -298,74 +271,6 @@ class _Server:
         # The text's beginning would merge with the prompt's end.
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    async def _answer(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        tries: int = _TRIES,
-        seconds: float | None = None,
-        most: int = _MOST_BYTES,
-    ) -> Any:
-        """The JSON that the server answers; tried again while the fault may pass."""
-        where, seconds = f"{self.url}/v1/{path}", _ANSWER_SECONDS if seconds is None else seconds
-        fault, late = "", 0
-        for attempt in range(tries):
-            if attempt:
-                await asyncio.sleep(_FIRST_DELAY * 2 ** (attempt - 1))
-            try:
-                response, content = await asyncio.wait_for(self._exchange(method, path, body, most), seconds)
-            except asyncio.TimeoutError:
-                fault, late = f"no whole answer within {seconds:g} seconds", late + 1
-                if late > self._answered:  # of a server that works one answer may be lost; a stuck one stays so
-                    break
-                continue
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
-                raise UserError(f"--server {self.url}: {self._said(first_line(error))}") from None
-            except (httpx.TransportError, OSError) as error:
-                fault = first_line(error)
-                if not self._reached:
-                    break
-                continue
-            text = content.decode("utf-8", "replace")
-            if response.is_success:
-                try:
-                    answer = parse_json(text, "an answer")
-                except UserError as error:
-                    fault = str(error)
-                    continue
-                self._answered |= body is not None
-                return answer
-            fault = f"{response.status_code} {text[:200]}"
-            if response.has_redirect_location:
-                fault = f"{response.status_code}, a redirect to {response.headers['location'][:200]}: name that"
-            if response.status_code in _NOT_SO:
-                raise _RefusedError(self._said(fault))
-            if response.status_code != 429 and response.status_code < 500:
-                break
-        raise UserError(self._said(f"{where}: {fault}" if self._reached else f"no server at {self.url}: {fault}"))
-
-    async def _exchange(
-        self, method: str, path: str, body: dict[str, Any] | None, most: int
-    ) -> tuple[httpx.Response, bytes]:
-        """One request; gives the response and its body, of an error's the beginning."""
-        content = None if body is None else json.dumps(body).encode()
-        async with self.client.stream(method, f"{self._base}/v1/{path}", content=content) as response:
-            self._reached = True
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise UserError(f"{self.url}: compresses its answers, though it was asked not to")
-            read = bytearray()
-            async for part in response.aiter_raw():
-                read += part
-                if not response.is_success and len(read) >= _FAULT_BYTES:
-                    break
-                refuse((len(read) > most, f"{self.url}: an answer of more than {most:,} bytes"))
-            return response, bytes(read)
-
-    def _said(self, text: str) -> str:
-        """What the server or a library says, without the key and the password."""
-        return hide(text, *self._secrets)
-
 
 def _brief(value: Any) -> str:
     """The beginning of some JSON."""
@@ -373,65 +278,3 @@ def _brief(value: Any) -> str:
         return repr(value)[:100]
     except RecursionError:
         return "deeply nested JSON"
-
-
-def _checked(url: str) -> tuple[str, str]:
-    """A server's URL without /v1, and the same without a password, to be shown.
-
-    Raises:
-        UserError: it is none.
-    """
-    try:
-        parsed = httpx.URL(url.strip())
-        port = parsed.port or 80
-    except (httpx.InvalidURL, ValueError) as error:
-        raise UserError(f"--server is no URL: {first_line(error)}") from None
-    bare = parsed.copy_with(username=None, password=None) if parsed.userinfo else parsed
-    refuse(
-        (not url.strip(), "--server is empty: give the server's URL, as http://127.0.0.1:8000"),
-        (parsed.scheme not in ("http", "https") or not parsed.host, f"--server {bare}: not as http://127.0.0.1:8000"),
-        (not 0 < port < 1 << 16, f"--server {bare}: no port {port}"),
-        (parsed.query or parsed.fragment, f"--server {bare.copy_with(query=None, fragment=None)}: no ? or # behind it"),
-    )
-    base, shown = (str(each).rstrip("/").removesuffix("/v1").rstrip("/") for each in (parsed, bare))
-    return base, shown
-
-
-def _key() -> str:
-    """The key that the environment has; empty without one.
-
-    Raises:
-        UserError: no header can hold it. It is not shown.
-    """
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    check_secret("$OPENAI_API_KEY", key)
-    return key
-
-
-def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | None) -> int | None:
-    """The token with which a target ends an answer: of a chat often another than the tokenizer's EOS, as for Gemma.
-
-    It is one that the generation config beside the tokenizer names, if there is one. Of a chat it is the first of those
-    that the template writes behind an answer, or without a config the first special token there.
-    """
-    ends: list[int] = []
-    if tokenizer.name_or_path:
-        try:
-            named = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
-            ends = [end for end in (named if isinstance(named, list) else [named]) if isinstance(end, int)]
-        except (OSError, ValueError, TypeError, AttributeError):
-            pass  # none there, or none that can be read
-    if messages:
-        mark = "the answer"
-        try:
-            written = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
-        except UserError:
-            written = ""
-        behind = tokenizer(written, add_special_tokens=False)["input_ids"]
-        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        known = ends or special | set(tokenizer.all_special_ids)
-        found = next((token for token in behind if token in known), None)
-        if found is not None:
-            return found
-    eos = tokenizer.eos_token_id
-    return ends[0] if ends and eos not in ends else eos

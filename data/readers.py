@@ -12,8 +12,6 @@ import codecs
 import hashlib
 import json
 import re
-import sysconfig
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +21,7 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
+from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
 from speculator.errors import first_line
 from speculator.files import check_input
@@ -32,14 +31,11 @@ SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
 
 PYTHON_SOURCES = "python-sources"
-_TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
 _PIECE_BYTES = 10_000
 _LINE_BYTES = 100_000
 _MOST_OF_A_LIST = 1 << 30
-_FILE_BYTES = range(1_000, 200_000)
-_MAX_DIGIT_SHARE = 0.10
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
 
 Document = dict[str, Any]
@@ -58,7 +54,7 @@ def read(location: str, max_package_bytes: int) -> Iterator[Document]:
     """
     path = Path(location)
     if location == PYTHON_SOURCES:
-        return python_sources(max_package_bytes)
+        return python_sources.documents(max_package_bytes)
     if not path.exists():
         name, config, split = hub_id(location)
         rows = hub_dataset(name, config, split)
@@ -72,7 +68,7 @@ def fingerprint(location: str) -> str:
     """Changes whenever the content of a source does: names, sizes and modification times, not the bytes."""
     path = Path(location)
     if location == PYTHON_SOURCES:
-        files = _python_files()
+        files = python_sources.files()
     elif path.exists():
         files = {p.as_posix(): p for p in _files_in(path)}
     else:
@@ -80,44 +76,6 @@ def fingerprint(location: str) -> str:
     stats = ((name, path.stat()) for name, path in sorted(files.items()))
     facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-# Python sources
-
-
-def _python_files() -> dict[str, Path]:
-    """Module path -> file, over the standard library and installed packages, tests left out."""
-    files: dict[str, Path] = {}
-    for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
-                files.setdefault(relative.as_posix(), path)
-    return files
-
-
-def python_sources(max_package_bytes: int) -> Iterator[Document]:
-    """The running interpreter's standard library and installed packages: real text on every machine.
-
-    Left out: tests, files outside 1-200 kB, generated tables (more than a tenth of the characters are
-    digits), text that is not UTF-8. Ids are module paths ("json/decoder.py"). Within a package files come
-    in the order of their ids' hashes, so the byte cap picks the same ones everywhere.
-    """
-    files = _python_files()
-    taken: Counter[str] = Counter()
-    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        package, size = name.split("/")[0], files[name].stat().st_size
-        if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
-            continue
-        try:
-            raw = files[name].read_bytes()
-            text = raw.decode()
-        except (OSError, UnicodeDecodeError):
-            continue
-        digits = size - len(raw.translate(None, b"0123456789"))
-        if digits <= _MAX_DIGIT_SHARE * size:
-            taken[package] += size
-            yield {"id": name, "where": str(files[name]), "text": text}
 
 
 # Local files

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from typing import Any, TypeAlias
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.rows import RowError, SourceError
 from data.tally import Tally
@@ -229,3 +229,32 @@ def _cut(text: str, whole: list[int], ends: list[int], tokenizer: PreTrainedToke
     if any(whole[: len(prefix)] != prefix for prefix in prefixes):
         return None
     return [whole[len(a) : len(b)] for a, b in zip([[], *prefixes], prefixes, strict=False)]
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | None) -> int | None:
+    """The token with which a target ends an answer: of a chat often another than the tokenizer's EOS, as for Gemma.
+
+    It is one that the generation config beside the tokenizer names, if there is one. Of a chat it is the first of those
+    that the template writes behind an answer, or without a config the first special token there.
+    """
+    ends: list[int] = []
+    if tokenizer.name_or_path:
+        try:
+            named = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
+            ends = [end for end in (named if isinstance(named, list) else [named]) if isinstance(end, int)]
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass  # none there, or none that can be read
+    if messages:
+        mark = "the answer"
+        try:
+            written = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
+        except UserError:
+            written = ""
+        behind = tokenizer(written, add_special_tokens=False)["input_ids"]
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        known = ends or special | set(tokenizer.all_special_ids)
+        found = next((token for token in behind if token in known), None)
+        if found is not None:
+            return found
+    eos = tokenizer.eos_token_id
+    return ends[0] if ends and eos not in ends else eos

@@ -11,11 +11,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
+from data.client import CONCURRENCY, Prompt, fetch_rows
 from data.magpie import ROWS, SELF, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
-from data.server import CONCURRENCY, Prompt, fetch_rows
 from data.tally import Tally, add_max_bad_rows
 from speculator.checkpoints.loading import load_head
 from speculator.drafters import HeadDrafter

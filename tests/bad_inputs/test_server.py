@@ -102,7 +102,7 @@ def serve():
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """What is tried again is tried again at once."""
-    monkeypatch.setattr("data.server._FIRST_DELAY", 0.001, raising=False)
+    monkeypatch.setattr("data.connection._FIRST_DELAY", 0.001, raising=False)
 
 
 @pytest.mark.parametrize("name", ANSWERS)

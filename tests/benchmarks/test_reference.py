@@ -12,7 +12,7 @@ from conftest import tiny_tokenizer
 from benchmarks import language_model, reference
 from benchmarks.language_model import Deadline, new_llama
 from benchmarks.reference import FULL, main, phases
-from data import readers
+from data import python_sources
 from eval import tune
 from eval.run import build_parser
 from train import config
@@ -44,8 +44,8 @@ def test_the_rehearsal_makes_every_report_and_a_second_call_makes_none(tmp_path,
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(reference, "call", in_process)
     # The standard library alone: looking through everything that is installed would take most of the time.
-    library = {name: path for name, path in readers._python_files().items() if "site-packages" not in path.parts}
-    monkeypatch.setattr(readers, "_python_files", lambda: library)
+    library = {name: path for name, path in python_sources.files().items() if "site-packages" not in path.parts}
+    monkeypatch.setattr(python_sources, "files", lambda: library)
     folder = tmp_path / "rehearsal"
     command = ["--rehearse", "--output", str(folder)]
     assert main(command) == 0, capfd.readouterr().err[-2000:]

@@ -17,9 +17,11 @@ from conftest import tiny_tokenizer
 from datasets import load_from_disk
 from transformers import AutoTokenizer
 
-from data import server as module
+from data import client as module
+from data import connection
 from data.cli.generate import main
-from data.server import Prompt, end_of_answer, fetch_rows
+from data.client import Prompt, fetch_rows
+from data.rendering import end_of_answer
 from speculator import Sampling, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +145,7 @@ def continuation(prompt: str, seed: int) -> str:
 @pytest.fixture
 def serve(monkeypatch):
     """Starts stand-ins."""
-    monkeypatch.setattr(module, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(connection, "_FIRST_DELAY", 0.001)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     started = []
@@ -325,7 +327,7 @@ def test_an_endless_answer_is_cut_off(serve, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("silent", ["headers", "body"])
 def test_an_answer_that_drips_or_never_comes_is_not_waited_for(serve, tokenizer, tmp_path, monkeypatch, silent):
-    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "_ANSWER_SECONDS", 0.3)
 
     def rogue(handler):
         handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
@@ -340,7 +342,7 @@ def test_an_answer_that_drips_or_never_comes_is_not_waited_for(serve, tokenizer,
 
 
 def test_a_lost_answer_of_a_server_that_works_is_asked_for_once_more(serve, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "_ANSWER_SECONDS", 0.5)
     server, asked = serve(), []
 
     def rogue(handler):
@@ -402,8 +404,9 @@ def test_json_of_any_type_is_one_line(serve, tokenizer, tmp_path):
 
     async def ask(client: module._Server) -> list[str]:
         said = []
-        async with client.client:
-            client._forms, client._ends, client._reached = {False: module._Form("ids", False)}, {False: 0}, True
+        async with client.connection.client:
+            client._forms, client._ends = {False: module._Form("ids", False)}, {False: 0}
+            client.connection.reached = True
             for content in raw:
                 body[:] = [content]
                 try:
@@ -430,7 +433,7 @@ def test_the_list_of_models_may_be_anything(serve, tokenizer, tmp_path, monkeypa
     server = serve()
 
     async def probe(client: module._Server) -> None:
-        async with client.client:
+        async with client.connection.client:
             for odd in [*ODD, *({"data": odd} for odd in ODD), {"data": [{"id": 3}]}]:
                 content[:] = [odd]
                 await client.probe(text_prompts(tokenizer), 0)

@@ -4,8 +4,8 @@ import pytest
 from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
+from data.client import Prompt, fetch_rows
 from data.onpolicy import generate_rows
-from data.server import Prompt, fetch_rows
 from speculator import HeadDrafter, Sampling
 
 

@@ -1,0 +1,50 @@
+"""This machine's Python sources: the running interpreter's standard library and installed packages."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
+_FILE_BYTES = range(1_000, 200_000)
+_MAX_DIGIT_SHARE = 0.10
+
+
+def files() -> dict[str, Path]:
+    """Module path -> file, over the standard library and installed packages, tests left out."""
+    found: dict[str, Path] = {}
+    for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
+                found.setdefault(relative.as_posix(), path)
+    return found
+
+
+def documents(max_package_bytes: int) -> Iterator[dict[str, Any]]:
+    """The running interpreter's standard library and installed packages: real text on every machine.
+
+    Left out: tests, files outside 1-200 kB, generated tables (more than a tenth of the characters are
+    digits), text that is not UTF-8. Ids are module paths ("json/decoder.py"). Within a package files come
+    in the order of their ids' hashes, so the byte cap picks the same ones everywhere.
+    """
+    found = files()
+    taken: Counter[str] = Counter()
+    for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        package, size = name.split("/")[0], found[name].stat().st_size
+        if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
+            continue
+        try:
+            raw = found[name].read_bytes()
+            text = raw.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        digits = size - len(raw.translate(None, b"0123456789"))
+        if digits <= _MAX_DIGIT_SHARE * size:
+            taken[package] += size
+            yield {"id": name, "where": str(found[name]), "text": text}
