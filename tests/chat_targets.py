@@ -27,7 +27,11 @@ def tiny_llama():
     torch.manual_seed(0)
     shape = {"vocab_size": 282, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    return LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None))
+    model = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None))
+    for parameter in model.model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 10  # or it would say the same after any text
+    return model
 
 
 def chatty(model, template=CHATML):
@@ -36,7 +40,7 @@ def chatty(model, template=CHATML):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     with torch.no_grad():
         model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-        model.lm_head.weight[end] *= 3
+        model.lm_head.weight[end] *= 2
     model.generation_config.eos_token_id = end
     return Target(model, tokenizer)
 
