@@ -6,6 +6,7 @@ and after the turns is found by rendering a chat of marks. A target without a te
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -37,6 +38,11 @@ _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
 _TOLD = ("rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
+
+
+def only_self(sources: Sequence[str]) -> bool:
+    """Whether the target's own chats are all that there is."""
+    return [source.location for source in parse(sources)] == [SELF]
 
 
 def names_self(sources: Sequence[str]) -> bool:
@@ -100,6 +106,8 @@ def self_rows(
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
     progress: bool = True,
+    keep_refused: bool = False,
+    after: Path | None = None,
 ) -> Dataset:
     """Let the target write chats: a user's turn, its answer, and so on.
 
@@ -118,11 +126,14 @@ def self_rows(
         max_prompt_tokens: the most tokens of a user's turn. A target without a chat template begins with so many.
         answering: how the answers are drawn; of several the rows take each in turn.
         max_new_tokens: the most tokens of an answer; one that does not end within them ends its chat.
-        batch_size, seed, progress: as for `generate_rows`.
+        batch_size, seed, progress, keep_refused: as for `generate_rows`.
+        after: folder of chats that were written before; a prompt much like one of theirs is dropped.
 
     Returns:
-        Rows {"input_ids", "loss_mask": 1 on the answers}. Beside them manifest.json: the settings, "rows", "tokens":
-        those of the answers, "dropped": why and how often, and in "passes" the manifest of each pass.
+        Rows {"input_ids", "loss_mask": 1 on the answers}, with `keep_refused` also "refused". Beside them
+        manifest.json: the settings, "rows", "tokens": those of the answers, "dropped": why and how often, "seconds",
+        with a drafter "plain_seconds": about as long it would have taken without, by the passes' own clocks, and in
+        "passes" of the manifest of each pass; with `after` in "before" what its chats took.
 
     Raises:
         UserError: nothing to begin with, no turn that can be used, or as `generate_rows`.
@@ -130,6 +141,7 @@ def self_rows(
     refuse((rows < 1, f"{rows} rows are not at least 1"), (turns < 1, f"{turns} turns are not at least 1"))
     answers = [answering] if isinstance(answering, Sampling) else list(answering)
     writer = _Writer(target, turns, max_prompt_tokens, max_new_tokens)
+    before = writer.remember(after) if after else None
     record = {
         "target": target.name,
         "dtype": dtype_name(target.dtype),
@@ -143,6 +155,8 @@ def self_rows(
         "batch_size": batch_size,
         "seed": seed,
         "template": writer.template,
+        **({"keep_refused": True} if keep_refused else {}),
+        **({"after": before} if before else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
     if work.finished:
@@ -152,24 +166,27 @@ def self_rows(
     def write(what: str, prompts: list[list[int]], how: Sequence[Sampling], count: int, ends: Ends | None):
         where = work.begin() / f"{len(passes) + 1}-{what}"
         own = {"sampling": how, "max_new_tokens": count, "seed": seed + len(passes) * _STREAMS, "ends": ends}
+        own["keep_refused"] = keep_refused and ends is None
         shown = {"progress": progress, "title": what}
         made = generate_rows(target, drafter, prompts, where, batch_size=batch_size, **own, **shown)
         told = json.loads(read_text(where / "manifest.json"))
         passes.append({"what": what, **{key: told[key] for key in _TOLD}})
-        return [row["input_ids"][len(prompt) :] for row, prompt in zip(made, prompts, strict=True)]
+        rows = list(zip(made, map(len, prompts), strict=True))
+        refused = [row["refused"][length:] if own["keep_refused"] else [] for row, length in rows]
+        return [row["input_ids"][length:] for row, length in rows], refused
 
     chats = going = [_Chat() for _ in range(rows)]
     dropped: Counter[str] = Counter()
     while going and len(passes) < 2 * turns:
-        turn = write("prompts", [writer.begin(chat) for chat in going], [asking], max_prompt_tokens, writer.ends)
+        turn, _ = write("prompts", [writer.begin(chat) for chat in going], [asking], max_prompt_tokens, writer.ends)
         faults = [writer.ask(chat, tokens) for chat, tokens in zip(going, turn, strict=True)]
         dropped.update(fault for fault in faults if fault)
         asked = [chat for chat, fault in zip(going, faults, strict=True) if not fault]
         if not asked:
             break
         answered = write("answers", [chat.ids for chat in asked], answers, max_new_tokens, None)
-        for chat, tokens in zip(asked, answered, strict=True):
-            chat.add(tokens, 1)
+        for chat, tokens, refused in zip(asked, *answered, strict=True):
+            chat.add(tokens, 1, refused)
         going = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids]
     whole = [chat for chat in chats if chat.ids]
     refuse((not whole, f"{target.name}: of {rows} prompts that it wrote none can be used: {_listed(dropped)}"))
@@ -180,13 +197,26 @@ def self_rows(
         "seconds": sum(each["seconds"] for each in passes),
         "passes": passes,
     }
-    return work.conclude(lambda: (({"input_ids": chat.ids, "loss_mask": chat.mask} for chat in whole), facts))
+    if drafter:
+        facts["plain_seconds"] = sum(each["seconds"] * _gain(each["tokens_per_second"]) for each in passes)
+    if after:
+        manifest = json.loads(read_text(after / "manifest.json"))
+        facts["before"] = {key: manifest[key] for key in ("rows", "tokens", "seconds")}
+    return work.conclude(lambda: ((chat.row(keep_refused) for chat in whole), facts))
+
+
+def _gain(clocks: dict[str, float | None]) -> float:
+    """How many times as fast drafting is; 1 where that was not clocked."""
+    drafted, plain = clocks["speculative"], clocks["same_loop"]
+    return drafted / plain if drafted and plain else 1.0
 
 
 def summary(folder: Path) -> str:
     """What `self_rows` left in a folder, in a line."""
     manifest = json.loads(read_text(folder / "manifest.json"))
     rows = f"{folder}: {manifest['rows']:,} rows, {manifest['tokens']:,} new tokens, {manifest['seconds']:,.0f} s"
+    if "plain_seconds" in manifest:
+        rows += f" (about {manifest['plain_seconds']:,.0f} s without drafting)"
     why = _listed(Counter(manifest["dropped"])) or "none"
     return f"{rows}; of {manifest['begun']:,} prompts that the target wrote were dropped: {why}"
 
@@ -196,15 +226,21 @@ def _listed(dropped: Counter[str]) -> str:
 
 
 class _Chat:
-    """Tokens so far, and which of them are to be learnt."""
+    """Tokens so far, which of them are to be learnt, and which took a refused draft's place."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.mask: list[int] = []
+        self.refused: list[int] = []
 
-    def add(self, ids: list[int], learnt: int) -> None:
+    def add(self, ids: list[int], learnt: int, refused: list[int] | None = None) -> None:
         self.ids += ids
         self.mask += [learnt] * len(ids)
+        self.refused += refused or [0] * len(ids)
+
+    def row(self, keep_refused: bool) -> dict[str, list[int]]:
+        row = {"input_ids": self.ids, "loss_mask": self.mask}
+        return row | ({"refused": self.refused} if keep_refused else {})
 
 
 class _Writer:
@@ -244,6 +280,18 @@ class _Writer:
                 f"{target.name}: its chat template writes nothing between a user's turn and the answer",
             )
         )
+
+    def remember(self, folder: Path) -> str:
+        """Take the first prompts of chats in a folder for written; gives their hash."""
+        texts = []
+        for row in Dataset.load_from_disk(str(folder / "rows")):
+            ids = row["input_ids"][0 if self._turns else len(self._first) : row["loss_mask"].index(1)]
+            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            if self._turns:
+                text = text.removeprefix(self._turns.before).partition(self._turns.ask)[0]
+            self._seen.add(text)
+            texts.append(text)
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
     def begin(self, chat: _Chat) -> list[int]:
         """The chat up to where the user speaks."""

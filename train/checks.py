@@ -8,7 +8,7 @@ import datasets
 import torch
 from pyarrow import compute
 
-from data.magpie import SELF, names_self
+from data.magpie import SELF, names_self, only_self
 from data.sources import parse
 from speculator.errors import UserError
 from speculator.sampling import Sampling
@@ -142,8 +142,10 @@ def fits_target(config: RunConfig, target: Target) -> None:
     if config.stage2.max_steps:
         generate = config.stage2.generate
         own_sampling(generate)
-        name = "stage2.generate.prompt_tokens + stage2.generate.max_new_tokens"
-        longest[name] = generate.prompt_tokens + generate.max_new_tokens
+        name, length = "stage2.generate.prompt_tokens", generate.prompt_tokens
+        if only_self(config.data.sources):
+            name, length = "data.self.max_prompt_tokens", config.data.self.max_prompt_tokens
+        longest[f"{name} + stage2.generate.max_new_tokens"] = length + generate.max_new_tokens
     for name, length in longest.items():
         if length > target.context_length:
             raise UserError(f"{name} is {length}, but {target.name} has a context of {target.context_length}")
@@ -191,11 +193,15 @@ def rows(
         ("stage1", len(train_rows)),
         ("stage2", config.stage2.generate.max_rows if prompts is None else prompts),
     ):
-        stage: StageConfig = getattr(config, name)
-        batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
-        if stage.max_steps and have < batch:
-            raise UserError(
-                f"{have} rows to train on in {name} are less than one batch of {batch}; take more or a smaller batch"
-            )
+        batch(name, getattr(config, name), have, processes)
     if min(config.eval.validation_rows, len(validation_rows)) < processes:
         raise UserError(f"{len(validation_rows)} validation rows are too few for {processes} processes")
+
+
+def batch(name: str, stage: StageConfig, have: int, processes: int) -> None:
+    """Too few rows for one step of a stage."""
+    need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
+    if stage.max_steps and have < need:
+        raise UserError(
+            f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch"
+        )

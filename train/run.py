@@ -14,6 +14,7 @@ from accelerate import PartialState
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from data.magpie import only_self
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
 from data.prompts import Prompts, Room, prompts
@@ -36,7 +37,7 @@ from train.config import RunConfig
 from train.dry_run import rehearse
 from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import new_head
-from train.self_source import written
+from train.self_source import fresh_rows, written
 from train.stages import is_published, publish, train_stage
 
 _PROMPTS_PER_TEXT = 4
@@ -90,7 +91,8 @@ def _run(config: RunConfig) -> None:
         "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
         "held-out": prompts_of(read, target, "held-out", config.eval.max_prompts),
     }
-    own_prompts = own_prompts_of(read, target) if config.stage2.max_steps else None
+    continues = config.stage2.max_steps and not only_self(config.data.sources)
+    own_prompts = own_prompts_of(read, target) if continues else None
     count = None if own_prompts is None else len(own_prompts)
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
     head = new_head(config, target, train_rows)
@@ -103,8 +105,9 @@ def _run(config: RunConfig) -> None:
     if not is_published(head_folder):
         measured_on = (validation_rows, suites["validation"])
         best = train_stage("stage1", config, target, lambda: head, train_rows, *measured_on)
-        if own_prompts is not None:
+        if config.stage2.max_steps:
             own_text = generate_own_text(config, target, best, own_prompts)
+            checks.batch("stage2", config.stage2, len(own_text), state.num_processes)
             best = train_stage("stage2", config, target, lambda: bind(load_any(best), target), own_text, *measured_on)
         if state.is_main_process:
             publish(load_any(best), head_folder)
@@ -214,17 +217,24 @@ def own_prompts_of(config: RunConfig, target: Target) -> Prompts:
 
 
 def generate_own_text(
-    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[list[int]]
+    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[list[int]] | None
 ) -> datasets.Dataset:
-    """What the target says after prompts from the training text, at the configured temperatures; the head drafts."""
-    settings = config.stage2.generate
+    """What the target says after prompts from the training text, at the configured temperatures; the head drafts.
+
+    Without prompts the target writes these as well.
+    """
+    settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
+    if settings.draft_length:
+        drafter = HeadDrafter(load_head(head_folder, target), settings.draft_length)
+    else:
+        drafter = tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size)
+    if own_prompts is None:
+        return fresh_rows(config, target, drafter, folder)
     return generate_rows(
         target,
-        HeadDrafter(load_head(head_folder, target), settings.draft_length)
-        if settings.draft_length
-        else tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size),
+        drafter,
         own_prompts,
-        Path(config.output_dir) / "generated",
+        folder,
         sampling=checks.own_sampling(settings),
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,

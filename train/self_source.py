@@ -7,20 +7,26 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
+from datasets import Dataset
 from filelock import FileLock, Timeout
 
 from data.magpie import SELF, names_self, self_rows, summary
 from data.prepare import cache_folder
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, tell
+from speculator.drafters import Drafter
 from speculator.errors import UserError
 from speculator.files import make_folder
 from speculator.sampling import Sampling
 from speculator.target import Target, dtype_name
+from train import checks
 from train.checkpoint import writing
 from train.config import RunConfig
+
+_STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for stage 2
 
 
 def written(config: RunConfig, target: Target) -> RunConfig:
@@ -51,6 +57,32 @@ def folder_of(config: RunConfig, target: Target) -> Path:
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
+def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path) -> Dataset:
+    """Chats for stage 2, other than those that stage 1 trained on, by the settings of `stage2.generate`."""
+    settings = config.stage2.generate
+    made = self_rows(
+        target,
+        drafter,
+        folder,
+        rows=settings.max_rows,
+        **_asking(config),
+        answering=checks.own_sampling(settings),
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch_size,
+        seed=config.seed + _STREAMS,
+        keep_refused=config.stage2.refused_weight is not None,
+        after=folder_of(config, target),
+    )
+    tell(f"{SELF}: {summary(folder)}")
+    return made
+
+
+def _asking(config: RunConfig) -> dict[str, Any]:
+    own = config.data.self
+    asking = Sampling(own.prompt_temperature, top_p=own.prompt_top_p)
+    return {"turns": own.turns, "asking": asking, "max_prompt_tokens": own.max_prompt_tokens}
+
+
 def _look_at(location: str, config: RunConfig, target: Target) -> None:
     """Read a source up to its first document, before the target writes for hours."""
     tally = Tally(config.data.max_bad_rows)
@@ -77,9 +109,7 @@ def _write(config: RunConfig, target: Target, folder: Path) -> None:
             None,
             folder,
             rows=own.max_rows,
-            turns=own.turns,
-            asking=Sampling(own.prompt_temperature, top_p=own.prompt_top_p),
-            max_prompt_tokens=own.max_prompt_tokens,
+            **_asking(config),
             answering=[Sampling(temperature) for temperature in own.temperatures],
             max_new_tokens=own.max_new_tokens,
             batch_size=own.batch_size,

@@ -154,3 +154,33 @@ def test_chats_go_on_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
     assert not (folder_of(config, target) / "manifest.json").exists()
     assert list(load_from_disk(str(Path(written(config, target).data.sources[0]) / "rows"))) == whole
     assert made == ["prompts", "answers", "prompts", "answers"]
+
+
+def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target, tmp_path, capsys):
+    changes = {"stage2.max_steps": 2, "stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
+    changes |= {"stage2.refused_weight": 2, "stage2.generate.draft_length": 2}
+    config = config_of(chat_folder, tmp_path / "run", **changes)
+    _run(config)
+    manifest = json.loads((tmp_path / "run" / "generated" / "manifest.json").read_text())
+    first = json.loads((folder_of(config, target) / "manifest.json").read_text())
+    assert manifest["before"] == {key: first[key] for key in ("rows", "tokens", "seconds")}
+    assert "2 tokens" in manifest["drafter"]
+    assert manifest["plain_seconds"] > 0
+    assert "s without drafting)" in capsys.readouterr().err
+    second = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
+    assert any(1 in row["refused"] for row in second)
+    for row in second:
+        assert len(row["refused"]) == len(row["input_ids"])
+        assert not any(mark > learnt for mark, learnt in zip(row["refused"], row["loss_mask"], strict=True))
+    asked = [
+        {tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows}
+        for rows in (load_from_disk(str(folder_of(config, target) / "rows")), second)
+    ]
+    assert not asked[0] & asked[1]
+
+
+def test_too_few_fresh_chats_for_a_batch_is_one_line(chat_folder, tmp_path):
+    sizes = {"stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
+    changes = {"stage2.max_steps": 2, **sizes, "stage2.per_device_train_batch_size": 60}
+    with pytest.raises(UserError, match="rows to train on in stage2 are less than one batch of 60"):
+        _run(config_of(chat_folder, tmp_path / "run", **changes))
