@@ -190,7 +190,7 @@ PLACES = [
     Case("warm start: not there", replaced("--speculator.warm_start", "nowhere"), "nowhere"),
     Case("warm start: a target", replaced("--speculator.warm_start", "TARGET"), "architectures"),
     Case("warm start: another architecture", replaced("--speculator.warm_start", "LSTM"), "lstm"),
-    Case("warm start: another shape", replaced("--speculator.warm_start", "MLP"), "inner_dim"),
+    Case("warm start: another shape", replaced("--speculator.warm_start", "MLP"), "n_predict"),
     Case(
         "warm start and initialise", [*RUN, "--speculator.warm_start=MLP", "--speculator.initialise=target"], "choose"
     ),
