@@ -6,6 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import check_input
 
@@ -28,6 +30,19 @@ def located(name: str) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": name}
     metadata(name)
     return {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
+
+
+def read_config(name: str, **options: Any) -> PreTrainedConfig:
+    """The config of a hub id, a folder or a GGUF file, the weights left unread. No code that comes with it is run.
+
+    Raises:
+        UserError: of a GGUF file, as `metadata`.
+        OSError, ValueError: as transformers.
+    """
+    config = AutoConfig.from_pretrained(**located(name), **options, trust_remote_code=False)
+    if is_gguf(name):
+        config.get_text_config().max_position_embeddings = metadata(name)["context_length"]
+    return config
 
 
 @lru_cache(maxsize=4)

@@ -29,6 +29,7 @@ from data.magpie import SELF, names_self
 from data.readers import PYTHON_SOURCES, hub_id
 from data.sources import parse
 from speculator.errors import UserError
+from speculator.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig
 from train.initialise import parameters
@@ -97,9 +98,7 @@ def _known_config(config: RunConfig) -> PreTrainedConfig | None:
     """The target's own config, where it is on this machine."""
     target = config.target
     try:
-        return AutoConfig.from_pretrained(
-            target.name_or_path, revision=target.revision, local_files_only=True, trust_remote_code=False
-        )
+        return read_config(target.name_or_path, revision=target.revision, local_files_only=True)
     except (OSError, ValueError):
         return None
 

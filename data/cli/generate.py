@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
@@ -21,6 +21,7 @@ from speculator.checkpoints.loading import load_head
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
 from speculator.files import check_folder
+from speculator.gguf import read_config
 from speculator.prompts import read_prompts
 from speculator.sampling import Sampling
 from speculator.target import Target
@@ -159,8 +160,7 @@ def _samplings(arguments: argparse.Namespace) -> list[Sampling]:
 def _context_length(target: str) -> int:
     """The target's, where its config is at hand: the server's own may be shorter."""
     try:
-        config = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
-        return config.max_position_embeddings or sys.maxsize
+        return read_config(target).get_text_config().max_position_embeddings or sys.maxsize
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return sys.maxsize
 

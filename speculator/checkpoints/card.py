@@ -24,7 +24,7 @@ from speculator.tables import markdown_table
 NAME = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_SOURCE = re.compile(r"([\w.-]+/[\w.-]+)(/[\w.,-]+)?(:[^/]+)?")  # org/name/config:split
-_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz)$")
+_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)$")
 _DECODERS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "none": "plain decoding"}
 _BASELINES = {"same_loop": "the same loop", "hf_generate": "transformers generate", "hf_compiled": "compiled generate"}
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from speculator.checkpoints import files
 from speculator.errors import UserError, refuse
 from speculator.files import new_folder
+from speculator.gguf import read_config
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target import dtype_name
 
@@ -177,8 +178,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
 def base_config(name: str | None) -> PreTrainedConfig | None:
     """The base model's text config, if it is a folder or in the hub's cache: nothing is fetched."""
     try:
-        known = {"local_files_only": True, "trust_remote_code": False}
-        return AutoConfig.from_pretrained(name, **known).get_text_config() if name else None
+        return read_config(name, local_files_only=True).get_text_config() if name else None
     except Exception:  # whatever lies there, it is no config that can be read
         return None
 

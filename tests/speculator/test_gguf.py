@@ -7,9 +7,13 @@ import torch
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
 
+from data.cli.generate import _context_length
 from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
+from speculator.checkpoints.layout import base_config
 from speculator.gguf import metadata
+from train.config import parse
+from train.dry_run import _known_config
 
 pytest.importorskip("gguf")
 
@@ -45,6 +49,17 @@ def test_a_target_is_what_its_file_says(file, model, tokenizer):
     ours = target.logits(target.hidden(torch.tensor([tokens])))
     torch.testing.assert_close(ours, model(torch.tensor([tokens])).logits, atol=1e-5, rtol=1e-4)
     assert len(generate(target, None, [tokens], Sampling(), max_new_tokens=4).tokens[0]) <= 4
+
+
+def test_its_config_is_read_without_its_weights(file, tmp_path):
+    """By who only looks: generating on a server, a rehearsal, a checkpoint layout."""
+    assert _context_length(str(file)) == 128
+    known = _known_config(parse(["--target.name_or_path", str(file)]))
+    for config in (known, base_config(str(file))):
+        assert (config.model_type, config.hidden_size, config.max_position_embeddings) == ("llama", 32, 128)
+    assert base_config(str(tmp_path / "none.gguf")) is None
+    with pytest.raises(UserError, match=r"none\.gguf: No such file"):
+        _known_config(parse(["--target.name_or_path", str(tmp_path / "none.gguf")]))
 
 
 def test_the_weights_count_as_no_quantised_ones(file):
