@@ -4,9 +4,11 @@ import json
 from collections import Counter
 
 import pytest
-from chat_targets import CHATML, PLAIN, chatty, tiny_llama, tokenizer_of
+from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
 
-from data.magpie import self_rows, turns_of
+from data.cli.generate import main
+from data.duplicates import NearDuplicates
+from data.magpie import _Chat, _Writer, loops, self_rows, turns_of
 from speculator import UserError
 
 
@@ -56,3 +58,80 @@ def test_rows_are_chats_with_the_answers_to_learn(model, tmp_path, turns):
     assert manifest["tokens"] == sum(sum(row["loss_mask"]) for row in rows)
     assert [each["what"] for each in manifest["passes"]] == ["prompts", "answers"] * turns
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
+
+
+def test_a_template_of_plain_words_ends_a_turn_where_the_answer_begins(model, tmp_path):
+    target = chatty(model, PLAIN)
+    chat = _Chat()
+    assert _Writer(target, 1, 24, 12).ask(chat, target.tokenizer("why is it?\nA: because")["input_ids"]) is None
+    assert target.tokenizer.decode(chat.ids) == "Q: why is it?\nA: "
+    assert all(target.tokenizer.decode(row["input_ids"]).startswith("Q: ") for row in made(target, tmp_path / "out"))
+
+
+def test_a_target_without_a_template_goes_on_with_what_it_began(model, tmp_path):
+    target = chatty(model, None)
+    for row in made(target, tmp_path / "out", max_prompt_tokens=4):
+        assert row["loss_mask"].index(1) == 5
+        assert row["input_ids"][0] == target.tokenizer.eos_token_id
+
+
+def test_prompts_that_can_not_be_used_are_dropped_and_said_why(model):
+    target = chatty(model)
+    end, start = target.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    writer = _Writer(target, 1, 24, 12)
+
+    def fault(text, *after):
+        return writer.ask(_Chat(), [*target.tokenizer(text)["input_ids"], *after])
+
+    assert fault("how do I wrap a text?", end) is None
+    assert fault("How do I wrap a text", end) == "much like another"
+    assert fault("what is the shortest line?", end) is None
+    assert fault("how do I", start, end) == "with special tokens in it"
+    assert fault("how do I unwrap it") == "not ended within 24 tokens"
+    assert fault(" \n", end) == "empty"
+    assert fault("x y z " * 20, end) == "looping"
+    assert fault(" ".join(map(str, range(100))), end) == "without room for an answer"
+
+
+def test_texts_that_say_nearly_the_same_are_found():
+    seen = NearDuplicates()
+    text = "Write a function that reads a file of comma separated values and gives the mean of its second column."
+    assert not seen.add(text)
+    assert seen.add(text.replace("Write", "write").replace(".", ""))
+    assert seen.add(text.replace("mean", "sum"))
+    assert not seen.add("Write a poem about the sea, in which no line rhymes with another.")
+    assert seen.add(text)
+
+
+def test_a_text_loops_if_most_of_it_came_before():
+    assert loops([1, 2, 3] * 10)
+    assert not loops([1, 2, 3] * 3)  # a short one may
+    assert not loops(list(range(40)))
+    assert not loops(list(range(20)) + list(range(12)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sources", "self", "x.jsonl"], "--sources self: the target's own prompts come alone"),
+        (["--server", "http://127.0.0.1:9"], "--sources self needs the target here, not a --server"),
+        (["--max_prompt_tokens", "0"], "--max_prompt_tokens: at least 1"),
+        (["--prompt_top_p", "2"], "top_p must be in (0, 1]"),
+        (["--turns", "2"], "no chat template, so no chats of 2 turns"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_leave_nothing(target_folder, tmp_path, capsys, flags, message):
+    words = ["--target", str(target_folder), "--output", str(tmp_path / "out"), "--sources", "self", *flags]
+    assert main(words) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
+    assert len(said) == 1
+    assert message in said[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_was_written_and_dropped(model, tmp_path, capsys):
+    folder = save(chatty(model), tmp_path / "target")
+    sizes = ["--max_rows", "60", "--max_prompt_tokens", "24", "--max_new_tokens", "12", "--batch_size", "8"]
+    assert main(["--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
+    assert "of 60 prompts that the target wrote were dropped: " in capsys.readouterr().err.splitlines()[-1]
+    assert main(["--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
