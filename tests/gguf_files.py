@@ -52,6 +52,7 @@ def write_gguf(file: Path, model: LlamaForCausalLM, tokenizer, leave_out: str = 
         "tokens": lambda: writer.add_token_list(tokens),
         "types": lambda: writer.add_token_types([3 if token in special else 1 for token in tokens]),
         "merges": lambda: writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]]),
+        "bos_token_id": lambda: writer.add_bos_token_id(tokenizer.convert_tokens_to_ids("<eos>")),
         "eos_token_id": lambda: writer.add_eos_token_id(tokenizer.convert_tokens_to_ids("<|im_end|>")),
         "chat_template": lambda: writer.add_chat_template(TEMPLATE),
     }
