@@ -19,6 +19,7 @@ from speculator.files import write_bytes
 _COLOURS = {"head": "#1f6feb", "ngram": "#d9822b", "model": "#8250df"}
 _SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # of one head's draft lengths
 _PLAIN = "#57606a"
+_OTHERS = "#1a7f37"  # drafters by other names
 _THEIRS = "#9aa4ae"
 _SHORT = {
     "same_loop": "plain,\nsame loop",
@@ -79,7 +80,7 @@ def _size(name: str, panels: dict[str, list[dict]], lengths: set[int]) -> tuple[
 
 def _colour(row: dict, lengths: set[int]) -> str:
     if row["drafter"] != "head" or len(lengths) < 2:
-        return _COLOURS[row["drafter"]]
+        return _COLOURS.get(row["drafter"], _OTHERS)
     return _SHADES[sorted(lengths, reverse=True).index(row["draft_length"]) % len(_SHADES)]
 
 

@@ -20,7 +20,7 @@ def label(row: dict, lengths: set[int]) -> str:
     several = row["drafter"] == "head" and len(lengths) > 1
     shape = f", tree of {row['nodes']}" if _is_tree(row) else ""
     shape = f", {row['draft_length']} tokens" if several else shape
-    return _LABELS[row["drafter"]] + shape + (f", {row['rule']}" if row["lossy"] else "")
+    return _LABELS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
 
 
 def _is_tree(row: dict) -> bool:

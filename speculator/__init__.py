@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speculator.checkpoints.loading import load_head
     from speculator.custom_generate import speculative
+    from speculator.draft import Draft
     from speculator.drafters import (
         Candidates,
         Chain,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Candidates",
     "Chain",
+    "Draft",
     "Drafter",
     "Engine",
     "FixedTree",
@@ -65,6 +67,7 @@ __all__ = [
 _HOMES = {
     "checkpoints.loading": ["load_head"],
     "custom_generate": ["speculative"],
+    "draft": ["Draft"],
     "drafters": [
         "Candidates",
         "Chain",

@@ -63,12 +63,12 @@ class _TooLongError(BaseException):
 
 @contextmanager
 def bounded(what: str) -> Iterator[None]:
-    """End what takes too long, by a signal, or too much memory, by the process's limit, where a system has these.
+    """Stop work that takes too long (by a signal, so in the main thread only) or too much memory (by `setrlimit`).
 
-    Signals come to the main thread alone.
+    On a system without one of them, that bound is not set.
 
     Raises:
-        UserError: it did, said of `what`.
+        UserError: a bound was exceeded; the message begins with `what`.
     """
     try:
         with _bounded_memory(), _bounded_time():

@@ -17,11 +17,19 @@ from transformers.masking_utils import create_masks_for_generate
 Layout = Callable[[PreTrainedModel, Tensor, Tensor], dict[str, Any]]
 
 
-def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Positions from 0 in each document, at which transformers' masks part them: [0, 1, 2, 0, 1] of [7, 7, 7, 8, 8]."""
+def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S] the place at which each one's document begins
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return {"input_ids": tokens, "position_ids": index - index.where(begins, 0).cummax(1).values}
+    new = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index.where(new, 0).cummax(1).values
+
+
+def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+    """Positions that begin at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
+
+    Where they fall back to 0, transformers' masks separate what comes before from what comes after.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device)
+    return {"input_ids": tokens, "position_ids": index - document_starts(documents)}
 
 
 def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 def take_at(values: Tensor, place: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
     """Each row's values at a place of its own."""
-    return values.gather(1, place[:, None, None].expand(-1, 1, values.shape[-1]))[:, 0]
+    return gather_at(values, place[:, None])[:, 0]
+
+
+def gather_at(values: Tensor, places: Tensor) -> Tensor:  # [B, T, X], [B, n] -> [B, n, X]
+    """Each row's values at places of its own."""
+    return values.gather(1, places[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
 @dataclass

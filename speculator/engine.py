@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speculator import cuda_graphs
 from speculator.cuda_graphs import Captured
-from speculator.draft import Draft, take_at
+from speculator.draft import Draft, gather_at, take_at
 from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.topology import Shape
 from speculator.errors import UserError
@@ -76,6 +76,7 @@ class Engine:
     """
 
     cache: KVCache
+    sampling: RowSampling  # of the selected rows
 
     def __init__(
         self,
@@ -102,9 +103,10 @@ class Engine:
         self.pending = torch.zeros(slots, dtype=torch.long, device=target.device)
         """[slots] the newest token of each decoding row: sampled, not yet processed by the target."""
         self.alive = torch.ones(slots, dtype=torch.bool, device=target.device)
+        """[slots] whether a row decodes; in captured steps others go along."""
         self._capacity = capacity and capacity + self._slack
         self._decoding: list[Request] = []
-        self._pending = self.pending[:0]
+        self.selected_pending, self.selected_alive = self.pending[:0], self.alive[:0]  # views: of the selected rows
         self._samplings: dict[Hashable, RowSampling] = {}
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
         self._most_logprobs: int | None = None
@@ -350,8 +352,9 @@ class Engine:
         rows = min(len(self.slots.rows), 1 << (count - 1).bit_length()) if self.capturing else count
         self.cache.select(0, rows, max(map(len, texts)) - 1)
         requests = [slot.request for slot in part if slot.request]
-        if requests != self._decoding or rows != len(self._pending):
-            self._decoding, self._pending, self._alive = requests, self.pending[:rows], self.alive[:rows]
+        if requests != self._decoding or rows != len(self.selected_pending):
+            self._decoding = requests
+            self.selected_pending, self.selected_alive = self.pending[:rows], self.alive[:rows]
             sampling = [request.sampling for request in requests]
             self.sampling = RowSampling(sampling + sampling[:1] * (rows - count), self.target.device)
             self._most_logprobs = most_logprobs(requests)
@@ -359,7 +362,7 @@ class Engine:
                 same = self._samplings.setdefault((rows, *self.sampling.kind), self.sampling)
                 same.copy_(self.sampling)
                 self.sampling = same
-                self._alive.copy_(torch.arange(rows) < count)
+                self.selected_alive.copy_(torch.arange(rows) < count)
         return [*texts, *[[] for _ in range(rows - count)]]
 
     # ---- one step of the selected rows: draft, verify, keep, tell
@@ -378,12 +381,12 @@ class Engine:
         """
         nodes = self.drafter.nodes if self.drafter else 0
         if self.sampling.greedy:
-            u = self.sampling.temperature.new_zeros(len(self._pending), 2 * nodes + 1)  # nobody draws
+            u = self.sampling.temperature.new_zeros(len(self.selected_pending), 2 * nodes + 1)  # nobody draws
         else:
             u = uniforms(self.sampling.seeds, self.cache.selected, 2 * nodes + 1)
         if self.drafter is None:
-            return Draft.none(self._pending), u
-        return self.drafter.propose(self._pending, self.sampling, u[:, :nodes], texts), u[:, nodes:]
+            return Draft.none(self.selected_pending), u
+        return self.drafter.propose(self.selected_pending, self.sampling, u[:, :nodes], texts), u[:, nodes:]
 
     def verify(self, draft: Draft, u: Tensor) -> Verified:
         """One forward pass over the pending token and its draft, whose accepted path comes to lie first in the cache.
@@ -392,7 +395,7 @@ class Engine:
         the token after it. The rule accepts a path that ends at position `last`, and the next token is drawn from what
         it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
         """
-        tokens = torch.cat([self._pending[:, None], draft.tokens], dim=1)
+        tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
         with self.target.taps.reading(self._taps) as states:
             hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
         logits, hidden = self.target.logits(hidden), states(hidden)
@@ -406,10 +409,10 @@ class Engine:
             path = draft.path(last)
             self.cache.gather(path)
             tokens = tokens.gather(1, path)
-            hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            hidden = gather_at(hidden, path)
             drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
             if self._most_logprobs is not None:
-                logits = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[-1]))
+                logits = gather_at(logits, path)
         self._scores = None
         if self._most_logprobs is not None:  # such a step is not captured
             given = tokens.roll(-1, 1).scatter(1, accepted[:, None], following[:, None])
@@ -422,9 +425,9 @@ class Engine:
         """The pending token and the accepted ones are part of the text: the cache and the drafter learn of it."""
         counts = verified.accepted + 1
         if self.capturing:
-            counts = counts * self._alive
+            counts = counts * self.selected_alive
         self.cache.commit(counts)
-        self._pending.copy_(verified.following)
+        self.selected_pending.copy_(verified.following)
         if self.drafter:
             self.drafter.commit(verified.tokens, verified.hidden, counts)
 
@@ -451,10 +454,8 @@ class Engine:
                 return work.work(engine, *given)
             state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
-                shape = engine.drafter and engine.drafter.shape
-                return work(
-                    (len(engine._pending), engine.cache.longest, engine.sampling.kind, shape), state, engine, *given
-                )
+                shape, rows = engine.drafter and engine.drafter.shape, len(engine.selected_pending)
+                return work((rows, engine.cache.longest, engine.sampling.kind, shape), state, engine, *given)
 
         return run
 

@@ -82,7 +82,7 @@ class Taps:
         """Refuse taps that the target of this name has not.
 
         Raises:
-            UserError: so it is.
+            UserError: one of them is of no layer of the target, or the target's taps can't be read at all.
         """
         count, listed = len(self.layers), " ".join(map(str, wanted))
         refuse(

@@ -45,7 +45,7 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     if other is not None:
         from_head(head, other, wanted)
     elif wanted.initialise == "target" or wanted.architecture == "eagle3":
-        head.start_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        head.initialise_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     return bind(head, target)
 
 

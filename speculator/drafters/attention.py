@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from speculator.draft import take_at
 from speculator.drafters.base import Texts
 from speculator.drafters.topology import Shape
-from speculator.heads import Speculator
-from speculator.heads.eagle3 import Memory
+from speculator.heads.attention import AttentionHead, Memory
 
 
 class AttentionSource:
@@ -31,8 +30,10 @@ class AttentionSource:
     _next: Tensor  # [slots, G + 1]
     _counts: Tensor  # [slots]
 
-    def __init__(self, head: Speculator, shape: Shape):
-        self.head: Any = head  # with `memory`, `first` and `next`
+    _unread: list[bool]  # of each slot, on the host: whether some of `_taps` may be unread
+
+    def __init__(self, head: AttentionHead, shape: Shape):
+        self.head = head
         self._width, self._behind = 0, 0
         self.reshape(shape)
 
@@ -54,38 +55,44 @@ class AttentionSource:
         opened._taps = torch.zeros(slots, width, size, dtype=self.head.dtype, device=device)
         opened._next = torch.zeros(slots, width, dtype=torch.long, device=device)
         opened._counts = torch.zeros(slots, dtype=torch.long, device=device)
+        opened._unread = [False] * slots
         return opened
 
     def grow(self, capacity: int) -> None:
         self._capacity = capacity
         self.memory.grow(capacity + self._behind)
 
-    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        self.memory.move(source, destination)
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.memory.move(source, destination, longest)
         for x in (self._taps, self._next, self._counts):
             x[list(destination)] = x[list(source)]
+        before = list(self._unread)
+        for old, new in zip(source, destination, strict=True):
+            self._unread[new] = before[old]
 
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
         rows, device = slice(start, start + len(texts)), hidden.device
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         part = self.memory.select(rows.start, rows.stop, max(ends) + self._width - 1)
-        # The text before may have ended with some that were not read.
-        self.head.first(part, self._taps[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
+        if any(self._unread[rows]):  # of the text before, whose prefix this one may share
+            self.head.read(part, self._taps[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
+            self._unread[rows] = [False] * len(texts)
         part.lengths.copy_(torch.tensor(begins))
         known = [list(text[begin + 1 : end + 1]) for text, begin, end in zip(texts, begins, ends, strict=True)]
         padded = [tokens + [0] * (hidden.shape[1] - len(tokens)) for tokens in known]
         taps, read = hidden.to(self._taps.dtype), torch.tensor([len(tokens) for tokens in known], device=device)
-        self.head.first(part, taps, torch.tensor(padded, device=device), read)
+        self.head.read(part, taps, torch.tensor(padded, device=device), read)
         # Of a prompt's last token the next is not known yet.
-        last = (torch.tensor(counts, device=device) - 1)[:, None, None].expand(-1, 1, taps.shape[2])
-        self._taps[rows, :1] = taps.gather(1, last)
-        self._counts[rows] = torch.tensor(counts, device=device) - read
+        ended = torch.tensor(counts, device=device)
+        self._taps[rows, 0] = take_at(taps, ended - 1)
+        self._counts[rows] = ended - read
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         rows, width = slice(0, len(counts)), tokens.shape[1]
         self._taps[rows, :width] = hidden.to(self._taps.dtype)
         self._next[rows, : width - 1] = tokens[:, 1:]
         self._counts[rows] = counts
+        self._unread[rows] = [True] * len(counts)
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
         rows = slice(0, len(pending))
@@ -94,6 +101,7 @@ class AttentionSource:
         tokens = self._next[rows].scatter(1, (counts - 1).clamp_min(0)[:, None], pending[:, None])
         logits = self.head.first(self._part, self._taps[rows], tokens, counts)
         counts.zero_()
+        self._unread[rows] = [False] * len(pending)
         return logits
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:

@@ -27,10 +27,13 @@ class Drafter:
     of every token that a row holds, with the target's hidden states; a step runs over the first rows.
 
     Attributes:
-        name: "head", "model" or "ngram": how a report names it.
+        name: how a report names it: "head", "model", "ngram", or another of your own.
         draft_length: G, the most tokens of one draft that can be accepted: the depth of a tree.
         nodes: the most tokens that one `propose` drafts: G for a chain, more for a tree.
-        rules: the accept rules that fit its drafts; the first is the default.
+        rules: the accept rules that fit its drafts (`speculator.verify.RULES`); the first is the default. Exact are, of
+            a chain, "block" and "token", with `probs` or without; "walk" of a chain or tree without `probs`;
+            "multi-candidate" of a tree whose siblings are drawn without replacement, "multi-candidate-replacement" of
+            one whose siblings are drawn independently. "typical-lossy" runs on any draft, and is not exact.
         capturable: whether drafting needs nothing of the host, neither the texts nor an answer from the device:
             `propose` and `commit` may then be replayed from a CUDA graph without being called.
         taps: the target's taps that it reads (`speculator.taps`), ascending; none: it reads the last hidden state.
@@ -56,7 +59,7 @@ class Drafter:
         return copy(self)
 
     def grow(self, capacity: int) -> None:
-        """Have room for rows of so many tokens."""
+        """Have room for rows of so many tokens: what the target's cache has now, which grows by half at a time."""
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Rows of at most `longest` tokens change places: row source[i] becomes row destination[i]."""
@@ -76,7 +79,7 @@ class Drafter:
         pending: Tensor,  # [R] the newest token of each row: sampled, not yet processed by the target
         sampling: RowSampling,
         u: Tensor,  # [R, nodes] for the draft's own sampling
-        texts: Texts,  # they end with the pending token; empty where a row is not decoding
+        texts: Texts,  # they end with the pending token; that of a row which is not decoding is empty
     ) -> Draft:
         """Draft what may follow `pending` in the first R rows: greedily at temperature 0, as its shape says above."""
         raise NotImplementedError

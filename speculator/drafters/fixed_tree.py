@@ -44,7 +44,7 @@ class FixedTree:
         self.depth, self.nodes = len(nodes[-1]), len(nodes)
         self.offered = self.nodes
         self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
-        self._width = 1 + max(path[-1] for path in nodes)
+        self.width = 1 + max(path[-1] for path in nodes)
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
         # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these
         # offer, who is expanded, and the parents of these.
@@ -95,7 +95,7 @@ class FixedTree:
             levels = [[place(index) for index in level] for level in self._levels]
             parents = place(self._parents).expand(len(pending), -1)
             full = torch.full_like(pending, self.nodes)
-            form = Draft(parents, full, None, parents, depth=self.depth, width=self._width)
+            form = Draft(parents, full, None, parents, depth=self.depth, width=self.width)
             _ = form.before, form.drafted, form.longest, form.paths  # worked out here, once
             self._placed[key] = form, levels
         return self._placed[key]

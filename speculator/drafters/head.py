@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from speculator.draft import Draft, take_at
+from speculator.draft import Draft, gather_at, take_at
 from speculator.drafters.attention import AttentionSource
 from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
-from speculator.heads import RecurrentHead, Speculator
+from speculator.heads import AttentionHead, RecurrentHead, Speculator
 from speculator.sampling import RowSampling
 
 
@@ -22,8 +23,8 @@ class HeadDrafter(Drafter):
 
     Args:
         head: the trained head.
-        shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict, whatever was tuned
-            (that is `tuned_drafter`). A head that attends may draft deeper than it was trained.
+        shape: what it drafts; a number is a chain of so many tokens, None a chain of n_predict; what was tuned
+            is ignored, see `tuned_drafter`. A head that attends may draft deeper than it was trained.
 
     Raises:
         UserError: the shape is deeper than the head, or offers more children than it has tokens to draft from.
@@ -35,7 +36,9 @@ class HeadDrafter(Drafter):
         self.head = head.eval()
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
-        self.source = StateSource(head) if isinstance(head, RecurrentHead) else AttentionSource(head, shape)
+        self.source = (
+            AttentionSource(head, shape) if isinstance(head, AttentionHead) else StateSource(cast(RecurrentHead, head))
+        )
         self.taps, self.overlap = head.taps, self.source.overlap
         self.reshape(shape)
 
@@ -43,10 +46,11 @@ class HeadDrafter(Drafter):
         recurrent, known = isinstance(self.head, RecurrentHead), self.head.n_predict
         if recurrent and shape.depth > known:
             raise UserError(f"draft length {shape.depth} is not in 1..{known}, what the head can draft")
-        # Children beyond them are all impossible alike, and a tree tells a parent from its child by their chances.
-        branches = getattr(shape, "branches", (1,))
-        if max(branches) > self.head.config.output_size:
-            raise UserError(f"branches {branches}: the head drafts from {self.head.config.output_size} tokens only")
+        # Of more children some would be tokens that the head gives probability 0.
+        if shape.width > self.head.config.output_size:
+            raise UserError(
+                f"{shape.width} children of a token: the head drafts from {self.head.config.output_size} tokens only"
+            )
         self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
         self.capturable = recurrent and shape.capturable
         self.source.reshape(shape)
@@ -60,7 +64,7 @@ class HeadDrafter(Drafter):
         self.source.grow(capacity)
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        self.source.move(source, destination)
+        self.source.move(source, destination, longest)
 
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
         self.source.prefill(start, texts, begins, hidden, counts)
@@ -96,7 +100,7 @@ class StateSource:
     def reshape(self, shape: Shape) -> None:
         pass
 
-    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self._hidden[list(destination)] = self._hidden[list(source)]
 
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
@@ -117,6 +121,5 @@ class StateSource:
         return logits
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        states = self._states.gather(1, parents[:, :, None].expand(-1, -1, self._states.shape[-1]))
-        self._states, logits = self.head.step(level, states, tokens)
+        self._states, logits = self.head.step(level, gather_at(self._states, parents), tokens)
         return logits

@@ -26,6 +26,8 @@ class Shape(Protocol):
 
     depth: int
     nodes: int
+    width: int
+    """The most children of a token."""
     offered: int
     """The most tokens that are put together before `nodes` of them are chosen: what a draft model reads at most."""
     rules: tuple[str, ...]
@@ -41,7 +43,7 @@ def check_length(length: int) -> None:
     """Refuse a chain that is none, or longer than can be meant.
 
     Raises:
-        UserError: so it is.
+        UserError: the length is no number of at least 1, or above the most tokens of a draft.
     """
     if type(length) is not int or length < 1:
         raise UserError(f"draft length {length!r} is not at least 1")
@@ -52,7 +54,7 @@ def check_nodes(nodes: int, offered: int = 0) -> None:
     """Refuse a draft that is larger than can be meant.
 
     Raises:
-        UserError: so it is.
+        UserError: more tokens to verify, or to choose them from, than there may be.
     """
     if nodes > _MOST:
         raise UserError(f"a draft of {nodes:,} tokens: at most {_MOST:,} can be verified in a step")
@@ -73,6 +75,7 @@ class Chain:
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
         check_length(length)
         self.depth = self.nodes = self.offered = length
+        self.width = 1
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
         self.rules: tuple[str, ...] = (*(("block", "token") if sampled else ("walk", "block", "token")), *LOSSY)
@@ -119,7 +122,7 @@ class Candidates:
     def __init__(self, branches: Sequence[int], replacement: bool = False):
         self.branches = _checked(branches)
         self.replacement = replacement
-        self.depth = len(self.branches)
+        self.depth, self.width = len(self.branches), max(self.branches)
         self.nodes = self.offered = sum(accumulate(self.branches, mul))
         check_nodes(self.nodes)
         self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *LOSSY)
@@ -140,7 +143,7 @@ class Candidates:
                 probs = probs if so_far.probs is None else torch.cat([so_far.probs, probs], 1)
             tokens = tokens.reshape(count, width * children)
             place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
-            so_far = grown(so_far, tokens, place, width, probs, max(self.branches))
+            so_far = grown(so_far, tokens, place, width, probs, self.width)
             if level + 1 < self.depth:
                 logits = source.next(level + 1, tokens, place)
         return so_far
@@ -189,7 +192,7 @@ class Tree:
 
     def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
         self.branches, self.beam = _checked(branches), beam
-        self.depth = len(self.branches)
+        self.depth, self.width = len(self.branches), max(self.branches)
         self.nodes = nodes
         self.rules: tuple[str, ...] = ("walk", *LOSSY)
         self.offered, width = 0, 1
@@ -217,7 +220,8 @@ class Paths:
 
     def __init__(self, branches: Sequence[int], paths: int):
         self.branches, self.paths = _checked(branches), paths
-        self.depth, self.nodes = len(self.branches), paths * len(self.branches)
+        self.depth, self.width = len(self.branches), max(self.branches)
+        self.nodes = paths * self.depth
         self.offered = sum(accumulate(self.branches, mul))
         self.rules: tuple[str, ...] = ("walk", *LOSSY)
         check_nodes(self.nodes, self.offered)
@@ -272,7 +276,7 @@ def _selected(tokens: Tensor, parents: Tensor, keep: Tensor, lengths: Tensor, sh
     place = torch.zeros_like(tokens).scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
     kept = parents.gather(1, keep)
     renamed = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
-    return Draft(tokens.gather(1, keep), lengths, None, renamed, depth=shape.depth, width=max(shape.branches))
+    return Draft(tokens.gather(1, keep), lengths, None, renamed, depth=shape.depth, width=shape.width)
 
 
 def _checked(branches: Sequence[int]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Draft heads, one file per architecture. Importing this package registers them with transformers' Auto classes."""
 
+from speculator.heads.attention import AttentionHead
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
@@ -15,6 +16,7 @@ ARCHITECTURES: dict[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
 
 __all__ = [
     "ARCHITECTURES",
+    "AttentionHead",
     "Eagle3Speculator",
     "Eagle3SpeculatorConfig",
     "LSTMSpeculator",

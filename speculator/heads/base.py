@@ -126,7 +126,7 @@ class Speculator(PreTrainedModel, ABC):
         """Every step's logits, teacher-forced, for tests and exporters: all of them in memory at once."""
 
     @abstractmethod
-    def start_from(
+    def initialise_from(
         self,
         embedding: Tensor,  # [V, D] the target's
         output: Tensor,  # [V, D]
@@ -148,7 +148,7 @@ class Speculator(PreTrainedModel, ABC):
         """Of tied weights: names that published checkpoints may also store a tensor under, to its name here."""
         return {}
 
-    def drafted(
+    def draft_rows(
         self,
         output: Tensor,  # [V, ...]
     ) -> Tensor:  # [V_d, ...]

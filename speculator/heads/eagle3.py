@@ -18,13 +18,12 @@ what a draft sees: rows of the text up to t, then its own tokens. For t = 2, ste
     position     0       1       2       3       4
 
 Two forms of one function. `forward` runs all steps of all rows of a text (training). `first` and `next` draft, with a
-`Memory` of the text's keys and values: `first` reads what was accepted, `next` a level of drafted tokens.
+`Memory` of the text's keys and values: `first` reads what was accepted (`read` does no more), `next` a drafted level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import cast
 
 import torch
@@ -32,8 +31,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
+from speculator.documents import document_starts
+from speculator.draft import gather_at
 from speculator.errors import UserError
-from speculator.heads.base import Loss, Speculator
+from speculator.heads.attention import AttentionHead, Memory
+from speculator.heads.base import Loss
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig, default_taps
 from speculator.heads.eagle3_layer import BlockedAttention, Layer, Norm, Rope, Rows, attend
 
@@ -42,54 +44,7 @@ _SCORES_ON_GPU = 2**25
 """Attention scores that exist at a time in training."""
 
 
-class Memory:
-    """The keys and values of B texts, and of the drafts behind them.
-
-    What lies at or above a row's length is a draft's or dead: the next `first` writes over it. To take tokens back,
-    lower `lengths`: row t holds good while x[0..t+1] stays.
-
-    Attributes:
-        keys, values: [B, K, capacity, d]
-        lengths: [B] rows of text, updated in place.
-        longest: at least the most of `lengths`, known to the host. It decides how many slots are read.
-        states: [B, f, D] what the tokens of the newest level hand to their children.
-        seen: [B, f, n] which of the draft's n slots each of them sees.
-        level: the depth of the newest level; 0 after `first`.
-    """
-
-    states: Tensor
-    seen: Tensor
-
-    def __init__(self, config: Eagle3SpeculatorConfig, rows: int, capacity: int, like: Tensor):
-        shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
-        self.longest = self.level = 0
-
-    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:  # [B, T, K, d] twice, [B, T]
-        row = torch.arange(len(slots), device=slots.device)[:, None]
-        self.keys[row, :, slots] = keys.to(self.keys.dtype)
-        self.values[row, :, slots] = values.to(self.values.dtype)
-
-    def select(self, start: int, stop: int, longest: int) -> Memory:
-        """Of neighbouring rows of at most `longest` tokens: it writes into this one."""
-        part = copy(self)
-        part.keys, part.values, part.lengths = (x[start:stop] for x in (self.keys, self.values, self.lengths))
-        part.longest = longest
-        return part
-
-    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Rows change places: row source[i] becomes row destination[i]."""
-        for x in (self.keys, self.values, self.lengths):
-            x[list(destination)] = x[list(source)]
-
-    def grow(self, capacity: int) -> None:
-        """Have at least `capacity` slots a row."""
-        more = (0, 0, 0, max(0, capacity - self.keys.shape[2]))
-        self.keys, self.values = (nn.functional.pad(x, more) for x in (self.keys, self.values))
-
-
-class Eagle3Speculator(Speculator):
+class Eagle3Speculator(AttentionHead):
     """One layer of attention over the target's taps. The modules have the names of the `speculators` layout."""
 
     config_class = Eagle3SpeculatorConfig
@@ -167,9 +122,9 @@ class Eagle3Speculator(Speculator):
         return self.embed_tokens.weight if self.config.own_embedding else None
 
     @torch.no_grad()
-    def start_from(self, embedding: Tensor, output: Tensor) -> None:  # [V, D] twice
+    def initialise_from(self, embedding: Tensor, output: Tensor) -> None:  # [V, D] twice
         """Let the output matrix be the target's; its embedding is shared anyway."""
-        self.lm_head.weight.copy_(self.drafted(output))
+        self.lm_head.weight.copy_(self.draft_rows(output))
 
     def _embedded(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
         weight = self.embedding_weight
@@ -222,7 +177,7 @@ class Eagle3Speculator(Speculator):
         if not len(wanted):
             wanted = everything[:1]  # every weight then has a gradient, as DDP asks
         limit = _SCORES.get(taps.device.type, _SCORES_ON_GPU) // self.config.num_attention_heads
-        rows = Rows.of(wanted, _begins(documents), limit, self.config.sliding_window)
+        rows = Rows.of(wanted, document_starts(documents), limit, self.config.sliding_window)
         texts = wanted // length
 
         def again(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
@@ -251,10 +206,6 @@ class Eagle3Speculator(Speculator):
 
     def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
         return self._handed_on(self._layer.leave(residual, attended))
-
-    def _near(self, slots: Tensor, positions: Tensor) -> Tensor | bool:
-        window = self.config.sliding_window
-        return True if window is None else slots > positions - window
 
     def forward(
         self,
@@ -293,44 +244,40 @@ class Eagle3Speculator(Speculator):
     # --- drafting: level by level
 
     def memory(self, rows: int, capacity: int) -> Memory:
-        """An empty one, for `rows` texts of at most `capacity` tokens, drafts included."""
-        return Memory(cast(Eagle3SpeculatorConfig, self.config), rows, capacity, self.fc.weight)
+        config = self.config
+        return Memory(rows, config.num_key_value_heads, capacity, config.head_dim, self.fc.weight)
 
     @torch.no_grad()
-    def first(
-        self,
-        memory: Memory,
-        taps: Tensor,  # [B, T, nD] of what was accepted since the last time
-        tokens: Tensor,  # [B, T] the token after each; the last of a row has not been read by the target
-        counts: Tensor,  # [B] how many of them, from the left, are the row's own: at least 1
-    ) -> Tensor:  # [B, 1, V]
-        """Read what was accepted; gives the logits of the first token of a draft."""
+    def read(self, memory: Memory, taps: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        self._read(memory, taps, tokens, counts)
+
+    def _read(self, memory: Memory, taps: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer reads at each position, [B, T, 2D], and its residual, [B, T, D]."""
         layer = self._layer
         positions = memory.lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
         u, residual = layer.enter(self._embedded(tokens), self._fused(taps))
         memory.write(*layer.self_attn.key_value(u, self.rope(positions, u.dtype)), positions)
         memory.lengths += counts
         memory.longest += taps.shape[1]
+        return u, residual
+
+    @torch.no_grad()
+    def first(self, memory: Memory, taps: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
+        u, residual = self._read(memory, taps, tokens, counts)
         memory.level = 0
         memory.seen = memory.lengths.new_zeros(len(taps), 1, 0, dtype=torch.bool)
         last = (counts - 1).clamp_min(0)[:, None]  # a row that reads nothing is finished: any state will do
-        return self._level(memory, _at(u, last), _at(residual, last))
+        return self._level(memory, gather_at(u, last), gather_at(residual, last))
 
     @torch.no_grad()
-    def next(
-        self,
-        memory: Memory,
-        tokens: Tensor,  # [B, f] the newest level
-        parents: Tensor,  # [B, f] the place of each one's parent in the level before
-    ) -> Tensor:  # [B, f, V]
-        """Read a level of a draft; gives the logits of its children."""
+    def next(self, memory: Memory, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f, V]
         layer, rows = self._layer, tokens.shape[1]
         drafted = memory.seen.shape[2]
         own = torch.eye(rows, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        memory.seen = torch.cat([_at(memory.seen, parents), own], -1)
+        memory.seen = torch.cat([gather_at(memory.seen, parents), own], -1)
         memory.level += 1
         slots = memory.lengths[:, None] + drafted + torch.arange(rows, device=tokens.device)
-        u, residual = layer.enter(self._embedded(tokens), _at(memory.states, parents))
+        u, residual = layer.enter(self._embedded(tokens), gather_at(memory.states, parents))
         memory.write(*layer.self_attn.key_value(u, self.rope(self._position(memory), u.dtype)), slots)
         return self._level(memory, u, residual)
 
@@ -342,23 +289,16 @@ class Eagle3Speculator(Speculator):
         layer, drafted, position = self._layer, memory.seen.shape[2], self._position(memory)
         extent = min(memory.longest + drafted, memory.keys.shape[2])
         slots = torch.arange(extent, device=u.device)
-        seen = ((slots < memory.lengths[:, None]) & self._near(slots, position))[:, None].repeat(1, u.shape[1], 1)
+        seen = slots < memory.lengths[:, None]
+        if self.config.sliding_window is not None:
+            seen &= slots > position - self.config.sliding_window
+        seen = seen[:, None].repeat(1, u.shape[1], 1)
         own = memory.lengths[:, None] + torch.arange(drafted, device=u.device)
         seen = seen.scatter(2, own[:, None].expand_as(memory.seen), memory.seen)
         query = layer.self_attn.query(u, self.rope(position, u.dtype))
         attended = attend(query, memory.keys[:, :, :extent], memory.values[:, :, :extent], seen)
         feature, memory.states = self._handed_on(layer.leave(residual, attended))
         return self.spread(self.lm_head(feature))
-
-
-def _begins(documents: Tensor) -> Tensor:  # [B, S] -> [B, S] the place at which each one's document begins
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    new = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return index.where(new, 0).cummax(1).values
-
-
-def _at(values: Tensor, place: Tensor) -> Tensor:  # [B, f, X], [B, n] -> [B, n, X]
-    return values.gather(1, place[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
 AutoConfig.register(Eagle3SpeculatorConfig.model_type, Eagle3SpeculatorConfig)

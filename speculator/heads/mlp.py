@@ -4,8 +4,8 @@ From the target's hidden state h_t (after its final norm, so what its lm_head re
 target sampled from it, head 0 drafts x_{t+2}; head i drafts x_{t+2+i} from the state of head i-1 and token x_{t+1+i}:
 
     s_0 = h_t                                         or rms(h_t) / sqrt(2) with scale_input
-    s_i = gelu(norm_i(proj_i(s_{i-1}) + alpha * emb_i(x_{t+1+i})))
-    logits_i = head_i(s_i)
+    s_{i+1} = gelu(norm_i(proj_i(s_i) + alpha * emb_i(x_{t+1+i})))
+    logits_i = head_i(s_{i+1})
 
 `norm` is an RMS norm with weight and bias; alpha is the weight that all heads share (`speculator.heads.recurrent`).
 """

@@ -134,7 +134,7 @@ class RecurrentHead(Speculator):
         documents: Tensor | None = None,  # [B, S]
         learns: Tensor | None = None,  # [B, S]
     ) -> dict[str, Tensor]:
-        """See `Speculator`. A row reads nothing of others: all are made, whatever learns."""
+        """See `Speculator`. No position reads another, so `documents` is unused; all are computed."""
         length = hidden.shape[1]
         tables = [self.embedding(i) for i in range(self.n_predict)]
         # Steps that share a table read it together: each reading has a gradient as large as the table.
@@ -153,7 +153,7 @@ class RecurrentHead(Speculator):
         return torch.stack(list(self.unroll(hidden, tokens)))
 
     @torch.no_grad()
-    def start_from(self, embedding: Tensor, output: Tensor) -> None:
+    def initialise_from(self, embedding: Tensor, output: Tensor) -> None:
         """Take over the target's token geometry, at the scale that the head's own initialisation has.
 
         The first projection is near the identity, so that step 0 sees the hidden state in the basis that the output
@@ -168,7 +168,7 @@ class RecurrentHead(Speculator):
             if isinstance(module, nn.Embedding):
                 module.weight.copy_(rescaled(embedding))
         for i in range(self.n_predict):
-            self.output(i).weight.copy_(rescaled(self.drafted(output)))
+            self.output(i).weight.copy_(rescaled(self.draft_rows(output)))
         self.entry.weight.mul_(_NOISE).add_(torch.eye(inner))
 
 

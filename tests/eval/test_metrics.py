@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.decoders import decoders, measure_suite
 from eval.metrics import acceptance, by_context, check_identities, paired_bootstrap, rows_busy
-from eval.report import warnings
+from eval.plots import _colour
+from eval.report import label, warnings
 from eval.run import evaluate, real_acceptance
 from eval.suites import Suite, load_suite
 from eval.timing import Decoded, Timed, time_transformers
@@ -290,3 +291,9 @@ def test_pairs_stay_together():
     samples = [(2.0 * 10**k, 10.0**k) for k in (0, 1, 2) for _ in range(5)]
     interval = paired_bootstrap(samples, lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))
     assert interval == {"value": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_a_drafter_by_another_name_is_shown_by_it():
+    row = {"drafter": "retrieval", "draft_length": 4, "nodes": 4, "rule": "walk", "lossy": False}
+    assert label(row, {4}) == "retrieval"
+    assert _colour(row, {4})

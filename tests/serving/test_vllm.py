@@ -49,7 +49,7 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
     rows = [prompt + said for prompt, said in texts]
     draft_from(head, rows)
     head.share_embedding(model.get_input_embeddings().weight)
-    head.start_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    head.initialise_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     taps = [taps_of(model, head, row) for row in rows]
     optimiser = torch.optim.AdamW(head.parameters(), lr=1e-3)
     for step in range(30):

@@ -411,11 +411,9 @@ def test_a_drafter_is_told_of_every_position_and_again_of_those_it_asks_for(targ
     """Prompts chunk by chunk, then what each step kept: in the rows where they are, with the states of a whole pass."""
 
     class Noting(HeadDrafter):
-        overlap = 1
-
         def open(self, slots, capacity):
             opened = super().open(slots, capacity)
-            opened.told = {}
+            opened.told, opened.overlap = {}, 1
             return opened
 
         def prefill(self, start, texts, begins, hidden, counts):

@@ -12,7 +12,7 @@ from speculator.checkpoints.loading import bind
 from speculator.drafters.attention import AttentionSource
 from speculator.engine import Engine
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.eagle3 import Memory
+from speculator.heads.attention import Memory
 from speculator.taps import Taps
 
 STEPS = 4
@@ -150,7 +150,8 @@ def test_rows_of_a_draft_that_stay_in_the_memory_are_seen(target, head, monkeypa
         self.memory.lengths[: len(counts)] += 1
 
     monkeypatch.setattr(AttentionSource, "commit", keeping)
-    monkeypatch.setattr(AttentionSource, "_room", lambda self, capacity: capacity + 100)
+    wide = AttentionSource.open
+    monkeypatch.setattr(AttentionSource, "open", lambda self, slots, capacity: wide(self, slots, capacity + 100))
     select = Memory.select
     monkeypatch.setattr(Memory, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
     drafter = Noted(head)
@@ -160,7 +161,28 @@ def test_rows_of_a_draft_that_stay_in_the_memory_are_seen(target, head, monkeypa
 
 def test_another_rows_memory_that_is_read_is_seen(target, head, monkeypatch):
     """Rows change places in the cache as requests leave: the memory has to go along."""
-    monkeypatch.setattr(AttentionSource, "move", lambda self, source, destination: None)
+    monkeypatch.setattr(AttentionSource, "move", lambda self, source, destination, longest: None)
     drafter = Noted(head)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=[12, 3, 9, 12, 5])
     assert gap(target, head, drafter) > 1e-3
+
+
+def test_a_prompt_is_read_without_drafting_from_it(target, head, monkeypatch):
+    """A prefill writes keys and values; the rows that were not read before are read only where there are some."""
+    reads, levels = [], []
+    read, level = type(head)._read, type(head)._level
+    monkeypatch.setattr(type(head), "_read", lambda *args: reads.append(args[2].shape) or read(*args))
+    monkeypatch.setattr(type(head), "_level", lambda *args: levels.append(None) or level(*args))
+    source = HeadDrafter(head, Chain(2)).open(slots=2, capacity=20).source
+    hidden = torch.zeros(2, 3, len(head.taps) * head.config.emb_dim, dtype=head.dtype)
+    source.prefill(0, [[1, 2, 3], [4, 5, 6]], [0, 0], hidden, [3, 3])
+    assert (len(reads), len(levels)) == (1, 0)
+    source.first(torch.tensor([7, 8]), [[1, 2, 3, 7], [4, 5, 6, 8]])
+    source.commit(torch.tensor([[7, 1], [8, 1]]), hidden[:, :2], torch.tensor([2, 1]))
+    source.prefill(0, [[1, 2, 3, 7, 1, 2]], [4], hidden[:1, :2], [2])
+    assert (len(reads), len(levels)) == (4, 1)
+    source.move([0, 1], [1, 0], 6)
+    source.prefill(1, [[9, 2]], [0], hidden[:1, :2], [2])
+    assert len(reads) == 5
+    source.prefill(0, [[9, 2]], [0], hidden[:1, :2], [2])
+    assert len(reads) == 7

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3
-from speculator.heads.eagle3 import Memory
+from speculator.heads.attention import Memory
 from speculator.heads.eagle3_config import default_taps
 
 V, D, STEPS = 13, 8, 4
@@ -316,7 +316,7 @@ def test_a_drafting_form_that_is_wrong_is_seen(fault):
 
 
 def test_another_documents_keys_would_be_seen_in_training(monkeypatch):
-    monkeypatch.setattr(eagle3, "_begins", torch.zeros_like)
+    monkeypatch.setattr(eagle3, "document_starts", torch.zeros_like)
     monkeypatch.setattr(sys.modules[__name__], "KNOWN", {})
     assert Rounds().gap() > 1e-3
 
@@ -343,8 +343,8 @@ def test_rows_that_moved_and_grew_read_on_as_they_were():
         memory, alone = head.memory(4, 6), head.memory(2, 20)
         head.first(memory.select(1, 3, 0), taps[:, :5], tokens[:, :5], torch.tensor([5, 3]))
         head.first(alone, taps[:, :5], tokens[:, :5], torch.tensor([5, 3]))
-        memory.move([1, 2], [3, 2])
-        memory.move([2, 3], [1, 2])
+        memory.move([1, 2], [3, 2], 5)
+        memory.move([2, 3], [1, 2], 5)
         memory.grow(20)
         part = memory.select(1, 3, 5)
         given = taps[:, 5:8], tokens[:, 5:8], torch.tensor([2, 3])
@@ -354,6 +354,15 @@ def test_rows_that_moved_and_grew_read_on_as_they_were():
         level = torch.tensor([[3], [4]]), torch.tensor([[0], [0]])
         turned = [x.flip(0) for x in level]
         torch.testing.assert_close(head.next(part, *turned).flip(0), head.next(alone, *level), atol=1e-12, rtol=0)
+
+
+def test_what_lies_behind_the_longest_text_does_not_move():
+    memory = head_of().memory(2, 20)
+    memory.keys[0] = memory.values[0] = 1
+    memory.move([0], [1], 5)
+    for stored in (memory.keys, memory.values):
+        assert (stored[1, :, :5] == 1).all()
+        assert not stored[1, :, 5:].any()
 
 
 # --- the embedding and the config
@@ -387,7 +396,7 @@ def test_an_embedding_of_its_own_stays_unless_it_is_the_targets(tmp_path):
 
 def test_the_output_matrix_starts_from_the_targets_rows():
     head, output = head_of(draft_vocab_size=6), torch.randn(V, D, dtype=torch.float64)
-    head.start_from(torch.randn(V, D), output)
+    head.initialise_from(torch.randn(V, D), output)
     assert torch.equal(head.lm_head.weight, output[[1, 2, 5, 8, 9, 12]])
 
 

@@ -1,0 +1,19 @@
+"""The documentation names modules that there are."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_module_that_is_run_in_the_documentation_is_there():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    named = {
+        (file.name, module)
+        for file in files
+        for module in re.findall(r"python -m ((?:speculator|data|eval|train|benchmarks)\b(?:\.\w+)*)", file.read_text())
+    }
+    assert {module for _, module in named} >= {"speculator", "data", "eval", "benchmarks.step"}
+    missing = [(name, module) for name, module in sorted(named) if "NAME" not in module and not find_spec(module)]
+    assert not missing
