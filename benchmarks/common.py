@@ -11,9 +11,9 @@ import torch
 from data.sources import PYTHON_SOURCES
 from eval import suites
 from speculator import Target
+from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_folder, make_folder, write_json, write_text
-from speculator.target import dtype_name, hardware
 
 
 def build_parser(name: str, description: str, max_prompts: int) -> OneLineParser:

@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 from eval.suites import load_suite
 from speculator import Drafter, Engine, HeadDrafter, Sampling, Target, load_head
+from speculator.device import hardware
 from speculator.errors import OneLineParser, refuse_below, run_command
 from speculator.tables import markdown_table
-from speculator.target import hardware
 
 Work = Callable[[], int]
 

@@ -23,12 +23,11 @@ from tqdm import tqdm
 
 from eval.costs import Costs, clock
 from eval.costs import measure as measure_costs
-from eval.run import hardware
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target
+from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.linear import FAST_DTYPES, TIMED_ROWS, PackedLinear, pack_linears
-from speculator.target import dtype_name
 
 _BYTES = 2**26  # of all matrices of a size
 _SIZES = ("192x512", "192x4096", "1024x1024", "4096x4096")

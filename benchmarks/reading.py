@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from eval.run import hardware
 from eval.timing import peak_memory, restart_memory
 from speculator import Engine, Target
+from speculator.device import hardware
 from speculator.documents import packed
 from speculator.errors import OneLineParser, refuse_below, run_command
 

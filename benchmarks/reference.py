@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from speculator.device import hardware, resolve_device
 from speculator.errors import OneLineParser, UserError, refuse, run_command
 from speculator.files import make_folder, write_text
-from speculator.target import hardware, resolve_device
 from train.config import ROOT
 from train.folder import git_commit
 

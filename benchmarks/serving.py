@@ -29,7 +29,7 @@ import httpx
 import psutil
 
 from benchmarks.common import build_parser, load_prompts, load_target
-from eval.run import hardware
+from speculator.device import hardware
 from speculator.errors import UserError, refuse, run_command
 from speculator.files import write_json
 

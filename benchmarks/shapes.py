@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eval.timing import synchronize
+from speculator.device import resolve_device
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
-from speculator.target import Target, resolve_device
+from speculator.target import Target
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from transformers.utils import logging
 from benchmarks.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from eval.costs import BLOCK, Costs, measure
 from speculator import HeadDrafter, Sampling, Target
+from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator
 from speculator.tables import markdown_table
-from speculator.target import dtype_name, hardware
 
 
 def measure_steps(

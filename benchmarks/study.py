@@ -148,8 +148,8 @@ class Remembered:
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def reading(self, wanted: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """As `Taps.reading`, which the trainer asks for."""
+    def recorded(self, wanted: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+        """As `Taps.recorded`, which the trainer asks for."""
         if tuple(wanted) != self._wanted:
             self._wanted, self._kept = tuple(wanted), {}
         yield lambda last: self._read if wanted else last
@@ -158,7 +158,7 @@ class Remembered:
         keys = [row.numpy().tobytes() for row in tokens]
         for key, row in zip(keys, tokens, strict=True):
             if key not in self._kept:
-                with self.target.taps.reading(self._wanted) as read:
+                with self.target.taps.recorded(self._wanted) as read:
                     last = self.target.hidden(row[None])
                 self._kept[key] = last[0], read(last)[0]
         last, self._read = (torch.stack(states) for states in zip(*map(self._kept.__getitem__, keys), strict=True))

@@ -33,12 +33,13 @@ from tqdm import tqdm
 
 from benchmarks.shapes import PRESETS, matrix_rate, random_target
 from eval.costs import clock
+from speculator.device import hardware, resolve_device
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.linear import FAST_DTYPES
 from speculator.tables import markdown_table
-from speculator.target import Target, hardware, resolve_device
+from speculator.target import Target
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align
 

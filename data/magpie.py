@@ -23,11 +23,12 @@ from data.duplicates import NearDuplicates
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
 from data.sources import parse
 from speculator.chat import chat_text, chat_tokens
+from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
 from speculator.files import read_text
 from speculator.sampling import Sampling
-from speculator.target import Target, dtype_name
+from speculator.target import Target
 
 SELF = "self"
 """This source's name."""

@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from data.batches import Batches
+from speculator.device import dtype_name
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.engine import Engine
 from speculator.errors import refuse
 from speculator.request import Generation, Step, check_prompts
 from speculator.sampling import Sampling
-from speculator.target import Target, dtype_name
+from speculator.target import Target
 
 BATCH_SIZE = 16
 """Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them: the more rows, the

@@ -25,12 +25,12 @@ from eval.suites import add_flags, check_flags, check_lengths, load_target, suit
 from eval.timing import as_loaded
 from speculator import Drafter, Target, generate
 from speculator.cli import drafting
+from speculator.device import dtype_name
 from speculator.draft import Draft
 from speculator.errors import OneLineParser, refuse_below
 from speculator.files import check_file, write_json
 from speculator.slots import common_prefix
 from speculator.tables import markdown_table
-from speculator.target import dtype_name
 from speculator.verify import RULES
 
 

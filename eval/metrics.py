@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from eval.decoders import BASELINES, Decoder, Measured
 from eval.suites import Suite
 from eval.timing import Timed
+from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.drafters.topology import LOSSY
 from speculator.request import Generation, Step
 from speculator.sampling import Sampling
-from speculator.target import Target, dtype_name
+from speculator.target import Target
 
 Sample = TypeVar("Sample")
 _RESAMPLES = 2000

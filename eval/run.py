@@ -29,13 +29,13 @@ from eval.report import warnings, write
 from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
 from eval.timing import Engines, memory_kind
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator.device import dtype_name, hardware
 from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
 from speculator.heads import Speculator
 from speculator.request import Step
-from speculator.target import dtype_name, hardware
 
 
 def build_parser() -> OneLineParser:

@@ -147,7 +147,7 @@ def as_loaded(target: Target) -> Iterator[None]:
     """The model as transformers would run it: its own attention, and no settings of a generation config."""
     settings = target.model.generation_config
     try:
-        with attending(target.model, target.attention):
+        with attending(target.model, target.original_attention):
             target.model.generation_config = GenerationConfig()
             yield
     finally:

@@ -33,6 +33,18 @@ def attending(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
         model.set_attn_implementation(ATTENTION)
 
 
+def own_attention(model: PreTrainedModel) -> Any:
+    """What a model attends through, by sub-config where it has some; its default where that was changed before."""
+    if model.config._attn_implementation == ATTENTION:
+        try:
+            model.set_attn_implementation("sdpa")
+        except ValueError:
+            model.set_attn_implementation("eager")
+    parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
+    own: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": model.config._attn_implementation, **own} if own else model.config._attn_implementation
+
+
 def mask(
     write: Write, groups: int, window: int | None, dtype: torch.dtype
 ) -> Tensor | None:  # [R, 1, groups * width, extent]

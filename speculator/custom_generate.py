@@ -23,7 +23,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from speculator.attention import ATTENTION
+from speculator.attention import ATTENTION, own_attention
 from speculator.checkpoints.loading import bind, load_head
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import tuned_drafter
@@ -32,7 +32,7 @@ from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.linear import pack_linears, unpack_linears
 from speculator.sampling import Sampling
-from speculator.target import Target, own_attention
+from speculator.target import Target
 
 # In the order in which `Sampling` applies them, with the name that it has for each.
 _WARPERS = {

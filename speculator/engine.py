@@ -310,7 +310,7 @@ class Engine:
         lasts = torch.tensor(counts, device=device) - 1
         self.cache.select(rows[0], rows[-1] + 1, max(begins))
         self.cache.truncate(torch.tensor(begins))
-        with self.target.taps.reading(self._taps) as states:
+        with self.target.taps.recorded(self._taps) as states:
             hidden = self.target.extend(self.cache, tokens)
         self.cache.commit(lasts + 1)
         if self.drafter:
@@ -396,7 +396,7 @@ class Engine:
         it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
         """
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
-        with self.target.taps.reading(self._taps) as states:
+        with self.target.taps.recorded(self._taps) as states:
             hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
         logits, hidden = self.target.logits(hidden), states(hidden)
         if self.sampling.greedy:

@@ -31,11 +31,11 @@ class Taps:
         self._stream = getattr(model.config.get_text_config(), "altup_active_idx", None)
 
     @contextmanager
-    def reading(
+    def recorded(
         self,
         wanted: Sequence[int],  # ascending
     ) -> Iterator[Callable[[Tensor], Tensor]]:  # [..., D] -> [..., nD], or as it is
-        """Read these taps of the forward pass that is made inside.
+        """Record these taps of the forward pass that is made inside.
 
         Gives a function from the pass's last hidden state to what a head of these taps reads: the taps, side by side,
         or, where none is wanted, that state.
@@ -67,7 +67,7 @@ class Taps:
 
         Unless all are the same to the bit, the model has no taps.
         """
-        with _unhooked(self._model), self.reading(range(len(self.layers))) as read:
+        with _unhooked(self._model), self.recorded(range(len(self.layers))) as read:
             output = self._model(tokens, use_cache=False, output_hidden_states=True)
         own = [self._own(state).to(tokens.device) for state in output.hidden_states or ()][:-1]
         try:

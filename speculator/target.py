@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import logging
-import re
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput, is_flash_attn_2_available
 
-from speculator.attention import ATTENTION, WINDOWS, attending
+from speculator.attention import ATTENTION, WINDOWS, attending, own_attention
 from speculator.cuda_graphs import asks_device
+from speculator.device import resolve_device
 from speculator.documents import Layout, in_one_row, masked, packed
 from speculator.draft import Draft
 from speculator.errors import UserError, refuse
-from speculator.gguf import complete, is_gguf, located
 from speculator.kv_cache import Form, KVCache, forms
-from speculator.linear import pack_linears, processor
+from speculator.linear import pack_linears
+from speculator.loading import read_target
 from speculator.probing import neighbours_matter, original_context, read_windows
-from speculator.stored import CONFIG, check_headers, read_object
 from speculator.taps import Taps
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 8  # of each table's weights in a fingerprint
-_MOST_LAYERS, _MOST_PARTS = 2000, 10**6  # that a config may ask for: more would be built for ever
 _PROBE_LENGTH = 16
 # Of the logits' standard deviation: rounding stays below, a wrong mask or position does not.
 _PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -46,6 +41,15 @@ class _BodyOutput(ModelOutput):
     cross_attentions: None = None
     router_logits: None = None
     shared_kv_states: None = None
+
+
+class _Probe(NamedTuple):
+    """What a model did in the probe at load."""
+
+    logits: Tensor  # its own
+    gap: float  # the most by which those through `Target` differ from them
+    moved: float  # the most by which a longer text beside it changes one
+    windowed: bool  # some layer's masks have a window
 
 
 class _Given(nn.Module):
@@ -73,9 +77,9 @@ class Target:
     attending through `speculator.attention`, which knows no padding; batches go through this class.
 
     Attributes:
-        attention: what the model attended through before, as `set_attn_implementation` takes it.
-        reading: what it reads rows of several documents through, and how they are given to it, seen to be exact in a
-            probe at load; None where nothing was.
+        original_attention: what the model attended through before, as `set_attn_implementation` takes it.
+        document_attention: what it reads rows of several documents through, and how they are given to it, seen to be
+            exact in a probe at load; None where nothing was.
         taps: the residual stream between its layers, for heads that read it.
         context_length: the longest sequence that the model has positions for; with longrope its original context, as
             beyond it the factors of all positions follow the longest text of a batch.
@@ -91,17 +95,18 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
-        self.attention = own_attention(model)
+        self.original_attention = own_attention(model)
         self.context_length = self._context()
         _ = self.eos_token_ids  # refused now rather than at the first text's end
         pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
         self.taps = Taps(model)
         self._output: nn.Module | None = None
-        self.reading: tuple[Any, Layout] | None = None
+        self.document_attention: tuple[Any, Layout] | None = None
+        self.capturable = False
         self._forms: dict[tuple[torch.dtype, torch.device], list[tuple[Form, ...]]] = {}
         self._refuse_unsupported()
-        self._refuse_inexact()
+        self._refuse_inexact(self._probe())
 
     @classmethod
     def load(
@@ -126,7 +131,7 @@ class Target:
         place = resolve_device(device)
         # bf16 on a CPU without bf16 units is slower than fp32 and only less exact.
         wanted = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-        tokenizer, model = _read(name, revision, wanted)
+        tokenizer, model = read_target(name, revision, wanted)
         return cls(model.to(place), tokenizer)
 
     def _refuse_unsupported(self) -> None:
@@ -139,10 +144,13 @@ class Target:
             )
 
     @torch.no_grad()
-    def _refuse_inexact(self) -> None:
-        """Compare this class's logits with the model's own: two rows of unequal prompts, then a verify pass.
+    def _probe(self) -> _Probe:
+        """Run the model through this class, and find out what it can do: two rows of unequal prompts, a verify pass.
 
         What so short a probe can't see is asked apart: windows, and rotary factors that follow the longest text.
+
+        Raises:
+            UserError: the model can't be run so.
         """
         first, second = _PROBE_LENGTH // 2, _PROBE_LENGTH // 4
         texts = torch.arange(2 * _PROBE_LENGTH, device=self.device).view(2, -1) * 7 % self.vocab_size
@@ -166,50 +174,56 @@ class Target:
             asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
             self.capturable = not asks and len({weight.device for weight in self.model.parameters()}) == 1
             moved = neighbours_matter(self._body, self.context_length, self.device)
-            self.reading = self._choose_reading(texts)
+            self.document_attention = self._choose_document_attention(texts)
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{self.name}: {type(self.model).__name__} can't be run in parts: {error}") from error
-        refuse(
-            (not own.isfinite().all(), f"{self.name}: its logits are not finite: the weights are damaged"),
-            (own.std() == 0, f"{self.name}: its logits are all the same: the weights are empty"),
-        )
         expected = torch.stack([row[n : n + width] for row, n in zip(own, (first, second), strict=True)])
         gap = max((prefill - own[:, :first]).abs().max().item(), (verify - expected).abs().max().item())
-        if not gap / own.std().item() < _PROBE_TOLERANCE[self.dtype]:
-            raise UserError(
-                f"{self.name}: {type(self.model).__name__} can't be verified exactly: its logits through a "
-                f"preallocated cache differ from its own by {gap / own.std().item():.2g} standard deviations"
-            )
+        return _Probe(own, gap, moved, any(windows.values()))
+
+    def _refuse_inexact(self, probe: _Probe) -> None:
+        """Refuse a model whose logits through this class are not its own."""
+        refuse(
+            (not probe.logits.isfinite().all(), f"{self.name}: its logits are not finite: the weights are damaged"),
+            (probe.logits.std() == 0, f"{self.name}: its logits are all the same: the weights are empty"),
+        )
+        gap = probe.gap / probe.logits.std().item()
+        inexact = f"{self.name}: {type(self.model).__name__} can't be verified exactly"
         refuse(
             (
-                not moved < _PROBE_TOLERANCE[self.dtype],
-                f"{self.name}: {type(self.model).__name__} can't be verified exactly: what it makes of a text depends "
-                "on how long the other texts of a batch are",
+                not gap < _PROBE_TOLERANCE[self.dtype],
+                f"{inexact}: its logits through a preallocated cache differ from its own by {gap:.2g} standard "
+                "deviations",
             ),
             (
-                self._has_window() and not any(windows.values()),
-                f"{self.name}: {type(self.model).__name__} can't be verified exactly: its sliding window of "
-                f"{getattr(self.config, 'sliding_window', None)} tokens is in none of the masks that are seen here",
+                not probe.moved < _PROBE_TOLERANCE[self.dtype],
+                f"{inexact}: what it makes of a text depends on how long the other texts of a batch are",
+            ),
+            (
+                self._has_window() and not probe.windowed,
+                f"{inexact}: its sliding window of {getattr(self.config, 'sliding_window', None)} tokens is in none of "
+                "the masks that are seen here",
             ),
         )
 
-    def _choose_reading(self, texts: Tensor) -> tuple[Any, Layout] | None:
+    def _choose_document_attention(self, texts: Tensor) -> tuple[Any, Layout] | None:
         """Of the ways to read several documents in a row the first that gives each as if alone."""
         documents = torch.arange(texts.shape[1], device=self.device).ge(_PROBE_LENGTH // 2).expand_as(texts)
         alone = self.logits(self.hidden(texts.view(-1, _PROBE_LENGTH // 2))).view(*texts.shape, -1).float()
-        own = self.attention if isinstance(self.attention, str) else self.attention[""]
-        choices: list[tuple[Any, Layout]] = [(self.attention, packed), (self.attention, masked)]
-        if "flash" in own:
-            choices = [(self.attention, in_one_row)]
+        original = self.original_attention
+        name = original if isinstance(original, str) else original[""]
+        choices: list[tuple[Any, Layout]] = [(original, packed), (original, masked)]
+        if "flash" in name:
+            choices = [(original, in_one_row)]
         elif self.device.type == "cuda" and self.dtype.itemsize == 2 and is_flash_attn_2_available():
             choices.insert(0, ("flash_attention_2", in_one_row))
-        for self.reading in choices:
+        for choice in choices:
             try:
-                gap = self.logits(self.hidden(texts, documents)).float() - alone
+                gap = self.logits(self._hidden(texts, documents, *choice)).float() - alone
             except (ImportError, RuntimeError, ValueError):  # not with this family
                 continue
             if gap.abs().max() < _PROBE_TOLERANCE[self.dtype] * alone.std():
-                return self.reading
+                return choice
         return None
 
     def _has_window(self) -> bool:
@@ -305,13 +319,14 @@ class Target:
         Raises:
             UserError: several documents in a row, and the model can't read each as if alone.
         """
-        reading = self.reading
         if documents is None:
-            reading, documents = (self.attention, packed), torch.zeros_like(tokens)
-        if reading is None:
+            return self._hidden(tokens, torch.zeros_like(tokens), self.original_attention, packed)
+        if self.document_attention is None:
             kind = type(self.model).__name__
             raise UserError(f"{self.name}: {kind} can't read the documents of a row apart, so no head can be trained")
-        attention, layout = reading
+        return self._hidden(tokens, documents, *self.document_attention)
+
+    def _hidden(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
         with attending(self.model, attention):
             output = self._body(**layout(self.model, tokens, documents), use_cache=False)
         return output.last_hidden_state.view(*tokens.shape, -1)
@@ -361,113 +376,3 @@ def same_target(one: str, other: str) -> bool:
     pieces = [(samples[i : i + 4], others[i : i + 4]) for i in range(0, len(samples), 4)]
     alike = sum(a == b for a, b in pieces)
     return facts == other_facts and len(samples) == len(others) and 4 * alike >= 3 * len(pieces)
-
-
-def own_attention(model: PreTrainedModel) -> Any:
-    """What a model attends through, by sub-config where it has some; its default where that was changed before."""
-    if model.config._attn_implementation == ATTENTION:
-        try:
-            model.set_attn_implementation("sdpa")
-        except ValueError:
-            model.set_attn_implementation("eager")
-    parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
-    own: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
-    return {"": model.config._attn_implementation, **own} if own else model.config._attn_implementation
-
-
-def _read(name: str, revision: str | None, dtype: str) -> tuple[PreTrainedTokenizerBase, Any]:
-    """Tokenizer and model of a hub id or folder. Code that comes with a model is not run.
-
-    Raises:
-        UserError: whatever is wrong with them.
-    """
-    refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
-    own: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
-    try:
-        folder = Path(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, on the way to an error that says it in a line
-            where = located(name)
-            if not is_gguf(name) and (name.startswith((".", "/")) or folder.exists()):
-                _check_folder(folder)
-            tokenizer = AutoTokenizer.from_pretrained(**where, **own)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, dtype=dtype, output_loading_info=True)
-        model, found = loaded
-        if is_gguf(name):
-            complete(model, name)
-        if missing := sorted(found["missing_keys"]):
-            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-            raise UserError(f"its files hold no {missing[0]}{others}")
-        layers = model.config.get_text_config().num_hidden_layers
-        stored = re.compile(rf"{model.base_model_prefix}\.(?:layers|h)\.(\d+)\.")
-        if any((layer := stored.match(key)) and int(layer[1]) >= layers for key in found["unexpected_keys"]):
-            raise UserError(f"its files hold more layers than the {layers} of its {CONFIG}")
-        size = model.config.get_text_config().vocab_size
-        if tokenizer.vocab_size > size:
-            raise UserError(f"its tokenizer has {tokenizer.vocab_size} tokens, the model only {size}")
-    except Exception as error:  # a damaged folder fails anywhere in the libraries that read it
-        reason = shorten(str(error), 300) or type(error).__name__
-        if "trust_remote_code" in str(error):
-            reason = "it needs Python code of its own, which is not run: only models that transformers knows are loaded"
-        raise UserError(f"can't load the target {name!r}: {reason}") from None
-    return tokenizer, model
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a model that is far larger than the files that it is to be read from, before anything of it is made.
-
-    Raises:
-        UserError: so it is; or no config or no weights, or damaged ones.
-    """
-    refuse((not (folder / CONFIG).is_file(), f"no {CONFIG} in {folder}, so not a model folder"))
-    for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
-        if (folder / name).exists():  # transformers goes on without the last two where it can't read them
-            _check_counts(read_object(folder / name))
-    stored = check_headers(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    text = config.get_text_config()
-    refuse((min(text.hidden_size, text.vocab_size) < 1, "its config describes a model of size 0"))
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    described = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
-    # The smallest weights that are stored have half a byte; shared ones are stored once.
-    refuse((described > 8 * stored, f"its config describes {described:,} weights, but its files have {stored:,} bytes"))
-
-
-def _check_counts(config: dict[str, Any]) -> None:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_counts(value)
-        elif type(value) is int and key.startswith(("num_", "n_layer")):
-            most = _MOST_LAYERS if "layer" in key else _MOST_PARTS
-            refuse((value > most, f"{key} is {value} in its config"))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As a user types it: float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def hardware(device: torch.device) -> str:
-    """The machine in a line: GPU, or CPU and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU {processor()}, {torch.get_num_threads()} threads"
-
-
-def resolve_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for, or the accelerator if there is one, else the CPU.
-
-    Raises:
-        UserError: no such device, or CUDA asked for where there is none.
-    """
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator or torch.device("cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device {device!r}: torch knows no such device") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {device!r} asked for, but this machine has no CUDA device")
-    return place

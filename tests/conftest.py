@@ -40,12 +40,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from speculator.device import resolve_device
 from speculator.draft import Draft
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import TUNED, place
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.sampling import RowSampling
-from speculator.target import Target, resolve_device
+from speculator.target import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

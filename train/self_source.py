@@ -17,11 +17,12 @@ from data.magpie import SELF, names_self, self_rows, summary
 from data.prepare import cache_folder
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, tell
+from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError
 from speculator.files import make_folder
 from speculator.sampling import Sampling
-from speculator.target import Target, dtype_name
+from speculator.target import Target
 from train import checks
 from train.checkpoint import writing
 from train.config import RunConfig

@@ -101,7 +101,7 @@ class SpeculatorTrainer(Trainer):
     ) -> Any:
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         length = labels.shape[-1]
-        with self._target_time if model.training else nullcontext(), self.target.taps.reading(self._taps) as states:
+        with self._target_time if model.training else nullcontext(), self.target.taps.recorded(self._taps) as states:
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
         measure = Measure(
             labels,

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from speculator.checkpoints import files
+from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import new_folder
 from speculator.gguf import read_config
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.target import dtype_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE: dict[str, type] = {

@@ -11,9 +11,9 @@ from typing import Any
 from speculator.checkpoints import FORMATS, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
+from speculator.device import dtype_name
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.heads.base import SpeculatorConfig
-from speculator.target import dtype_name
 
 HELP = "write a head in a server's checkpoint layout, or a server's head in ours; says who loads it and how"
 

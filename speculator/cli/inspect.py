@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from speculator.checkpoints import LAYOUTS, load, recognise
+from speculator.device import dtype_name
 from speculator.errors import OneLineParser
-from speculator.target import dtype_name
 
 HELP = "say what a head's folder holds: architecture, size, base model, layout, and what it can be exported to"
 

@@ -17,8 +17,8 @@ from speculator.heads.attention import AttentionHead, Memory
 class AttentionSource:
     """What an attention head remembers of a text: its keys and values, made from the target's taps.
 
-    Row t of its memory reads x[t+1]. So what a step accepted is read when the next draft begins, with the token that
-    the step sampled; and a text that goes on from a prefix has its last row made anew, with the token that is new.
+    Position t of its memory reads x[t+1]. So what a step accepted is read when the next draft begins, with the token
+    that the step sampled; and a text that goes on from a prefix has its last position made anew, with the new token.
     """
 
     overlap = 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.checkpoints.loading import load_head
+from speculator.device import dtype_name, hardware
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.topology import Chain, Shape
@@ -16,7 +17,7 @@ from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
 from speculator.stored import read_object
-from speculator.target import Target, dtype_name, hardware
+from speculator.target import Target
 
 TUNED = "decoding.json"
 _log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ class Memory:
     """The keys and values of B texts, and of the drafts behind them.
 
     What lies at or above a row's length is a draft's or dead: the next `read` or `first` writes over it. To take tokens
-    back, lower `lengths`: row t holds good while x[0..t+1] stays.
+    back, lower `lengths`: position t holds good while x[0..t+1] stays.
 
     Attributes:
         keys, values: [B, K, capacity, d]
-        lengths: [B] rows of text, updated in place.
+        lengths: [B] positions of text that were read, updated in place.
         longest: at least the most of `lengths`, known to the host. It decides how many slots are read.
         states: [B, f, D] what the tokens of the newest level hand to their children.
         seen: [B, f, n] which of the draft's n slots each of them sees.

@@ -106,10 +106,10 @@ class Speculator(PreTrainedModel, ABC):
     def forward(
         self,
         hidden: Tensor,  # [B, S, D], or [B, S, nD] the taps
-        tokens: Tensor,  # [B, S+N-1] step i of row t reads tokens[:, t + i]
+        tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
         measure: Loss,
         documents: Tensor | None = None,  # [B, S] the same number throughout a document, which is one piece
-        learns: Tensor | None = None,  # [B, S] bool: rows of which a step is wanted; None: all
+        learns: Tensor | None = None,  # [B, S] bool: positions of which a step is wanted; None: all
     ) -> dict[str, Tensor]:
         """What a trainer wraps: what `measure` gives.
 

@@ -1,6 +1,6 @@
 """The attention head: EAGLE-3 (arXiv 2503.01840) as servers run it, with the norms of EAGLE-3.1 (2605.09992).
 
-Tap k is the target's residual stream after k of its layers. Row t is made of the taps at t and the token after it:
+Tap k is the target's residual stream after k of its layers. Position t is made of the taps at t and the token after it:
 
     g = fc(cat(taps at t))                              fc_norm: a norm per tap; norm_before_fc: one over all of them
     e = embed(x[t+1])                                   the target's own embedding
@@ -9,16 +9,18 @@ Tap k is the target's residual stream after k of its layers. Row t is made of th
     s = h + down(silu(gate(y)) * up(y)),  y = rms(h; post_attention_layernorm)
     logits = lm_head(rms(s; norm))                      of x[t+2]
 
-Step i goes on from step i-1 of the same row: g is s, or rms(s; norm) with norm_output; it reads x[t+1+i] at position
-t + i and drafts x[t+2+i]. It sees the keys of step 0 of rows 0..t and those of the steps 1..i of its own row. That is
-what a draft sees: rows of the text up to t, then its own tokens. For t = 2, step 2, D a row of its draft:
+Step i goes on from step i-1 of the same position: g is s, or rms(s; norm) with norm_output; it reads x[t+1+i], with the
+rope of t + i, and drafts x[t+2+i]. It sees the keys of step 0 of positions 0..t and those of the steps 1..i of its own.
+That is what a draft sees: the text up to t, then its own tokens. For t = 2 and step 2, T a position of the text, D
+a drafted token:
 
-    keys         row 0   row 1   row 2   D 1     D 2
+    keys         T 0     T 1     T 2     D 1     D 2
     read         x1      x2      x3      x4      x5
     position     0       1       2       3       4
 
-Two forms of one function. `forward` runs all steps of all rows of a text (training). `first` and `next` draft, with a
-`Memory` of the text's keys and values: `first` reads what was accepted (`read` does no more), `next` a drafted level.
+Two forms of one function. `forward` runs all steps of all positions of a text (training). `first` and `next` draft,
+with a `Memory` of the text's keys and values: `first` reads what was accepted (`read` does no more), `next` a level
+of drafted tokens.
 """
 
 from __future__ import annotations
@@ -150,19 +152,19 @@ class Eagle3Speculator(AttentionHead):
         normed = self.norm(state)
         return normed, normed if self.config.norm_output else state
 
-    # --- training: all steps of all rows
+    # --- training: all steps of all positions
 
     def unrolled(
         self,
         taps: Tensor,  # [B, S, nD]
-        tokens: Tensor,  # [B, S+N-1] step i of row t reads tokens[:, t + i]
+        tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
         documents: Tensor | None = None,  # [B, S] the same number throughout a document, which is one piece
-        learns: Tensor | None = None,  # [B, S] bool: rows of which a step is wanted; None: all
+        learns: Tensor | None = None,  # [B, S] bool: positions of which a step is wanted; None: all
     ) -> list[Tensor]:  # N x [B, S, D]
-        """What the output matrix reads, of each step; 0 in the rows that are not wanted.
+        """What the output matrix reads, of each step; 0 at the positions that are not wanted.
 
         Those have keys and values, and no more. What is held of the others until the backward pass is a few states per
-        step: projections, MLP and, in blocks of rows, the attention's scores are made anew.
+        step: projections, MLP and, in blocks of positions, the attention's scores are made anew.
         """
         length, layer = taps.shape[1], self._layer
         if documents is None:
@@ -184,7 +186,7 @@ class Eagle3Speculator(AttentionHead):
             return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
         g = g.flatten(0, 1)[wanted]
-        # Of step 0 a row sees its own key among the others'.
+        # Of step 0 a position sees its own key among the others'.
         own_keys, own_values = keys[0, :0, None].expand(0, len(wanted), -1, -1), values[0, :0, None]
         own_values = own_values.expand_as(own_keys)
         features = []
@@ -271,18 +273,18 @@ class Eagle3Speculator(AttentionHead):
 
     @torch.no_grad()
     def next(self, memory: Memory, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f, V]
-        layer, rows = self._layer, tokens.shape[1]
+        layer, count = self._layer, tokens.shape[1]
         drafted = memory.seen.shape[2]
-        own = torch.eye(rows, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         memory.seen = torch.cat([gather_at(memory.seen, parents), own], -1)
         memory.level += 1
-        slots = memory.lengths[:, None] + drafted + torch.arange(rows, device=tokens.device)
+        slots = memory.lengths[:, None] + drafted + torch.arange(count, device=tokens.device)
         u, residual = layer.enter(self._embedded(tokens), gather_at(memory.states, parents))
         memory.write(*layer.self_attn.key_value(u, self.rope(self._position(memory), u.dtype)), slots)
         return self._level(memory, u, residual)
 
     def _position(self, memory: Memory) -> Tensor:  # [B, 1]
-        """Of the tokens of the newest level: the last row of text is level 0."""
+        """Of the tokens of the newest level: the last position of text is level 0."""
         return (memory.lengths - 1 + memory.level)[:, None]
 
     def _level(self, memory: Memory, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]

@@ -84,7 +84,7 @@ def test_the_real_run_asks_every_command_for_what_it_has():
         assert flags.batch_size == [size]
         assert flags.temperature is None, "both"
         assert flags.max_prompts >= 4 * size, "an interval needs several batches"
-        assert tune.build_parser().parse_args(COMMANDS[f"tuned-batch{size}"][3:]).batch_size == size
+        assert tune.build_parser().parse_args(COMMANDS[f"tuned-batch{size}"][3:]).batch_size == [size]
     made = config.parse(COMMANDS["speculator"][1:])
     assert made.data.sources == ["python-sources", "my texts"]
     assert made.speculator.n_predict == 5

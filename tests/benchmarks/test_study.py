@@ -97,11 +97,11 @@ def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monk
 def test_a_remembered_row_has_the_states_and_the_taps_that_the_target_has(target):
     seen, tokens = study.Remembered(target), torch.arange(12).view(2, 6)
     for wanted in ((), (0, 1), (1,)):
-        with target.taps.reading(wanted) as read:
+        with target.taps.recorded(wanted) as read:
             last = target.hidden(tokens)
             expected = read(last)
         for _ in range(2):
-            with seen.taps.reading(wanted) as read:
+            with seen.taps.recorded(wanted) as read:
                 assert torch.allclose(seen.hidden(tokens, torch.zeros_like(tokens)), last, atol=1e-5)
             assert torch.allclose(read(last), expected, atol=1e-5)
 

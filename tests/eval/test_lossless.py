@@ -110,7 +110,7 @@ def test_a_target_that_has_no_sdpa_is_compared_with_its_own_attention():
     assert not failures(greedy_checks(target, HeadDrafter(tiny_head()), PROMPTS, max_new_tokens=16))
     with as_loaded(target):
         assert target.model.config._attn_implementation == "eager"
-    target.attention = "nothing that there is"
+    target.original_attention = "nothing that there is"
     with pytest.raises(ValueError, match="nothing that there is"), as_loaded(target):
         pass
     assert target.eos_token_ids == {3}

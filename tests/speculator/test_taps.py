@@ -26,22 +26,22 @@ def test_taps_are_transformers_hidden_states_in_training_prefill_and_verify(fami
     wanted = range(model.config.num_hidden_layers)
     expected = states_of(model, TOKENS, wanted)
     target = Target(model, tokenizer=None)
-    with target.taps.reading(wanted) as read:
+    with target.taps.recorded(wanted) as read:
         hidden = target.hidden(TOKENS)
     torch.testing.assert_close(read(hidden), expected, **close)
     documents = torch.tensor([[0] * 9 + [1] * 11, [4] * 20])
-    with target.taps.reading(wanted) as read:
+    with target.taps.recorded(wanted) as read:
         hidden = target.hidden(TOKENS, documents)
     torch.testing.assert_close(read(hidden)[0, 9:], states_of(model, TOKENS[:1, 9:], wanted)[0], **close)
     torch.testing.assert_close(read(hidden)[1], expected[1], **close)
     cache, lengths = target.cache(2, 20), torch.tensor([7, 4])
-    with target.taps.reading(wanted) as read:
+    with target.taps.recorded(wanted) as read:
         hidden = target.extend(cache, TOKENS[:, :7])
     torch.testing.assert_close(read(hidden), expected[:, :7], **close)
     cache.commit(lengths)
     cache.select(0, 2, 7)
     following = torch.stack([row[n : n + 5] for row, n in zip(TOKENS, (7, 4), strict=True)])
-    with target.taps.reading(wanted[1:]) as read:
+    with target.taps.recorded(wanted[1:]) as read:
         hidden = target.extend(cache, following)
     width = expected.shape[-1] // len(wanted)
     rows = [row[n : n + 5, width:] for row, n in zip(expected, (7, 4), strict=True)]

@@ -42,7 +42,7 @@ def test_hidden_and_logits_apart_are_the_models_own(family):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_packed_documents_are_read_as_if_alone(family):
     target = Target(tiny_model(family), tokenizer=None)
-    assert target.reading[1] is (documents.masked if family == "gpt_oss" else documents.packed)
+    assert target.document_attention[1] is (documents.masked if family == "gpt_oss" else documents.packed)
     packed = target.hidden(TOKENS, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
     for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
         alone = target.hidden(TOKENS[row : row + 1, start:stop])[0]
@@ -79,7 +79,7 @@ def test_training_rows_are_read_through_the_models_own_attention(monkeypatch):
 def test_documents_are_read_alike_however_they_are_laid_out(target, layout):
     rows = torch.tensor([[3] * 7 + [5] + [4] * 12, [2] * 20])
     expected = target.hidden(TOKENS, rows)
-    target.reading = "sdpa", layout
+    target.document_attention = "sdpa", layout
     torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -36,7 +36,7 @@ def overfit(
         assert drafted < VOCAB
         head.draft_tokens.copy_(used)
     labels = align(row, torch.zeros_like(row), torch.ones_like(row), config.n_predict).roll(shift, dims=-1)
-    with target.taps.reading(head.taps) as states:
+    with target.taps.recorded(head.taps) as states:
         hidden = target.hidden(row)
     weights = LossConfig(cross_entropy=1.0, kl=0.0)
     measure = Measure(labels, hidden, target.logits, weights, vocab_size=VOCAB)

@@ -68,7 +68,7 @@ def trained_form(target, head, text, path) -> torch.Tensor:  # [V]
     """The training form's logits of a path's last token, the text behind another document of the row."""
     row = torch.tensor([[*BEFORE, *text[:-1]]])
     documents = torch.tensor([[0] * len(BEFORE) + [1] * (len(text) - 1)])
-    with target.taps.reading(head.taps) as states:
+    with target.taps.recorded(head.taps) as states:
         hidden = target.hidden(row, documents)
     tokens = torch.tensor([[*BEFORE[1:], *text, *path, *[0] * STEPS]])[:, : row.shape[1] + STEPS - 1]
     learns = torch.arange(row.shape[1])[None] == row.shape[1] - 1
@@ -134,8 +134,8 @@ def test_a_head_that_drafts_otherwise_than_it_was_trained_is_seen(target, head, 
 
 
 def test_taps_off_by_one_are_seen(target, head, monkeypatch):
-    own = Taps.reading
-    monkeypatch.setattr(Taps, "reading", lambda self, wanted: own(self, [1 - k for k in wanted]))
+    own = Taps.recorded
+    monkeypatch.setattr(Taps, "recorded", lambda self, wanted: own(self, [1 - k for k in wanted]))
     drafter = Noted(head)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12)
     monkeypatch.undo()
