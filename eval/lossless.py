@@ -64,23 +64,36 @@ class Recorder(Drafter):
         self.draft_length = drafter.draft_length if drafter else 0
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
+        if drafter and drafter.taps:  # beside them the last state, which the logits are made of
+            self.taps, self.overlap = (*drafter.taps, len(target.taps.layers)), drafter.overlap
 
     def open(self, slots, capacity):
         self.drafter = self.drafter and self.drafter.open(slots, capacity)
         return self
 
-    def prefill(self, start, texts, begins, hidden, counts):
-        self.parts = [self.target.logits(hidden)[0, counts[0] - 1 :]]
+    def grow(self, capacity):
         if self.drafter:
-            self.drafter.prefill(start, texts, begins, hidden, counts)
+            self.drafter.grow(capacity)
+
+    def prefill(self, start, texts, begins, hidden, counts):
+        read, last = self._parts(hidden)
+        self.parts = [self.target.logits(last)[0, counts[0] - 1 :]]
+        if self.drafter:
+            self.drafter.prefill(start, texts, begins, read, counts)
 
     def propose(self, pending, sampling, u, texts):
         return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)
 
     def commit(self, tokens, hidden, counts):
-        self.parts.append(self.target.logits(hidden)[0, : counts[0]])
+        read, last = self._parts(hidden)
+        self.parts.append(self.target.logits(last)[0, : counts[0]])
         if self.drafter:
-            self.drafter.commit(tokens, hidden, counts)
+            self.drafter.commit(tokens, read, counts)
+
+    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the drafter reads, and the last state."""
+        size = self.target.hidden_size
+        return (hidden[..., :-size], hidden[..., -size:]) if self.taps else (hidden, hidden)
 
     @property
     def logits(self) -> Tensor:  # [S, V], row i decided new token i

@@ -38,7 +38,7 @@ class Taps:
         """Record these taps of the forward pass that is made inside.
 
         Gives a function from the pass's last hidden state to what a head of these taps reads: the taps, side by side,
-        or, where none is wanted, that state.
+        or, where none is wanted, that state. L asks for that state beside the taps.
         """
         seen: dict[int, Tensor] = {}
 
@@ -48,14 +48,18 @@ class Taps:
 
             return note
 
+        count = len(self.layers)
         with ExitStack() as hooks:
             for k in wanted:
+                if k == count:
+                    continue
                 handle = self.layers[k].register_forward_pre_hook(hook(k), with_kwargs=True)
                 hooks.callback(handle.remove)
 
             def read(last: Tensor) -> Tensor:
                 # A pass may have read all rows as one.
-                return torch.cat([seen[k].to(last.device).view(last.shape) for k in wanted], -1) if wanted else last
+                parts = [last if k == count else seen[k].to(last.device).view(last.shape) for k in wanted]
+                return torch.cat(parts, -1) if parts else last
 
             yield read
 

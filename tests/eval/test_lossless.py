@@ -39,6 +39,7 @@ def drafter_for(target: Target, kind: str):
         "chain": lambda: HeadDrafter(tiny_head()),
         "tree": lambda: HeadDrafter(tiny_head(), Tree((3, 2, 1), 6)),
         "candidates": lambda: HeadDrafter(tiny_head(), Candidates((3, 2))),
+        "attention tree": lambda: HeadDrafter(tiny_head(architecture="eagle3"), Tree((3, 2, 1), 6)),
         "ngram": NgramDrafter,
         "model": lambda: ModelDrafter(Target(tiny_model("gpt2"), tokenizer=None), target),
     }[kind]()
@@ -48,7 +49,7 @@ def failures(checks) -> set[str]:
     return {check.name for check in checks if not check.passed}
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "candidates", "ngram", "model"])
+@pytest.mark.parametrize("kind", ["chain", "tree", "candidates", "attention tree", "ngram", "model"])
 def test_every_drafter_passes_greedy_and_sampled(target, kind):
     greedy = greedy_checks(target, drafter_for(target, kind), PROMPTS, max_new_tokens=24)
     assert [check.result for check in greedy[1:]] == ["3 of 3 identical"] * 3
