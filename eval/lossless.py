@@ -110,6 +110,7 @@ def transformers_text(
     `width` tokens at a time, for the difference.
     """
     ids = torch.tensor([prompt], device=target.device)
+    eos = sorted(target.eos_token_ids) or None  # of the settings that `as_loaded` puts aside
     with as_loaded(target):
         output = target.model.generate(
             ids,
@@ -118,7 +119,7 @@ def transformers_text(
             do_sample=False,
             use_cache=True,
             pad_token_id=0,
-            eos_token_id=sorted(target.eos_token_ids) or None,
+            eos_token_id=eos,
             return_dict_in_generate=True,
             output_logits=True,
         )

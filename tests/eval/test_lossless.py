@@ -21,6 +21,7 @@ from speculator import (
     NgramDrafter,
     Target,
     Tree,
+    generate,
 )
 from speculator.attention import ATTENTION
 from speculator.kv_cache import KVCache
@@ -59,6 +60,14 @@ def test_every_drafter_passes_greedy_and_sampled(target, kind):
     assert len(sampled) == 2
     assert not failures(sampled)
     assert kind == "ngram" or sampled[0].figures["drafted_share"] > 0.01
+
+
+def test_a_text_that_the_target_ends_passes():
+    target = Target(tiny_model(), tokenizer=None)
+    said = generate(target, None, PROMPTS[:1], max_new_tokens=24).tokens[0]
+    target.model.generation_config.eos_token_id = said[9]
+    assert len(generate(target, None, PROMPTS[:1], max_new_tokens=24).tokens[0]) < 24
+    assert not failures(greedy_checks(target, NgramDrafter(), PROMPTS[:1], max_new_tokens=24))
 
 
 def test_a_lossy_rule_fails():
