@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from speculator.files import write_json
 
 _START_SECONDS = 300.0
 _WARM_REQUESTS = 4
+_AFTER_FAILURE = 0.1
 
 
 @dataclass
@@ -61,23 +63,37 @@ class Server:
         )
 
     def __enter__(self) -> Server:
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        """Until it answers.
+
+        Raises:
+            UserError: it ends, or does not answer in time.
+        """
         end = time.monotonic() + _START_SECONDS
         while True:
             refuse((self.process.poll() is not None, f"the server ended: {self.process.returncode}"))
             refuse((time.monotonic() > end, f"no answer at {self.url} within {_START_SECONDS:g} seconds"))
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).is_success:
-                    return self
+                    return
             except httpx.TransportError:
                 pass
             time.sleep(0.5)
 
     def __exit__(self, *_: Any) -> None:
         self.process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def size(self) -> tuple[float, int]:
         """MiB of memory and open files of its processes."""
@@ -110,6 +126,7 @@ async def load(url: str, model: str, prompts: list[str], clients: int, seconds: 
                     raise ValueError(f"{response.status_code}, {text[:100]!r}")
             except (httpx.HTTPError, ValueError) as error:
                 seen.failed.append(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_AFTER_FAILURE)
                 continue
             seen.first.append(first)
             seen.texts[number] = text
@@ -143,7 +160,8 @@ def measure(command: str, model: str, prompts: list[str], clients: list[int], se
                 {
                     "clients": number,
                     "requests": len(seen.first),
-                    "failed": seen.failed[:5],
+                    "failed": len(seen.failed),
+                    "failures": seen.failed[:5],
                     "tokens_per_second": seen.tokens / took,
                     "first_token_ms": [1000 * value for value in _quantiles(seen.first)],
                     "memory_mib": [statistics.mean(size[0] for size in part) for part in parts],
@@ -176,7 +194,7 @@ def table(found: dict[str, list[dict]]) -> str:
             first, memory, files = row["first_token_ms"], row["memory_mib"], row["open_files"]
             ratio = row["tokens_per_second"] / base["tokens_per_second"] if base["tokens_per_second"] else float("nan")
             lines.append(
-                f"| {row['clients']} | {name} | {row['requests']} | {len(row['failed'])} "
+                f"| {row['clients']} | {name} | {row['requests']} | {row['failed']} "
                 f"| {row['tokens_per_second']:.0f} | {ratio:.2f} | {first[0]:.0f}, {first[1]:.0f} "
                 f"| {memory[0]:.0f}, {memory[1]:.0f} | {files[0]}, {files[1]} |"
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speculator.errors import UserError
 from speculator.sampling import Sampling
+from speculator.streaming import decode
 from speculator.target import Target
 
 
@@ -59,7 +60,7 @@ class StopStrings:
         self.window = max(len(string.encode()) for string in strings) + 8
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        text = self.tokenizer.decode(tokens[-self.window :], skip_special_tokens=True)
+        text = decode(self.tokenizer, tokens[-self.window :])
         return any(string in text for string in self.strings)
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculator import Engine, MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.server.app import create_app
+from speculator.server.guard import Limits, cut_slow_readers
 from speculator.server.worker import Worker
 
 SLOTS = 4
@@ -23,8 +24,11 @@ SLOTS = 4
 def serving(target: Target, drafter=None, table=None, slots: int = SLOTS, engine=Engine, **settings):
     """The URL of a server, and its worker."""
     worker = Worker(partial(engine, target, drafter, slots=slots), table)
-    app = create_app(target, worker, name="tiny", **settings)
+    limits = settings.pop("limits", Limits())
+    app = create_app(target, worker, name="tiny", limits=limits, **settings)
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # slow readers are noticed early
+    cut_slow_readers(listening, limits)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", http="h11"))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

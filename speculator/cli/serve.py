@@ -59,9 +59,12 @@ def run(arguments: argparse.Namespace) -> None:
     import uvicorn  # an optional dependency
 
     from speculator.server.app import create_app
+    from speculator.server.guard import Limits, cut_slow_readers
     from speculator.server.worker import Worker
 
-    app = create_app(target, Worker(make, table), name=arguments.target, api_key=key)
+    limits = Limits()
+    app = create_app(target, Worker(make, table), name=arguments.target, api_key=key, limits=limits)
+    cut_slow_readers(listening, limits)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, ws="none", http="h11", limit_concurrency=_CONNECTIONS
     )

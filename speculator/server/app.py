@@ -1,17 +1,16 @@
-"""The routes, and what keeps one client from another: bounds on bodies, queue and time."""
+"""The routes, and a bound on the requests in flight."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import anyio
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,6 +20,7 @@ from speculator.errors import UserError
 from speculator.prompts import Prompt, continued
 from speculator.request import Request as Decoded
 from speculator.server.encoding import Encoder
+from speculator.server.guard import LATE, Guard, Limits, answer_error, refusal_of
 from speculator.server.metrics import Metrics
 from speculator.server.schema import BadRequestError, ChatFields, CompletionFields, Fields, parse
 from speculator.server.worker import EngineError, Job, Worker
@@ -28,26 +28,6 @@ from speculator.server.writing import ChatWriter, Writer
 from speculator.target import Target
 
 _DEFAULT_TOKENS = 16  # of a completion without max_tokens, as OpenAI's; a chat goes on to its end
-_LATE = (asyncio.TimeoutError, TimeoutError)  # one since Python 3.11
-
-
-@dataclass
-class Limits:
-    """What one client may ask of the server.
-
-    Attributes:
-        queue: requests that wait for a slot; one more is answered by 429.
-        body: bytes of a request; None: 1 MiB, or 16 for each token of the context.
-        seconds: from a request to the end of its answer.
-        receive_seconds: in which a body has to come.
-        send_seconds: in which a reader has to take a piece.
-    """
-
-    queue: int = 256
-    body: int | None = None
-    seconds: float = 600.0
-    receive_seconds: float = 30.0
-    send_seconds: float = 60.0
 
 
 def create_app(
@@ -62,7 +42,9 @@ def create_app(
         api_key: asked for under /v1; empty: none.
         limits: of requests.
     """
-    service = _Service(target, worker, name or target.name, limits or Limits())
+    limits = limits or Limits()
+    limits = replace(limits, body=limits.body or max(1 << 20, 16 * target.context_length))
+    service = _Service(target, worker, name or target.name, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,9 +64,13 @@ def create_app(
     app.add_api_route("/health", service.health, methods=["GET"])
     app.add_api_route("/metrics", service.page, methods=["GET"])
     paths = {getattr(route, "path", "") for route in app.routes}
-    app.add_middleware(_Guard, service=service, api_key=api_key, paths=paths)
-    for kind in (BadRequestError, UserError, EngineError, HTTPException, Exception, *_LATE):
-        app.add_exception_handler(kind, _answer_error)
+
+    def answered(path: str, status: int) -> None:
+        service.metrics.requests.labels(path if path in paths else "other", status).inc()
+
+    app.add_middleware(Guard, limits=limits, api_key=api_key, answered=answered)
+    for kind in (BadRequestError, UserError, EngineError, HTTPException, Exception, *LATE):
+        app.add_exception_handler(kind, answer_error)
     return app
 
 
@@ -101,7 +87,6 @@ class _Service:
                 "slots_in_use": ("Slots with a request", lambda: worker.in_use),
             }
         )
-        self.body = limits.body or max(1 << 20, 16 * target.context_length)
         self._encoding = 0
         self._created = int(time.time())
 
@@ -159,7 +144,7 @@ class _Service:
             job = self.worker.submit(requests, fields.seed is not None, deadline)
         self.metrics.prompt_tokens.inc(sum(map(len, ids)))
         writer = kind(fields, self.name, self.target.tokenizer, ids)
-        close = self._closing(job, began)
+        close = partial(self._close, job, began)
         if fields.stream:
             return _Events(self._events(job, writer, began), close)
         try:
@@ -220,8 +205,8 @@ class _Service:
             async for news in self._news(job, writer, began):
                 if event := writer.event(news):
                     yield event
-        except (EngineError, *_LATE) as error:
-            yield f"data: {json.dumps(_refusal(error).body())}\n\n"
+        except (EngineError, *LATE) as error:
+            yield f"data: {json.dumps(refusal_of(error).body())}\n\n"
             return
         for event in writer.closing():
             yield event
@@ -237,14 +222,12 @@ class _Service:
             if writer.answers[news.index].stopped:
                 job.requests[news.index].cancel()
 
-    def _closing(self, job: Job, began: float) -> Callable[[], None]:
-        def close() -> None:
-            job.cancel()
-            self.metrics.whole.observe(time.monotonic() - began)
-            for request in job.requests:
-                self.metrics.ended(request)
-
-        return close
+    def _close(self, job: Job, began: float) -> None:
+        """What has not ended is not wanted any more."""
+        job.cancel()
+        self.metrics.whole.observe(time.monotonic() - began)
+        for request in job.requests:
+            self.metrics.ended(request)
 
 
 class _Events(StreamingResponse):
@@ -259,69 +242,3 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
-
-
-class _Guard:
-    """Refuses callers without the key and bodies that are too large, and cuts off who sends or reads too slowly."""
-
-    def __init__(self, app: Any, service: _Service, api_key: str, paths: set[str]):
-        self._app, self._service, self._paths = app, service, paths
-        self._key = f"Bearer {api_key}".encode() if api_key else b""
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        limits, most, metrics = self._service.limits, self._service.body, self._service.metrics
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        size, whole = 0, False
-
-        async def bounded_receive() -> Any:
-            nonlocal size, whole
-            if whole:
-                return await receive()
-            with anyio.fail_after(max(0.0, until - anyio.current_time())):
-                message = await receive()
-            size += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if size > most:
-                raise BadRequestError(f"the body is larger than {most:,} bytes", status=413)
-            return message
-
-        async def bounded_send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                metrics.requests.labels(path, message["status"]).inc()
-            with anyio.fail_after(limits.send_seconds):
-                await send(message)
-
-        until = anyio.current_time() + limits.receive_seconds
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        refusal = None
-        known = not self._key or hmac.compare_digest(headers.get(b"authorization", b""), self._key)
-        if not known and scope["path"].startswith("/v1/"):
-            refusal = BadRequestError("no API key, or another one", status=401, code="invalid_api_key")
-        if refusal is None and length.isdigit() and int(length[:20]) > most:
-            refusal = BadRequestError(f"the body is larger than {most:,} bytes", status=413)
-        if refusal is not None:
-            await JSONResponse(refusal.body(), refusal.status)(scope, receive, bounded_send)
-        else:
-            await self._app(scope, bounded_receive, bounded_send)
-
-
-def _refusal(error: Exception) -> BadRequestError:
-    """What the caller is told of an error."""
-    if isinstance(error, BadRequestError):
-        return error
-    if isinstance(error, UserError):
-        return BadRequestError(str(error))
-    if isinstance(error, HTTPException):
-        return BadRequestError(str(error.detail), status=error.status_code)
-    if isinstance(error, _LATE):
-        return BadRequestError("it took too long", status=504, code="timeout")
-    return BadRequestError("the engine failed", status=500)
-
-
-async def _answer_error(_: Request, error: Exception) -> Response:
-    bad = _refusal(error)
-    return JSONResponse(bad.body(), bad.status, {"Retry-After": "1"} if bad.status == 429 else None)

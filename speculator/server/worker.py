@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from speculator.drafters.tuned import Table
 from speculator.engine import Engine
@@ -84,7 +85,7 @@ class Worker:
         self._inbox: list[Job] = []
         self._jobs: list[Job] = []
         self._outbox: list[tuple[Job, News]] = []
-        self._stopping = False
+        self._stopping = self._broken = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -125,21 +126,28 @@ class Worker:
         return max(0, self.load - self.in_use)
 
     def submit(self, requests: Sequence[Request], seeded: bool, deadline: float) -> Job:
-        """Let requests of `Engine.request` be decoded."""
+        """Let requests of `Engine.request` be decoded.
+
+        Raises:
+            EngineError: there is no engine any more.
+        """
         job = Job(list(requests), seeded, deadline)
         for index, request in enumerate(requests):
-            request.on_step = lambda tokens, _, index=index, request=request: self._outbox.append(
-                (
-                    job,
-                    News(
-                        index, tokens, request.scores[-len(tokens) :] if request.scores else [], request.finish_reason
-                    ),
-                )
-            )
+            request.on_step = partial(self._note, job, index)
         with self._wake:
+            if self._broken:
+                raise EngineError("it could not be made anew")
             self._inbox.append(job)
             self._wake.notify()
         return job
+
+    # In the engine's thread.
+
+    def _note(self, job: Job, index: int, tokens: list[int], _: int) -> None:
+        """`on_step` of a request."""
+        request = job.requests[index]
+        scores = request.scores[-len(tokens) :] if request.scores else []
+        self._outbox.append((job, News(index, tokens, scores, request.finish_reason)))
 
     def _run(self) -> None:
         while True:
@@ -157,6 +165,8 @@ class Worker:
             except Exception as error:  # memory that ran out, a device that is gone: no request can go on
                 _log.exception("the engine failed; it begins anew")
                 self._fail(error)
+                if self._broken:
+                    return
             news, self._outbox = self._outbox, []
             if news:
                 self._loop.call_soon_threadsafe(_deliver, news)
@@ -173,11 +183,19 @@ class Worker:
             self.engine.reshape(self._table.alone if seeded else self._table.shape(rows, bool(sampled)))
 
     def _fail(self, error: Exception) -> None:
-        for job in self._jobs:
+        """Give up what is in flight, and make another engine. Where there can be none, nothing more is taken."""
+        self._outbox = []
+        try:
+            self.engine = self._make()
+        except Exception:
+            _log.exception("no engine can be made anew: restart the server")
+            self._broken = True
+        with self._wake:
+            lost = self._jobs + (self._inbox if self._broken else [])
+            self._jobs, self._inbox = [], [] if self._broken else self._inbox
+        for job in lost:
             job.cancel()
             self._loop.call_soon_threadsafe(job.put, EngineError(str(error)))
-        self._jobs, self._outbox = [], []
-        self.engine = self._make()
 
 
 def _deliver(news: list[tuple[Job, News]]) -> None:

@@ -8,7 +8,7 @@ from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
 from speculator import HeadDrafter, Target
-from speculator.server.app import Limits
+from speculator.server.guard import Limits
 
 
 @pytest.fixture(scope="module")

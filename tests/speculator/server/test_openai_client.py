@@ -6,7 +6,7 @@ import pytest
 from serving_here import serving
 
 from speculator import Sampling, generate
-from speculator.server.app import Limits
+from speculator.server.guard import Limits
 from speculator.streaming import decode
 
 openai = pytest.importorskip("openai")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculator import Sampling, generate
-from speculator.server.app import Limits
+from speculator.server.guard import Limits
 from speculator.streaming import decode
 
 PROMPT = [5, 6, 7, 8]

@@ -13,7 +13,7 @@ from serving_here import SLOTS, serving, tiny_head_for, until
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, generate
 from speculator.drafters.tuned import Table
-from speculator.server.app import Limits
+from speculator.server.guard import Limits
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 
@@ -158,6 +158,30 @@ def test_an_engine_that_fails_is_made_anew(chat_target, caplog):
         body = {"prompt": [3, 4], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
         assert httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["token_ids"] == expected
     assert "the device is gone" in caplog.text
+
+
+def test_where_no_engine_can_be_made_anew_requests_are_refused_at_once(chat_target, caplog):
+    class Broken(Engine):
+        made = 0
+
+        def __init__(self, *given, **how):
+            Broken.made += 1
+            if Broken.made > 1:
+                raise RuntimeError("the device is gone for good")
+            super().__init__(*given, **how)
+
+        def step(self):
+            raise RuntimeError("the device is gone")
+
+    body = {"prompt": [3], "max_tokens": 3}
+    with serving(chat_target, engine=Broken) as (url, worker):
+        for _ in range(2):
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=5)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the engine failed")
+        until(lambda: not worker.alive)
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert worker.load == 0
+    assert "the device is gone for good" in caplog.text
 
 
 def test_one_who_sends_no_end_is_cut_and_harms_nobody(chat_target):
