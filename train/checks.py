@@ -80,18 +80,19 @@ def settings(config: RunConfig) -> None:
 
 
 def own_source(config: RunConfig) -> None:
-    """What is wrong with the settings of the source self, if it is one."""
-    own, count = config.data.self, [source.location for source in parse(config.data.sources)].count(SELF)
-    if not count:
-        return
-    if count > 1:
+    """What is wrong with the settings of the source self, named or not."""
+    own = config.data.self
+    if [source.location for source in parse(config.data.sources)].count(SELF) > 1:
         raise UserError(f"data.sources names {SELF} twice")
     _positive("data.self", own, "max_rows", "turns", "max_prompt_tokens", "max_new_tokens", "batch_size")
     if not own.temperatures:
         raise UserError("data.self.temperatures is empty: name one at least")
     for temperature in own.temperatures:
         Sampling(temperature)
-    Sampling(own.prompt_temperature, top_p=own.prompt_top_p)
+    try:
+        Sampling(own.prompt_temperature, top_p=own.prompt_top_p)
+    except UserError as error:
+        raise UserError(f"data.self.prompt_{error}") from None
 
 
 def _stage(name: str, stage: StageConfig) -> None:
