@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving --target examples/stdlib_target --output D
         --server 'ours=python -m speculator serve --target examples/stdlib_target --speculator S --port {port}'
-        --server 'transformers=transformers serve examples/stdlib_target --continuous-batching --port {port}'
+        --server 'transformers=transformers serve examples/stdlib_target --continuous-batching --cb-num-blocks 256
+            --cb-max-batch-tokens 256 --attn-implementation sdpa --device cpu --port {port}'
 
 Each server is started in turn. So many clients ask for greedy completions of held-out prompts, streamed, one after the
 other, for so many seconds. Told of each number of clients: requests and what failed, tokens per second, the time to the
