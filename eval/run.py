@@ -34,7 +34,7 @@ from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
-from speculator.heads import Speculator
+from speculator.heads import RecurrentHead, Speculator
 from speculator.request import Step
 
 
@@ -150,7 +150,8 @@ def evaluate(
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     lengths = list(draft_lengths) or [head.n_predict]
-    refuse((max(lengths) > head.n_predict, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
+    deeper = isinstance(head, RecurrentHead) and max(lengths) > head.n_predict
+    refuse((deeper, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
     make_folder(output)
     rows: list[dict] = []
     samples: list[Text] = []

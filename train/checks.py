@@ -28,7 +28,9 @@ def settings(config: RunConfig) -> None:
         if weight is not None and weight <= 0:
             raise UserError(f"stage2.refused_weight {weight:g} is not above 0")
         _positive("stage2.generate", generate, "max_rows", "prompt_tokens", "max_new_tokens", "batch_size")
-        if not 0 <= generate.draft_length <= head.n_predict:
+        if generate.draft_length < 0:
+            raise UserError(f"stage2.generate.draft_length {generate.draft_length} is not at least 0")
+        if generate.draft_length > head.n_predict and head.architecture != "eagle3":  # that one drafts deeper
             raise UserError(f"stage2.generate.draft_length must be in 0..{head.n_predict}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: its rows are too short for {head.n_predict} heads")

@@ -13,15 +13,15 @@ from eval.report import markdown
 from eval.run import evaluate
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def report_of(tmp_path, target=None, **more):
+def report_of(tmp_path, target=None, head=None, **more):
     target = target or Target(tiny_model(), tokenizer=None)
     options = {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "speculator_name": "test", **more}
-    return evaluate(target, tiny_head(), [SUITE], tmp_path, **options)
+    return evaluate(target, head or tiny_head(), [SUITE], tmp_path, **options)
 
 
 def test_report_files_agree_and_name_every_baseline(tmp_path):
@@ -49,6 +49,15 @@ def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
     assert "a draft of 3 tokens costs" in text
     assert not (tmp_path / "draft_lengths.png").exists(), "the depths are not side by side"
     assert drafted(draft_lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
+
+
+def test_an_attention_head_drafts_deeper_than_it_was_trained(tmp_path):
+    head = tiny_head(architecture="eagle3")
+    rows = report_of(tmp_path, head=head, temperatures=[0.0], draft_lengths=[5])["suites"]
+    assert head.n_predict < 5
+    assert [row["nodes"] for row in rows if row["drafter"] == "head"] == [5]
+    with pytest.raises(UserError, match="draft length 5: the head drafts at most 3"):
+        report_of(tmp_path, draft_lengths=[5])
 
 
 def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder, text_file, tmp_path):

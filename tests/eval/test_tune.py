@@ -48,10 +48,20 @@ def test_a_budget_beyond_the_ranks_is_not_used_up():
     assert best_tree([[0.5], [0.4]], 9) == [(0,), (0, 0)]
 
 
-@pytest.mark.parametrize(("temperature", "eos"), [(0.0, ()), (1.0, ()), (0.0, {3, 17}), (1.0, {3, 17})])
-def test_ranks_kept_are_those_of_the_loop(target, temperature, eos):
+@pytest.mark.parametrize(
+    ("temperature", "eos", "architecture"),
+    [
+        (0.0, (), "mlp"),
+        (1.0, (), "mlp"),
+        (0.0, {3, 17}, "mlp"),
+        (1.0, {3, 17}, "mlp"),
+        (0.0, (), "eagle3"),
+        (1.0, {3, 17}, "eagle3"),
+    ],
+)
+def test_ranks_kept_are_those_of_the_loop(target, temperature, eos, architecture):
     """With one child at each depth, acceptance by rank is acceptance by position; no step after a text's end counts."""
-    head = tiny_head()
+    head = tiny_head(architecture=architecture)
     branches = Candidates((6, 3, 2))
     prompts, sampling = [[1, 2, 3, 4], [5, 6, 7, 8]], Sampling(temperature, seed=3)
     acceptance = rank_acceptance(target, head, prompts, sampling, steps=12, eos=eos)

@@ -123,7 +123,10 @@ def refused(capsys, code: int) -> str:
     return lines[0]
 
 
-def test_what_arrives_is_the_folder_with_a_card(hub, head, capsys):
+@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3"])
+def test_what_arrives_is_the_folder_with_a_card(hub, head, capsys, architecture):
+    tiny_head(architecture=architecture).save_pretrained(head)
+    capsys.readouterr()
     assert push(head) == 0
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
     assert all(content == (head / name).read_bytes() for name, content in hub.files.items())

@@ -22,6 +22,8 @@ from train.initialise import new_head, parameters
         (["--stage1.adam_beta2", "2"], "stage1.adam_beta2"),
         (["--stage2.warmup_steps", "-5"], "stage2.warmup_steps must not be negative"),
         (["--stage2.refused_weight", "0"], "stage2.refused_weight 0 is not above 0"),
+        (["--stage2.generate.draft_length", "-1"], "stage2.generate.draft_length"),
+        (["--stage2.generate.draft_length", "99"], "stage2.generate.draft_length must be in 0.."),
         (["--stage1.weight_decay", "-1"], "stage1.weight_decay must not be negative"),
         (["--stage1.max_grad_norm", "-1"], "stage1.max_grad_norm must not be negative"),
         (["--seed", "-1"], "seed must be in"),
@@ -42,6 +44,10 @@ from train.initialise import new_head, parameters
 def test_numbers_that_cannot_be_are_named(flags, message):
     with pytest.raises(UserError, match=message):
         checks.settings(parse(flags))
+
+
+def test_an_attention_head_may_draft_deeper_than_it_is_trained():
+    checks.settings(parse(["--speculator.architecture", "eagle3", "--stage2.generate.draft_length", "9"]))
 
 
 OTHERWISE = ["--speculator.initialise", "random", "--data.seq_length", "100000000"]
