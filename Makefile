@@ -41,7 +41,7 @@ check: .venv/installed
 
 # What docs/reliability.md says: under an hour on two cores. One part: make soak PART=kills
 soak: .venv/installed
-	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests/soak -k "$(PART)"
+	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -15,6 +15,7 @@ from speculator import Target
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
+@pytest.mark.soak
 def test_every_drafter_has_a_line(target_folder, tmp_path):
     torch.manual_seed(0)
     head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3))
@@ -57,6 +58,7 @@ def test_every_head_gets_the_whole_table(target, n_predict):
     assert all(decoder.drafter.draft_length <= n_predict for decoder in table[1:])
 
 
+@pytest.mark.soak
 def test_peers_say_the_same_text(target_folder, tmp_path):
     torch.manual_seed(1)
     LlamaForCausalLM(
@@ -83,6 +85,7 @@ def test_peers_say_the_same_text(target_folder, tmp_path):
     assert all(row["identical"] == row["of"] == 3 for row in rows)
 
 
+@pytest.mark.soak
 def test_a_compiled_peer_runs_or_is_named(target, monkeypatch):
     """transformers' static cache without its compiler; and a compiler that is not there."""
     model = Target(tiny_model(), tokenizer=None)

@@ -40,6 +40,7 @@ def in_process(command: list[str]) -> int:
     return 0
 
 
+@pytest.mark.soak
 def test_the_rehearsal_makes_every_report_and_a_second_call_makes_none(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(reference, "call", in_process)

@@ -7,6 +7,7 @@ from benchmarks.training import LOSSES, Training, main, memory, step_over_bound,
 from speculator.target import Target
 
 
+@pytest.mark.soak
 def test_a_chunked_loss_needs_a_fraction_of_the_memory():
     """Five times 256 x 60,000 logits in float32 are 307 MB, and log-softmax and its gradient want more of each."""
     rows = memory(tokens=256, vocabulary=60_000, width=32, heads=4)

@@ -514,11 +514,13 @@ def test_ctrl_c_leaves_32_waiting_requests_at_once(serve, tmp_path, target_folde
         while server.busy < 32:
             time.sleep(0.01)
         interrupted.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
+        command.send_signal(signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
     flags = ["--target", str(target_folder), "--server", server.url, "--prompts", str(file), "--max_new_tokens", "32"]
-    assert main([*flags, "--output", str(tmp_path / "out")]) == 130
+    argv = [sys.executable, "-m", "data", "generate", *flags, "--output", str(tmp_path / "out")]
+    command = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert command.wait(timeout=60) == 130
     assert time.monotonic() - interrupted[0] < 2
 
 

@@ -313,6 +313,7 @@ def rows_of(folder: Path) -> list[dict]:
     return list(load_from_disk(folder / "rows"))
 
 
+@pytest.mark.soak
 def test_killed_and_taken_over_by_two_processes_it_makes_the_same(command, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = subprocess.Popen(command(killed), cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -116,6 +116,7 @@ def test_a_rehearsal_is_no_setting_of_a_run(tmp_path):
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
 
 
+@pytest.mark.soak
 def test_the_command_on_two_processes_leaves_nothing(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

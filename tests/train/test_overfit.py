@@ -53,7 +53,13 @@ def overfit(
     return made.tokens_per_step
 
 
-@pytest.mark.parametrize("shape", [None, Tree((2, 2, 1), nodes=6)], ids=["chain", "tree"])
+SHAPES = [
+    pytest.param(None, id="chain"),
+    pytest.param(Tree((2, 2, 1), nodes=6), id="tree", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_head_overfit_on_the_targets_own_text_drafts_all_of_it(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape) == 4.0
@@ -64,7 +70,7 @@ def test_labels_one_place_off_would_be_seen(architecture):
     assert overfit(architecture, shift=1) < 2.0
 
 
-@pytest.mark.parametrize("shape", [None, Tree((2, 2, 1), nodes=6)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_draft_vocabulary_that_holds_the_text_costs_nothing(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape, pruned=True) == 4.0

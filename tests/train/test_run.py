@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(finished, command, tmp_
     assert "going on from" in done.stderr
 
 
-@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("processes", "accumulation"), [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2)])
 def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command, tmp_path, processes, accumulation):
     """Losses, metrics, gradient norms (which would show a wrong scale that Adam hides) and weights."""
     folder = tmp_path / "cut"
