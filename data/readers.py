@@ -143,8 +143,10 @@ def _holds_a_list(file: Path) -> bool:
 
 def _listed(file: Path) -> Iterator[Any]:
     """The rows of a .json list."""
-    with opened(file) as stream:
-        text = stream.read(_MOST_OF_A_LIST + 1)
+    text = bytearray()
+    with opened(file) as stream:  # `read` takes memory for all that it is asked for, however short the file
+        while len(text) <= _MOST_OF_A_LIST and (piece := stream.read(1 << 20)):
+            text += piece
     if len(text) > _MOST_OF_A_LIST:
         raise SourceError(f"{file}: a list of more than {_MOST_OF_A_LIST:,} bytes: as .jsonl it is read row by row")
     try:
