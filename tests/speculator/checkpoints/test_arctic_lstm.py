@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checkpoint_folders import refused
 from safetensors.torch import load_file, save_file
 
 from speculator import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig, UserError
@@ -41,14 +42,6 @@ def edit(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     left = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(left))
-
-
-def refused(folder) -> str:
-    with pytest.raises(UserError) as error:
-        load_any(folder)
-    assert "\n" not in str(error.value)
-    assert str(folder) in str(error.value)
-    return str(error.value)
 
 
 # --- there and back

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_folders import edit, edit_tensors, refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -70,26 +71,6 @@ def config_of(folder: Path) -> dict:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def edit(folder: Path, change) -> None:
-    config = config_of(folder)
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit_tensors(folder: Path, change) -> None:
-    tensors = tensors_of(folder)
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def refused(folder: Path) -> str:
-    with pytest.raises(UserError) as error:
-        load_any(folder)
-    assert "\n" not in str(error.value)
-    assert str(folder) in str(error.value)
-    return str(error.value)
 
 
 def same_function(a: Eagle3Speculator, b: Eagle3Speculator) -> bool:

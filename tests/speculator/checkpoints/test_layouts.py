@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_folders import edit, edit_tensors, refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -39,28 +40,6 @@ def logits(head: MLPSpeculator) -> torch.Tensor:
 
 def read_json(file: Path) -> dict:
     return json.loads(file.read_text())
-
-
-def edit(folder: Path, change) -> None:
-    """Change the folder's config.json."""
-    config = read_json(folder / "config.json")
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit_tensors(folder: Path, change) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def refused(folder: Path) -> str:
-    """The one line that a folder is refused with."""
-    with pytest.raises(UserError) as error:
-        load_any(folder)
-    assert "\n" not in str(error.value)
-    assert str(folder) in str(error.value)
-    return str(error.value)
 
 
 @pytest.fixture
