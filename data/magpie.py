@@ -37,7 +37,7 @@ ROWS = 4000
 ASKING = Sampling(temperature=1.0, top_p=0.99)
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
-_TOLD = ("rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds")
+_COSTS = ("rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
 
 
@@ -49,6 +49,18 @@ def only_self(sources: Sequence[str]) -> bool:
 def names_self(sources: Sequence[str]) -> bool:
     """Whether the target's own chats are among some sources."""
     return any(source.location == SELF for source in parse(sources))
+
+
+def asking_of(temperature: float, top_p: float, where: str) -> Sampling:
+    """How the user's turns are drawn, by two settings whose names begin with `where` and "prompt_".
+
+    Raises:
+        UserError: one of them can't be.
+    """
+    try:
+        return Sampling(temperature, top_p=top_p)
+    except UserError as error:
+        raise UserError(f"{where}prompt_{error}") from None
 
 
 @dataclass(frozen=True)
@@ -170,8 +182,8 @@ def self_rows(
         own["keep_refused"] = keep_refused and ends is None
         shown = {"progress": progress, "title": what}
         made = generate_rows(target, drafter, prompts, where, batch_size=batch_size, **own, **shown)
-        told = json.loads(read_text(where / "manifest.json"))
-        passes.append({"what": what, **{key: told[key] for key in _TOLD}})
+        manifest = json.loads(read_text(where / "manifest.json"))
+        passes.append({"what": what, **{key: manifest[key] for key in _COSTS}})
         rows = list(zip(made, map(len, prompts), strict=True))
         refused = [row["refused"][length:] if own["keep_refused"] else [] for row, length in rows]
         return [row["input_ids"][length:] for row, length in rows], refused

@@ -8,7 +8,7 @@ import datasets
 import torch
 from pyarrow import compute
 
-from data.magpie import SELF, names_self, only_self
+from data.magpie import SELF, asking_of, names_self, only_self
 from data.sources import parse
 from speculator.errors import UserError
 from speculator.sampling import Sampling
@@ -91,10 +91,7 @@ def own_source(config: RunConfig) -> None:
         raise UserError("data.self.temperatures is empty: name one at least")
     for temperature in own.temperatures:
         Sampling(temperature)
-    try:
-        Sampling(own.prompt_temperature, top_p=own.prompt_top_p)
-    except UserError as error:
-        raise UserError(f"data.self.prompt_{error}") from None
+    asking_of(own.prompt_temperature, own.prompt_top_p, "data.self.")
 
 
 def _stage(name: str, stage: StageConfig) -> None:

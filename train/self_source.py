@@ -13,7 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
-from data.magpie import SELF, names_self, self_rows, summary
+from data.magpie import SELF, asking_of, names_self, self_rows, summary
 from data.prepare import cache_folder
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, tell
@@ -80,7 +80,7 @@ def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path
 
 def _asking(config: RunConfig) -> dict[str, Any]:
     own = config.data.self
-    asking = Sampling(own.prompt_temperature, top_p=own.prompt_top_p)
+    asking = asking_of(own.prompt_temperature, own.prompt_top_p, "data.self.")
     return {"turns": own.turns, "asking": asking, "max_prompt_tokens": own.max_prompt_tokens}
 
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from data.batches import state
 from data.client import CONCURRENCY, Prompt, fetch_rows
-from data.magpie import ROWS, SELF, self_rows, summary
+from data.magpie import ROWS, SELF, asking_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
                 arguments.output,
                 rows=arguments.max_rows or ROWS,
                 turns=arguments.turns,
-                asking=Sampling(arguments.prompt_temperature, top_p=arguments.prompt_top_p),
+                asking=_asking(arguments),
                 max_prompt_tokens=arguments.max_prompt_tokens,
                 answering=samplings,
                 **how,
@@ -147,9 +147,13 @@ def _check(arguments: argparse.Namespace) -> None:
         ),
     )
     check_text(f"--output {arguments.output}", str(arguments.output))  # datasets takes no other names
-    check_folder("--output", arguments.output)
     _samplings(arguments)
-    Sampling(arguments.prompt_temperature, top_p=arguments.prompt_top_p)
+    _asking(arguments)
+
+
+def _asking(arguments: argparse.Namespace) -> Sampling:
+    """How the user's turns of `self` are drawn."""
+    return asking_of(arguments.prompt_temperature, arguments.prompt_top_p, "--")
 
 
 def _samplings(arguments: argparse.Namespace) -> list[Sampling]:

@@ -116,7 +116,7 @@ def test_a_text_loops_if_most_of_it_came_before():
         (["--sources", "self", "x.jsonl"], "--sources self: the target's own prompts come alone"),
         (["--server", "http://127.0.0.1:9"], "--sources self needs the target here, not a --server"),
         (["--max_prompt_tokens", "0"], "--max_prompt_tokens: at least 1"),
-        (["--prompt_top_p", "2"], "top_p must be in (0, 1]"),
+        (["--prompt_top_p", "2"], "--prompt_top_p must be in (0, 1]"),
         (["--turns", "2"], "no chat template, so no chats of 2 turns"),
     ],
 )

@@ -102,7 +102,7 @@ def test_what_chats_depend_on_names_their_folder(chat_folder, target, tmp_path):
     [
         ({"data.self.max_rows": 0}, "data.self.max_rows must be at least 1"),
         ({"data.self.temperatures": "[]"}, "data.self.temperatures is empty"),
-        ({"data.self.prompt_top_p": 0}, "top_p must be in"),
+        ({"data.self.prompt_top_p": 0}, "data.self.prompt_top_p must be in"),
         ({"data.sources": "[self, self]"}, "data.sources names self twice"),
         ({"data.self.max_new_tokens": 200}, "data.self.max_prompt_tokens + data.self.max_new_tokens is 216, but"),
         ({"data.sources": "[self, nowhere.jsonl]"}, "no such source: nowhere.jsonl"),
