@@ -32,10 +32,8 @@ class AttentionSource:
 
     _unread: list[bool]  # of each slot, on the host: whether some of `_taps` may be unread
 
-    def __init__(self, head: AttentionHead, shape: Shape):
-        self.head = head
-        self._width, self._behind = 0, 0
-        self.reshape(shape)
+    def __init__(self, head: AttentionHead):
+        self.head, self._width, self._behind = head, 0, 0
 
     def reshape(self, shape: Shape) -> None:
         """Have room for drafts of this shape, beside those before."""

@@ -36,9 +36,11 @@ class HeadDrafter(Drafter):
         self.head = head.eval()
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
-        self.source = (
-            AttentionSource(head, shape) if isinstance(head, AttentionHead) else StateSource(cast(RecurrentHead, head))
-        )
+        self.source: AttentionSource | StateSource
+        if isinstance(head, AttentionHead):
+            self.source = AttentionSource(head)
+        else:
+            self.source = StateSource(cast(RecurrentHead, head))
         self.taps, self.overlap = head.taps, self.source.overlap
         self.reshape(shape)
 
