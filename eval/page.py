@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.decoders import BASELINES, Decoder
 from eval.metrics import shown
-from eval.report import head_lengths, label, plots
+from eval.report import facts, head_lengths, label, per_step, plots
 from eval.suites import Suite
 from speculator.draft import Draft
 from speculator.engine import Engine, Verified
@@ -153,22 +153,14 @@ def write_page(report: dict, samples: Sequence[Text], folder: Path) -> None:
 
 def page(report: dict, samples: Sequence[Text], pictures: dict[str, bytes]) -> str:
     """The page: whatever a text or a name holds, it is shown as text."""
-    settings, lengths = report["settings"], head_lengths(report)
-    facts = {
-        "target": report["target"],
-        "speculator": report["speculator"],
-        "hardware": f"{report['hardware']}; {settings['dtype']}, batch size {settings['batch_size']}",
-        "versions": ", ".join(f"{name} {v}" for name, v in report["versions"].items()),
-        **{f"not run: {name}": reason for name, reason in report["not_run"].items()},
-    }
-    shown_plots = plots(report)
+    lengths, shown_plots = head_lengths(report), plots(report)
     figures = (
         f'<figure><img src="data:image/png;base64,{base64.b64encode(picture).decode()}" '
         f'alt="{_safe(shown_plots[name])}"><figcaption>{_safe(shown_plots[name])}</figcaption></figure>'
         for name, picture in pictures.items()
     )
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        facts="".join(f"<dt>{_safe(name)}</dt><dd>{_safe(value)}</dd>" for name, value in facts.items()),
+        facts="".join(f"<dt>{_safe(name)}</dt><dd>{_safe(value)}</dd>" for name, value in facts(report).items()),
         warnings="".join(f"<p class=warning>{_safe(line)}</p>" for line in report["warnings"]),
         decoders=_table(_decoders(report, lengths)),
         categories=_table(_categories(report, lengths)),
@@ -196,11 +188,6 @@ def _ratio(interval: dict | None) -> tuple[str, float | None]:
     return _number(interval and interval["value"], interval=interval)
 
 
-def _per_step(part: dict) -> tuple[str, float | None]:
-    interval = part.get("tokens_per_step_interval", {"low": None, "high": None})
-    return _ratio({"value": part["tokens_per_step"], **interval})
-
-
 def _where(report: dict, row: dict) -> dict[str, Any]:
     several = len({row["batch_size"] for row in report["suites"]}) > 1
     where = {"suite": row["name"], "temperature": _number(row["temperature"], "g")}
@@ -218,7 +205,7 @@ def _decoders(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
                 **_where(report, row),
                 "decoder": BASELINES[key] if plain else label(row, lengths),
                 "rule": "" if plain else row["rule"],
-                "tokens per step": _number(1.0 if key == "same_loop" else None) if plain else _per_step(row),
+                "tokens per step": _number(1.0 if key == "same_loop" else None) if plain else _ratio(per_step(row)),
                 "tokens/s": _number(row["tokens_per_second"][key], ".1f"),
                 "end to end": _number(row["end_to_end_tokens_per_second"][key], ".1f"),
                 "first token, ms": _number(1e3 * row["time_to_first_token"][key], ".1f"),
@@ -242,7 +229,7 @@ def _categories(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
                 "category": part["name"],
                 "turns": part["turns"],
                 "decoder": label(row, lengths),
-                "tokens per step": _per_step(part),
+                "tokens per step": _ratio(per_step(part)),
                 "tokens/s": _number(part["tokens_per_second"]["speculative"], ".1f"),
                 "speedup over the same loop": _ratio(part["speedup"]["same_loop"]),
             }

@@ -23,6 +23,24 @@ def label(row: dict, lengths: set[int]) -> str:
     return _LABELS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
 
 
+def per_step(part: dict) -> dict[str, float | None]:
+    """Tokens per step of a row or a category, with its interval."""
+    interval = part.get("tokens_per_step_interval", {"low": None, "high": None})
+    return {"value": part["tokens_per_step"], **interval}
+
+
+def facts(report: dict) -> dict[str, str]:
+    """What was measured, where and by what; and what was not run, with the reason."""
+    return {
+        "target": report["target"],
+        "speculator": report["speculator"],
+        "hardware": f"{report['hardware']}; {report['settings']['dtype']}, "
+        f"batch size {report['settings']['batch_size']}",
+        "versions": ", ".join(f"{name} {v}" for name, v in report["versions"].items()),
+        **{f"not run: {name}": reason for name, reason in report["not_run"].items()},
+    }
+
+
 def _is_tree(row: dict) -> bool:
     return row["nodes"] > row["draft_length"]
 
@@ -51,15 +69,11 @@ def head_lengths(report: dict) -> set[int]:
 
 def markdown(report: dict) -> str:
     """A table per suite, temperature and batch size, with every baseline that ran."""
-    settings = report["settings"]
+    names = ("target", "speculator")
     lines = [
         "# Speculative decoding report",
         "",
-        f"- target: `{report['target']}`",
-        f"- speculator: `{report['speculator']}`",
-        f"- hardware: {report['hardware']}; {settings['dtype']}, batch size {settings['batch_size']}",
-        f"- versions: {', '.join(f'{name} {v}' for name, v in report['versions'].items())}",
-        *(f"- not run: {name}: {reason}" for name, reason in report["not_run"].items()),
+        *(f"- {name}: `{fact}`" if name in names else f"- {name}: {fact}" for name, fact in facts(report).items()),
         *(f"- **warning**: {line}" for line in report["warnings"]),
         "",
         "Tokens per step count the token that the target gives itself. Tokens per second leave out the prefill. A",
@@ -106,12 +120,8 @@ def _table(rows: list[dict], lengths: set[int]) -> str:
                 lines.append(_line(BASELINES[name], "", row, name, own))
         else:
             ratios = [shown(row["speedup"][name]) for name in ("same_loop", *theirs)]
-            interval = {"value": row["tokens_per_step"], **row.get("tokens_per_step_interval", _NONE)}
-            lines.append(_line(label(row, lengths), shown(interval), row, "speculative", ratios))
+            lines.append(_line(label(row, lengths), shown(per_step(row)), row, "speculative", ratios))
     return markdown_table(columns, lines)
-
-
-_NONE = {"low": None, "high": None}
 
 
 def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> list[str]:
@@ -157,9 +167,8 @@ def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
     lines = []
     for parts in zip(*(row["categories"] for row in drafting), strict=True):
         for row, part in zip(drafting, parts, strict=True):
-            interval = {"value": part["tokens_per_step"], **part.get("tokens_per_step_interval", _NONE)}
             speed, ratio = part["tokens_per_second"]["speculative"], shown(part["speedup"]["same_loop"])
-            cells = (part["name"], part["turns"], label(row, lengths), shown(interval), f"{speed:.1f}", ratio)
+            cells = (part["name"], part["turns"], label(row, lengths), shown(per_step(part)), f"{speed:.1f}", ratio)
             lines.append(cells)
     return ["", markdown_table(header, lines)]
 
