@@ -45,7 +45,7 @@ from train.trainer import Collator, SpeculatorTrainer
 SOURCES = ["python-sources"]
 LENGTH = 256
 STEPS = 1200
-"""Of one row each, unless told otherwise: 307,200 tokens."""
+"""Of one row each, by default: 307,200 tokens."""
 RATES = (5e-3, 1e-2, 2e-2)
 SEEDS = (0, 1, 2)
 PROMPTS = {"validation": 32, "held-out": 64}

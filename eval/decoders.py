@@ -26,7 +26,7 @@ BASELINES = {
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted generation",
 }
-"""Every name that a speed can be told over, and how a table calls it."""
+"""What a speed is compared with, and how a table calls it."""
 
 OPTIONAL = tuple(BASELINES)[2:]
 _LONE = ("hf_prompt_lookup", "hf_assisted")  # transformers does these for one prompt at a time
@@ -122,7 +122,7 @@ def _theirs(target: Target, key: str, how: dict) -> Decoder:
 
 
 def _compile_config() -> CompileConfig:
-    """transformers compiles on accelerators alone, unless it is told to anywhere."""
+    """transformers compiles on accelerators alone, unless it is asked to elsewhere."""
     config = CompileConfig()
     if not torch.accelerator.is_available():
         config.mode = "default"  # the other modes are about CUDA graphs

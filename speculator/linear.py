@@ -171,7 +171,7 @@ _known: dict[Path, dict[str, list[bool]]] = {}
 def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
     """`PackedLinear.packs` of these shapes, among others: as stored, or timed now and stored where that can be.
 
-    What could not be told is stored too: the same products give the same bits in every run on a machine.
+    What could not be decided is stored too: the same products give the same bits in every run on a machine.
     """
     machine = f"{processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
     file = cache_folder() / "products" / (re.sub(r"[^\w.+]+", "-", f"{machine} torch {torch.__version__}") + ".json")

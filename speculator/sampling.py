@@ -12,7 +12,7 @@ from torch import Tensor
 from speculator.errors import UserError, refuse
 
 # Logits are divided by a temperature in float32, which has neither the quotient below nor the temperature above.
-_COLDEST, _HOTTEST = 1e-30, 1e30
+_LOWEST, _HIGHEST = 1e-30, 1e30
 _FIRST = 2048  # tokens that are looked at for top-p before all of them are
 
 
@@ -44,7 +44,7 @@ class Sampling:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise UserError(f"{name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r:.40}")
         refuse(
-            (not 0 <= self.temperature <= _HOTTEST, f"temperature must be in 0..{_HOTTEST:g}, got {self.temperature}"),
+            (not 0 <= self.temperature <= _HIGHEST, f"temperature must be in 0..{_HIGHEST:g}, got {self.temperature}"),
             (self.top_k < 0, f"top_k must not be negative, got {self.top_k}"),
             (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (not 0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
@@ -53,7 +53,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < _COLDEST
+        return self.temperature < _LOWEST
 
     def probs(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
         """What a token is drawn from, in float32 at least; at temperature 0 all on the likeliest token."""
@@ -72,10 +72,10 @@ class RowSampling:
         self.rows = list(rows)
         self.greedy = all(row.greedy for row in rows)
         """Every row is at temperature 0: no distribution is needed, the likeliest token decides."""
-        self._cold = any(row.greedy for row in rows)
+        self._some_greedy = any(row.greedy for row in rows)
         self._most = max(row.top_k for row in rows)
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
-        self.kind = (self.greedy, self._cold, self._most, self._top_p, self._min_p)
+        self.kind = (self.greedy, self._some_greedy, self._most, self._top_p, self._min_p)
         """What the host decides by: settings of one kind differ in their tensors alone."""
 
         def column(values: Iterable[float]) -> Tensor:
@@ -112,7 +112,7 @@ class RowSampling:
         if self._min_p:
             probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0)
             probs = probs / probs.sum(-1, keepdim=True)
-        if self._cold:
+        if self._some_greedy:
             best = torch.zeros_like(probs).scatter_(-1, given.argmax(-1, keepdim=True), 1)
             probs = torch.where(self.at_zero, best, probs)
         return probs

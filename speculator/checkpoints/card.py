@@ -217,7 +217,7 @@ def _licence(base: str | None) -> dict[str, Any]:
 
 
 def _is_hub_id(name: str) -> bool:
-    """Whether a name is a repository's, as far as can be told without asking: not a file or folder here."""
+    """Whether a name is a repository's, as far as can be seen without asking: not a file or folder here."""
     return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name) and not Path(name).exists() and name[0] != "."
 
 
@@ -230,7 +230,7 @@ def _hub_datasets(sources: list[str]) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    """A name as it is told to others: of a path on this machine its last part."""
+    """A name as others see it: of a path on this machine its last part."""
     return Path(name).name if Path(name).is_absolute() else name
 
 

@@ -37,7 +37,7 @@ class Drafter:
         capturable: whether drafting needs nothing of the host, neither the texts nor an answer from the device:
             `propose` and `commit` may then be replayed from a CUDA graph without being called.
         taps: the target's taps that it reads (`speculator.taps`), ascending; none: it reads the last hidden state.
-        overlap: positions at the end of a reused prefix of which it must be told again.
+        overlap: positions at the end of a reused prefix which it must be given again.
     """
 
     name: str

@@ -65,7 +65,7 @@ def tuned_shapes(
     shapes = {each: _shape(found.settings[there["batch_size"]], each) for each in temperatures}
     if there != here and any(shapes.values()):
         _log.warning(
-            f"{file} was measured {_told(there)}, and this is {_told(here)}: the head drafts a chain of "
+            f"{file} was measured {_named(there)}, and this is {_named(here)}: the head drafts a chain of "
             f"{head.n_predict}. To measure here: python -m eval tune --target {target.name} --speculator {folder} "
             f"--batch_size {batch_size}"
         )
@@ -155,7 +155,7 @@ def _shape(settings: list[dict[str, Any]], temperature: float) -> Shape | None:
     return FixedTree(best["tree"]) if "tree" in best else Chain(best["draft_length"])
 
 
-def _told(place: dict[str, Any]) -> str:
+def _named(place: dict[str, Any]) -> str:
     if None in place.values():
         return "it does not say where"
     return f"{place['hardware']}, {place['dtype']}, batch size {place['batch_size']}"

@@ -115,7 +115,7 @@ def cut_slow_readers(listening: socket.socket, limits: Limits) -> None:
 
 
 def refusal_of(error: Exception) -> BadRequestError:
-    """What the caller is told of an error."""
+    """The error that the caller gets."""
     if isinstance(error, BadRequestError):
         return error
     if isinstance(error, UserError):

@@ -66,7 +66,7 @@ class Writer:
         return []
 
     def event(self, news: News) -> str:
-        """What a step gave as an event; empty where it settled nothing to be told."""
+        """What a step gave as an event; empty where it settled nothing to send."""
         piece, at = self.take(news), news.index
         telling = self.fields.return_token_ids or self.fields.alternatives is not None
         if not (piece or telling or self._reasons[at]):

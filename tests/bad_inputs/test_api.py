@@ -17,9 +17,9 @@ def loaded(world) -> Target:
 
 
 def one_line(call, *arguments, **named) -> str:
-    with within(), pytest.raises(UserError) as told:
+    with within(), pytest.raises(UserError) as raised:
         call(*arguments, **named)
-    message = str(told.value)
+    message = str(raised.value)
     assert message
     assert "\n" not in message
     return message

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import time
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -24,6 +25,15 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 def read(source, tally=None):
     return list(documents([str(source)], None, tally=tally))
+
+
+def test_a_short_list_of_json_takes_little_memory(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"text": "x"}]')
+    tracemalloc.start()
+    assert len(read(tmp_path / "rows.json")) == 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 26
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "page.txt", "rows.jsonl.gz"])

@@ -359,8 +359,8 @@ def test_what_listens_and_says_nothing_is_no_server(serve, tokenizer, tmp_path, 
     monkeypatch.setattr(module, "_FIRST_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        told = refused(None, tokenizer, tmp_path / "out", url)
-    assert told == f"no server at {url}: no whole answer within 0.3 seconds"
+        message = refused(None, tokenizer, tmp_path / "out", url)
+    assert message == f"no server at {url}: no whole answer within 0.3 seconds"
     assert not (tmp_path / "out").exists()
 
 
@@ -445,9 +445,9 @@ def test_the_list_of_models_may_be_anything(serve, tokenizer, tmp_path, monkeypa
 @pytest.mark.parametrize("key", ["sk-very\nsecret", "sk-very secret", "sk-véry"])
 def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(serve, tokenizer, tmp_path, monkeypatch, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    told = refused(serve(), tokenizer, tmp_path)
-    assert "$OPENAI_API_KEY" in told
-    assert "sk-" not in told
+    message = refused(serve(), tokenizer, tmp_path)
+    assert "$OPENAI_API_KEY" in message
+    assert "sk-" not in message
 
 
 def test_a_key_is_stripped_and_never_shown_though_the_server_repeats_it(serve, tokenizer, tmp_path, monkeypatch):
@@ -458,10 +458,10 @@ def test_a_key_is_stripped_and_never_shown_though_the_server_repeats_it(serve, t
         seen.append(handler.headers["Authorization"])
         handler.reply(401, {"error": f"Incorrect API key provided: {seen[0]}, {handler.path}"})
 
-    told = refused(serve(rogue=rogue), tokenizer, tmp_path)
+    message = refused(serve(rogue=rogue), tokenizer, tmp_path)
     assert seen[0] == "Bearer sk-secret"
-    assert "Incorrect API key provided: Bearer ***" in told
-    assert "sk-secret" not in told
+    assert "Incorrect API key provided: Bearer ***" in message
+    assert "sk-secret" not in message
 
 
 def test_a_password_in_the_url_is_used_and_not_shown(serve, tokenizer, tmp_path):
@@ -472,10 +472,10 @@ def test_a_password_in_the_url_is_used_and_not_shown(serve, tokenizer, tmp_path)
         handler.reply(403, {"error": "not hunter2"})
 
     server = serve(rogue=rogue)
-    told = refused(server, tokenizer, tmp_path, server.url.replace("//", "//me:hunter2@"))
+    message = refused(server, tokenizer, tmp_path, server.url.replace("//", "//me:hunter2@"))
     assert seen[0].startswith("Basic ")
-    assert "403" in told
-    assert "hunter2" not in told
+    assert "403" in message
+    assert "hunter2" not in message
 
 
 @pytest.mark.parametrize(

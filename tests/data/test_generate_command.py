@@ -38,9 +38,9 @@ def test_text_is_cut_into_prompts_and_continued(target_folder, head_folder, text
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["sampling"]["top_k"] == 50
     assert (manifest["tokens_per_second"]["speculative"] is not None) == drafting
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert f"5 rows, {manifest['tokens']} new tokens" in told
-    assert ("x)" in told) == drafting
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"5 rows, {manifest['tokens']} new tokens" in line
+    assert ("x)" in line) == drafting
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
@@ -108,9 +108,9 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
     given |= {"--max_new_tokens": "4"} | dict([flags])
     source = [] if "--prompts" in given else ["--sources", str(text_file)]
     assert main([*(word for pair in given.items() for word in pair), *source]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
-    assert len(told) == 1
-    assert message in told[0]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
     assert not (tmp_path / "out").exists()
 
 

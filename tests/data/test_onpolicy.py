@@ -222,9 +222,9 @@ def test_a_damaged_batch_is_made_anew_and_said(target, tmp_path, monkeypatch, ca
             made(target, tmp_path / "cut")
     harm(tmp_path / "cut" / "batches" / "000002.json")
     assert made(target, tmp_path / "cut") == expected
-    told = capsys.readouterr().err
-    assert "000002.json: damaged, so this batch is made anew" in told
-    assert told.count(": damaged, so") == 1
+    output = capsys.readouterr().err
+    assert "000002.json: damaged, so this batch is made anew" in output
+    assert output.count(": damaged, so") == 1
 
 
 @pytest.fixture(scope="module")

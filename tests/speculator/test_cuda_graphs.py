@@ -433,7 +433,7 @@ class TestOnTheGpu:
         texts = engine.ready()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            told = engine._stepping(texts)
+            report = engine._stepping(texts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(engine.cache.lengths, before + told[:, -2] + 1)
+        assert torch.equal(engine.cache.lengths, before + report[:, -2] + 1)

@@ -417,30 +417,30 @@ def test_what_two_texts_share_ends_where_they_first_differ(a, b, count):
     assert common_prefix(a, b) == common_prefix(b, a) == count
 
 
-def test_a_drafter_is_told_of_every_position_and_again_of_those_it_asks_for(target):
+def test_a_drafter_is_given_every_position_and_again_those_it_asks_for(target):
     """Prompts chunk by chunk, then what each step kept: in the rows where they are, with the states of a whole pass."""
 
     class Noting(HeadDrafter):
         def open(self, slots, capacity):
             opened = super().open(slots, capacity)
-            opened.told, opened.overlap = {}, 1
+            opened.states, opened.overlap = {}, 1
             return opened
 
         def prefill(self, start, texts, begins, hidden, counts):
             super().prefill(start, texts, begins, hidden, counts)
             for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
-                known = self.told.get(start + row, [])[:begin]
+                known = self.states.get(start + row, [])[:begin]
                 assert len(known) == begin
-                self.told[start + row] = known + list(hidden[row, :count])
+                self.states[start + row] = known + list(hidden[row, :count])
 
         def move(self, source, destination, longest):
             super().move(source, destination, longest)
-            self.told |= dict(zip(destination, [self.told.get(row, []) for row in source], strict=True))
+            self.states |= dict(zip(destination, [self.states.get(row, []) for row in source], strict=True))
 
         def commit(self, tokens, hidden, counts):
             super().commit(tokens, hidden, counts)
             for row, count in enumerate(counts.tolist()):
-                self.told[row] += list(hidden[row, :count])
+                self.states[row] += list(hidden[row, :count])
 
     engine = Engine(target, Noting(tiny_head(), Tree((2, 2), 4)), slots=2, chunk=3)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [1, 2]]
@@ -451,8 +451,8 @@ def test_a_drafter_is_told_of_every_position_and_again_of_those_it_asks_for(targ
     assert engine.processed == before + 1 + 2
     text = prompts[0] + again[:-1]
     row = next(row for row, slot in enumerate(engine.slots.rows) if list(slot.text[: len(text)]) == text)
-    told = torch.stack(engine.drafter.told[row])[: len(text)]
-    torch.testing.assert_close(told, target.hidden(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+    states = torch.stack(engine.drafter.states[row])[: len(text)]
+    torch.testing.assert_close(states, target.hidden(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -49,10 +49,10 @@ def test_taps_are_transformers_hidden_states_in_training_prefill_and_verify(fami
     assert not any(layer._forward_pre_hooks for layer in target.taps.layers), "a hook stays on"
 
 
-class Told(Drafter):
-    """Drafts a tree, and keeps what it is told of each text."""
+class Recording(Drafter):
+    """Drafts a tree, and keeps the states that it is given of each text."""
 
-    name, draft_length, nodes, rules, taps = "told", 2, 4, ("walk",), (0, 1)
+    name, draft_length, nodes, rules, taps = "recording", 2, 4, ("walk",), (0, 1)
 
     def open(self, slots, capacity):
         self.states = {}
@@ -73,14 +73,14 @@ class Told(Drafter):
             self.states[id(text)].append((begin, states[:count]))
 
 
-def test_the_engine_tells_a_drafter_of_its_taps_at_every_position():
-    target, drafter = Target(tiny_model().double(), tokenizer=None), Told()
+def test_the_engine_gives_a_drafter_its_taps_at_every_position():
+    target, drafter = Target(tiny_model().double(), tokenizer=None), Recording()
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9]]
     Engine(target, drafter, slots=3, chunk=3).generate(prompts, max_new_tokens=16)
     assert len(drafter.states) == 3
-    for text, *told in drafter.states.values():
-        assert [begin for begin, _ in told] == [sum(len(s) for _, s in told[:i]) for i in range(len(told))]
-        states = torch.cat([states for _, states in told])
+    for text, *given in drafter.states.values():
+        assert [begin for begin, _ in given] == [sum(len(s) for _, s in given[:i]) for i in range(len(given))]
+        states = torch.cat([states for _, states in given])
         expected = states_of(target.model, torch.tensor([text]), (0, 1))[0]
         torch.testing.assert_close(states, expected[: len(states)], atol=1e-10, rtol=1e-10)
 

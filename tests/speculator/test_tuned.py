@@ -53,8 +53,8 @@ def test_the_tuned_shape_is_the_default(target_folder, tuned_folder, monkeypatch
         assert main([*command, "--max_new_tokens", "12", *flags]) == 0
         output = capsys.readouterr()
         texts.append(output.out)
-        told = {"--draft_length", "--rule"} & set(flags)
-        assert ("decoding.json: drafts" in output.err) == (present and not told)
+        given = {"--draft_length", "--rule"} & set(flags)
+        assert ("decoding.json: drafts" in output.err) == (present and not given)
     assert (type(made[0]), made[0].nodes) == (kind, nodes)
     assert (type(made[1]), made[1].nodes) == (Chain, 3)
     if not flags:

@@ -80,7 +80,7 @@ def run(built) -> subprocess.CompletedProcess:
 def refused(monkeypatch, capfd):
     """What a command line that is refused says, found in this process: it gets no further than looking at its input."""
 
-    def told(built) -> str:
+    def refusal(built) -> str:
         argv, environment = built
         monkeypatch.setenv("SPECULATOR_CACHE", environment["SPECULATOR_CACHE"])
         monkeypatch.chdir(ROOT)
@@ -91,7 +91,7 @@ def refused(monkeypatch, capfd):
         assert len(lines) == 1, error
         return lines[0]
 
-    return told
+    return refusal
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +192,9 @@ def test_the_same_command_again_says_that_it_is_done(finished, command):
 
 
 def test_another_config_in_the_same_folder_is_refused_by_key(finished, command, refused):
-    told = refused(command(finished, **{"stage1.learning_rate": 0.1}))
-    assert "stage1.learning_rate" in told
-    assert "--overwrite_output_dir" in told
+    message = refused(command(finished, **{"stage1.learning_rate": 0.1}))
+    assert "stage1.learning_rate" in message
+    assert "--overwrite_output_dir" in message
 
 
 def kill_when(built, moment) -> None:

@@ -83,14 +83,14 @@ def test_logprobs_are_the_targets_own(client, chat_target, stream):
     response = client.post("/v1/completions", json=body | {"return_token_ids": True})
     choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
     tokens = [token for choice in choices for token in choice["token_ids"]]
-    told = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    given = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
     tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
     names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
     offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
     with torch.no_grad():
         logits = chat_target.model(torch.tensor([PROMPT + tokens]), use_cache=False).logits[0]
     expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
-    assert told == pytest.approx([float(row[token]) for row, token in zip(expected, tokens, strict=True)])
+    assert given == pytest.approx([float(row[token]) for row, token in zip(expected, tokens, strict=True)])
     assert names == [chat_target.tokenizer.decode([token]) for token in tokens]
     assert offsets == [len("".join(names[:i])) for i in range(len(names))]
     for top, row in zip(tops, expected, strict=True):
