@@ -106,20 +106,23 @@ class PackedLinear(nn.Linear):
     packs: list[bool] | None = None  # for each of TIMED_ROWS whether to multiply by the packed weight; None: not timed
 
     def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-        trained = self.weight.requires_grad or (torch.is_grad_enabled() and input.requires_grad)
-        if torch.compiler.is_compiling() or trained or not _fits(input, self.weight):
+        weight, packs = self._parameters.get("weight"), self.packs  # `self.weight` is looked for elsewhere first
+        if weight is None or weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()):
             return super().forward(input)
-        weight, bias, packs, rows = self.weight, self.bias, self.packs, input.shape[:-1].numel()
-        fast = rows * weight.numel() >= _SMALL
+        if not _fits(input, weight) or torch.compiler.is_compiling():
+            return super().forward(input)
+        rows = input.numel() // weight.shape[1]
         if packs and 0 < rows <= TIMED_ROWS[-1]:
             fast = packs[bisect_left(TIMED_ROWS, rows)]
+        else:
+            fast = rows * weight.numel() >= _SMALL
         if not fast:
-            return super().forward(input)
+            return nn.functional.linear(input, weight, self.bias)
         if packs and not any(packs):
-            return _onednn(input, weight, bias)  # many rows: a weight that is laid out anew for them
+            return _onednn(input, weight, self.bias)  # many rows: a weight that is laid out anew for them
         if self._copy is None or not self._copy.is_of(weight):
             self._copy = _Copy(weight)
-        return _onednn(input, self._copy.packed, bias)
+        return _onednn(input, self._copy.packed, self.bias)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
