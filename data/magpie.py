@@ -2,6 +2,8 @@
 
 Given its chat template up to where the user speaks, an aligned model goes on as the user. What stands before, between
 and after the turns is found by rendering a chat of marks. A target without a template begins a text, and continues it.
+
+Longer than other files: half of it is what a chat template writes around a turn, found and checked by rendering.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ several tokens rounds otherwise than one over a single token, so two texts may p
 are closer than that: how close is measured on transformers' own passes, which nothing of this library takes part in.
 Above temperature 0 many short continuations of a prompt are drawn with drafts and without; a chi-square test compares
 the two samples.
+
+Longer than other files: both tests stand with the words that explain their verdict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A frozen causal LM, seen through the few calls that drafting and training need."""
+"""A frozen causal LM, seen through the few calls that drafting and training need.
+
+Longer than other files: every call that reaches the model is here, training's and decoding's, with its checks.
+"""
 
 from __future__ import annotations
 

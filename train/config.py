@@ -1,4 +1,7 @@
-"""The one typed config of a run: dataclasses <- YAML <- command line. Imports no torch, so mistakes show at once."""
+"""The one typed config of a run: dataclasses <- YAML <- command line. Imports no torch, so mistakes show at once.
+
+Longer than other files: every field of a run has its line of help here, once.
+"""
 
 from __future__ import annotations
 

@@ -295,7 +295,6 @@ def summarise(sums: dict[str, Tensor]) -> dict[str, float]:  # each [N]
     columns = {"loss": "loss", "hits": "accuracy", "prefix_hits": "prefix_accuracy", "overlap": "overlap"}
     for key, name in columns.items():
         if key in sums:
-            for i, value in enumerate((sums[key] / count).tolist()):
-                out[f"head{i}/{name}"] = value
+            out |= {f"head{i}/{name}": value for i, value in enumerate((sums[key] / count).tolist())}
     out["simulated_tokens_per_step"] = 1 + (sums["prefix_hits"] / count).sum().item()
     return out
