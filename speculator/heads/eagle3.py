@@ -21,6 +21,7 @@ a drafted token:
 Two forms of one function. `forward` runs all steps of all positions of a text (training). `first` and `next` draft,
 with a `Memory` of the text's keys and values: `first` reads what was accepted (`read` does no more), `next` a level
 of drafted tokens.
+
 Longer than other files: the training form and the drafting form of one layer are to be compared line by line.
 """
 

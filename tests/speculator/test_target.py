@@ -10,6 +10,8 @@ from transformers import (
     FalconConfig,
     GPTJConfig,
     GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MixtralConfig,
     OPTConfig,
@@ -96,6 +98,15 @@ def test_documents_that_cannot_be_told_apart_are_not_read_together(monkeypatch):
         target.hidden(TOKENS, torch.zeros_like(TOKENS))
 
 
+def test_a_deep_model_in_bfloat16_is_not_taken_for_a_wrong_one():
+    """Of a large vocabulary one logit or another is always rounded far, though every position is right."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, num_hidden_layers=24, vocab_size=8192, initializer_range=0.2)
+    target = Target(LlamaForCausalLM(config).bfloat16(), tokenizer=None)
+    assert target.document_attention is not None
+
+
 def test_logit_scaling_is_honoured():
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SMALL, logits_scaling=5.0)).eval()
     with torch.no_grad():
@@ -154,8 +165,9 @@ def test_families_that_do_not_use_the_registered_attention_are_refused(config):
 def test_a_wrong_mask_is_seen_at_load(monkeypatch):
     """The probe has teeth: an attention that sees the future is refused."""
     monkeypatch.setattr(attention, "mask", lambda write, groups, window, dtype: None)
-    with pytest.raises(UserError, match="can't be verified exactly"):
-        Target(tiny_model(), tokenizer=None)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match="can't be verified exactly"):
+            Target(tiny_model().to(dtype), tokenizer=None)
 
 
 def test_a_model_still_generates_through_transformers_after_loading():
