@@ -29,8 +29,8 @@ from speculator.taps import Taps
 _log = logging.getLogger(__name__)
 _SAMPLES = 8  # of each table's weights in a fingerprint
 _PROBE_LENGTH = 16
-# Of the logits' standard deviation, by `_gap`: rounding stays below (a Llama of 30 layers in bfloat16: 0.1), a wrong mask
-# or position does not (1 and more).
+# Of the logits' standard deviation, by `_gap`: rounding stays below (30 layers in bfloat16: 0.1), a wrong mask or
+# position does not (1 and more).
 _PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 
 
