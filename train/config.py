@@ -242,6 +242,8 @@ class RunConfig:
     """Delete what is there and start again."""
     dry_run: bool = False
     """Run both stages and the evaluation on tiny stand-ins, a step each, then say how large the real run is."""
+    plan: str | None = None
+    """Print what the run needs in memory, time and disk, and do nothing else; here, or on GPUs named as in 8xH100."""
     seed: int = 0
     """Of the weights, the order of the data and the sampled drafts."""
     report_to: Literal["wandb", "none"] = "wandb"
@@ -380,6 +382,8 @@ def build_parser() -> ArgumentParser:
 
 
 _SWITCHES = ("--overwrite_output_dir", "--dry_run")
+HERE = "here"
+"""The plan of a run where it is started: --plan without a value."""
 
 # What jsonargparse says of a key that no field has, on the command line and in a file.
 _UNKNOWN = [
@@ -410,6 +414,8 @@ def parse(argv: list[str]) -> RunConfig:
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [f"--config={QUICKSTART}", *argv]
     argv = [f"{word}=true" if word in _SWITCHES else word for word in argv]
+    alone = (word == "--plan" and after.startswith("--") for word, after in zip(argv, [*argv[1:], "--"], strict=True))
+    argv = [f"--plan={HERE}" if here else word for word, here in zip(argv, alone, strict=True)]
     sections = {f"--{name}" for name in _sections()}
     for word, after in zip(argv, [*argv[1:], None], strict=True):
         flag, given, value = word.partition("=")

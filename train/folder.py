@@ -20,7 +20,7 @@ from speculator.files import make_folder, read_text, write_text
 from train.config import ROOT, RunConfig, load_yaml
 
 _RECORD = "config.yaml"
-_NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run")
+_NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

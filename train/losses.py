@@ -130,6 +130,11 @@ def loss_per_token(
     return loss
 
 
+def chunk_tokens(device: str, vocab_size: int) -> int:
+    """How many tokens' logits exist at a time, on a kind of device."""
+    return max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
+
+
 def needs_target_probs(weights: LossConfig) -> bool:
     """Whether the target's lm_head is needed at all."""
     return bool(weights.kl or weights.total_variation or weights.lk)
@@ -240,7 +245,7 @@ class _Chunked(torch.autograd.Function):
         d_matrices = [torch.zeros_like(matrix) for matrix in matrices] if train else []
         loss, accepted = (torch.zeros(heads, kept, device=device, dtype=matrices[0].dtype) for _ in range(2))
         hit = torch.zeros(heads, kept, dtype=torch.long, device=device)
-        chunk = measure.chunk or max(1, _CHUNK.get(device.type, _CHUNK_ON_GPU) // vocabulary)
+        chunk = measure.chunk or chunk_tokens(device.type, vocabulary)
         for start in range(0, kept, chunk):
             span = slice(start, start + chunk)
             target = None

@@ -37,6 +37,7 @@ from train.config import RunConfig
 from train.dry_run import rehearse
 from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import new_head
+from train.plan import plan, refuse_too_large
 from train.self_source import fresh_rows, written
 from train.stages import is_published, publish, train_stage
 
@@ -47,6 +48,13 @@ def main(config: RunConfig) -> int:
     """Run; gives the exit code. Wrong input is one line on stderr and 2."""
 
     def work() -> None:
+        if config.plan:
+            state = PartialState(cpu=not torch.accelerator.is_available())
+            checks.settings(config)
+            if state.is_main_process:
+                print(plan(config, state.num_processes))
+            state.wait_for_everyone()
+            return
         with writing(Path(config.output_dir)):
             rehearse(config, _run) if config.dry_run else _run(config)
 
@@ -83,6 +91,7 @@ def _run(config: RunConfig) -> None:
     transformers_logging.disable_progress_bar()
     use_all_cores()
     set_seed(config.seed)
+    refuse_too_large(config, state.num_processes)
     target = Target.load(config.target.name_or_path, revision=config.target.revision, dtype=config.target.dtype)
     checks.fits_target(config, target)
     read = written(config, target)

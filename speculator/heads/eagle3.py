@@ -45,13 +45,15 @@ from speculator.heads.eagle3_layer import BlockedAttention, Layer, Norm, Rope, R
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**25
-"""Attention scores that exist at a time in training."""
+"""Attention scores that exist at a time in training, by kind of device."""
 
 
 class Eagle3Speculator(AttentionHead):
     """One layer of attention over the target's taps. The modules have the names of the `speculators` layout."""
 
     config_class = Eagle3SpeculatorConfig
+    device_kind: str | None = None
+    """On which its training is traced, other than its own."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__(config)
@@ -180,7 +182,7 @@ class Eagle3Speculator(AttentionHead):
         wanted = everything if learns is None else learns.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # every weight then has a gradient, as DDP asks
-        limit = _SCORES.get(taps.device.type, _SCORES_ON_GPU) // self.config.num_attention_heads
+        limit = _SCORES.get(self.device_kind or taps.device.type, _SCORES_ON_GPU) // self.config.num_attention_heads
         rows = Rows.of(wanted, document_starts(documents), limit, self.config.sliding_window)
         texts = wanted // length
 

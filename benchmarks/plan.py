@@ -1,0 +1,215 @@
+"""`python -m benchmarks.plan`: what `train.py --plan` foresees against what training then allocates, on the CPU.
+
+    python -m benchmarks.plan
+    python -m benchmarks.plan --shapes      instead: plans of three targets on 1, 8 and 64 GPUs, nothing is run
+
+Five runs of two optimiser steps by the trainer itself, on Llamas of random weights; memory is what torch has allocated
+when it has allocated most, by its profiler. The copies of matrices for oneDNN are made before, and left out of both.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from dataclasses import replace
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig, TrainingArguments
+from transformers.utils import logging
+
+from benchmarks.training import _height
+from speculator.checkpoints.loading import bind
+from speculator.heads import ARCHITECTURES
+from speculator.tables import markdown_table
+from speculator.target import Target
+from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig, parse
+from train.initialise import shape
+from train.plan import BUCKET, COPIES, GPUS, MOMENTS, TARGET, WEIGHTS, Place, Plan
+from train.shapes import GRADIENTS
+from train.trainer import Collator, SpeculatorTrainer
+
+HEAD = SpeculatorConfig()
+STAGE = StageConfig(max_steps=2, warmup_steps=0)
+
+
+def sizes(width: int, layers: int, vocabulary: int) -> dict:
+    """Of a Llama."""
+    heads = width // 64
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+        "max_position_embeddings": 2048,
+    }
+
+
+def run_of(head: SpeculatorConfig, length: int, **stage: int | bool) -> RunConfig:
+    """A run of one stage."""
+    made = RunConfig(speculator=head, stage1=replace(STAGE, **stage))  # type: ignore[arg-type]
+    made.data.seq_length, made.stage2.max_steps = length, 0
+    return made
+
+
+CONFIGURATIONS = {
+    "mlp, 4 tokens": (sizes(768, 12, 32_000), run_of(HEAD, 512, per_device_train_batch_size=4)),
+    "mlp, not tied, bfloat16, 2 passes a step": (
+        sizes(768, 12, 32_000),
+        run_of(
+            replace(HEAD, tie_weights=False, n_predict=3),
+            512,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            bf16=True,
+        ),
+    ),
+    "lstm, bfloat16": (
+        sizes(1024, 16, 32_000),
+        run_of(replace(HEAD, architecture="lstm"), 512, per_device_train_batch_size=4, bf16=True),
+    ),
+    "eagle3, draft vocabulary of 8,000": (
+        sizes(1024, 16, 32_000),
+        run_of(replace(HEAD, architecture="eagle3", draft_vocab_size=8000), 512, per_device_train_batch_size=4),
+    ),
+    "eagle3, bfloat16, 2 passes a step": (
+        sizes(768, 12, 64_000),
+        run_of(
+            replace(HEAD, architecture="eagle3", n_predict=5),
+            1024,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            bf16=True,
+        ),
+    ),
+}
+
+
+def foreseen(target: LlamaConfig, config: RunConfig) -> dict[str, float]:
+    """Bytes by part, as planned; "in all" without the copies for oneDNN."""
+    parts = Plan(config, target, Place("cpu", 1, "CPU")).memory()["stage1"]
+    return {**parts, "in all": sum(parts.values()) - parts[COPIES]}
+
+
+def measured(config: LlamaConfig, run: RunConfig) -> dict[str, float]:
+    """Bytes that are there when two steps of the trainer need most, and of three parts."""
+    gc.collect()  # a model that goes while this one is measured would count as memory that it gave back
+    torch.manual_seed(0)
+    target = Target(LlamaForCausalLM(config), tokenizer=None)  # type: ignore[arg-type]
+    head = bind(ARCHITECTURES[run.speculator.architecture][1](shape(run.speculator, target.config)), target)
+    stage = run.stage1
+    count = stage.max_steps * stage.gradient_accumulation_steps * stage.per_device_train_batch_size
+    rows = Dataset.from_dict({"input_ids": torch.randint(target.vocab_size, (count, run.data.seq_length)).tolist()})
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            folder,
+            max_steps=stage.max_steps,
+            disable_tqdm=True,
+            per_device_train_batch_size=stage.per_device_train_batch_size,
+            gradient_accumulation_steps=stage.gradient_accumulation_steps,
+            bf16=stage.bf16,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            remove_unused_columns=False,
+            label_names=["labels"],
+        )
+        trainer = SpeculatorTrainer(
+            model=head,
+            target=target,
+            loss=run.loss,
+            decode=lambda _: {},
+            args=settings,
+            data_collator=Collator(head.n_predict),
+            train_dataset=rows,
+        )
+        target.logits(target.hidden(torch.zeros(1, 64, dtype=torch.long)))  # makes the copies
+        weights = sum(tensor.nbytes for tensor in (*target.model.parameters(), *target.model.buffers()))
+        own = sum(weight.nbytes for weight in head.parameters())
+        height = _height(trainer.train, torch.device("cpu"))
+    moments = [v for state in trainer.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return {
+        TARGET: weights,
+        WEIGHTS: own,
+        MOMENTS: sum(moment.nbytes for moment in moments if moment.ndim),
+        "in all": weights + own + height,
+    }
+
+
+ATTENTION = SpeculatorConfig(architecture="eagle3", n_predict=5, draft_vocab_size=32_000)
+LARGE: dict[str, PreTrainedConfig] = {
+    "8B (Llama 3.1)": LlamaConfig(**sizes(4096, 32, 128_256) | {"intermediate_size": 14_336}, dtype="bfloat16"),
+    "70B (Llama 3.1)": LlamaConfig(**sizes(8192, 80, 128_256) | {"intermediate_size": 28_672}, dtype="bfloat16"),
+    "400B mixture (Qwen 3 MoE's code)": Qwen3MoeConfig(
+        **sizes(7168, 72, 151_936),
+        moe_intermediate_size=2048,
+        num_experts=128,
+        num_experts_per_tok=8,
+        head_dim=128,
+        dtype="bfloat16",
+    ),
+}
+for _config in LARGE.values():
+    _config.num_attention_heads, _config.num_key_value_heads, _config.head_dim = _config.hidden_size // 128, 8, 128
+
+
+def large(architecture: str) -> str:
+    """The recipe of the 8B target on targets of three sizes, the batch of a step the same on any number of GPUs."""
+    recipe = parse(["--config", str(ROOT / "configs" / "llama-3.1-8b-instruct.yaml")])
+    rows = []
+    for name, target in LARGE.items():
+        for processes, shards in ((1, 1), (8, 1), (8, 8), (64, 8)):
+            copies = processes // shards
+            at_once = min(8, 64 // copies)
+            stages = [
+                replace(
+                    stage,
+                    per_device_train_batch_size=at_once,
+                    gradient_accumulation_steps=max(1, 64 // copies // at_once),
+                )
+                for stage in (recipe.stage1, recipe.stage2)
+            ]
+            head = recipe.speculator if architecture == "mlp" else ATTENTION
+            config = replace(recipe, speculator=head, stage1=stages[0], stage2=stages[1])
+            plan = Plan(config, target, Place("cuda", processes, "H100", 80 * 10**9, GPUS["H100"], shards))
+            memory, operations, traffic = plan.memory(), plan.operations(), plan.traffic()
+            parts = memory["stage1"]
+            head_own = sum(parts[part] for part in (WEIGHTS, GRADIENTS, MOMENTS, BUCKET))
+            cells = [parts[TARGET], head_own, sum(parts.values()) - parts[TARGET] - head_own, sum(parts.values())]
+            cells.append(sum(memory["generating"].values()))
+            days = [operations[stage][0] / GPUS["H100"].half / 1e12 / 86400 for stage in ("stage1", "stage2")]
+            days.append(traffic["generating"] / GPUS["H100"].bandwidth / 1e12 / 86400)
+            fits = "yes" if max(cells) <= 80e9 else "no"
+            rows.append(
+                (name, processes, shards, *(f"{x / 1e9:,.0f}" for x in cells), fits, *(f"{24 * x:,.1f}" for x in days))
+            )
+            print(rows[-1], file=sys.stderr, flush=True)
+    header = ("target", "H100s", "target over", "target, GB", "head", "activations", "stage 1", "generating", "fits")
+    return markdown_table((*header, "stage 1, h", "stage 2, h", "generating, h"), rows)
+
+
+def main(argv: list[str]) -> None:
+    """Print the table."""
+    logging.set_verbosity_error()
+    if argv == ["--shapes"]:
+        for architecture in ("mlp", "eagle3"):
+            print(f"{architecture}\n\n{large(architecture)}\n")
+        return
+    rows = []
+    for name, (target, run) in CONFIGURATIONS.items():
+        config = LlamaConfig(**target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        plan, real = foreseen(config, run), measured(config, run)
+        exact = all(plan[part] == real[part] for part in (TARGET, WEIGHTS, MOMENTS))
+        sums = [f"{each['in all'] / 1e6:,.0f}" for each in (plan, real)]
+        rows.append((name, *sums, f"{plan['in all'] / real['in all'] - 1:+.1%}", "to the byte" if exact else "NO"))
+        print(rows[-1], file=sys.stderr, flush=True)
+    header = ("run", "planned, MB", "measured, MB", "off by", "weights and moments")
+    print(markdown_table(header, rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,428 @@
+"""What a run will need, before anything of it is loaded: memory, time, disk, tokens.
+
+Of the target its config is read, and nothing else; target and head are made without weights (`train.shapes`). Memory
+is what tensors hold when they hold most. The allocator's own losses, CUDA's context and kernels (about a GB) come on
+top. Times are bounds: what the operations take at the peak that a GPU's maker names, and what the weights take to be
+read at its bandwidth. Nothing runs as fast as that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from data.magpie import SELF, names_self, only_self
+from speculator.engine import AHEAD, CHUNK
+from speculator.errors import UserError, first_line
+from speculator.gguf import read_config
+from speculator.kv_cache import BUCKETS
+from speculator.tables import markdown_table
+from train.config import HERE, RunConfig, StageConfig
+from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
+
+_NEW_TOKENS = 64  # of each prompt at an evaluation, see `eval.run.real_acceptance`
+TARGET, COPIES, WEIGHTS, MOMENTS, BUCKET, CACHE, STEP = (
+    "the target's weights",
+    "their copies for oneDNN, at most",
+    "the head's weights",
+    "AdamW's moments",
+    "buckets of the gradients' reduction",
+    "KV cache",
+    "a step's pass and logits",
+)
+_PARTS = (TARGET, COPIES, WEIGHTS, GRADIENTS, MOMENTS, BUCKET, FORWARD, STATES, HEAD, LOSS, CACHE, STEP, "other")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What its maker says of it: GB of memory, TB/s, and dense TFLOP/s of products in 16 bits and in float32."""
+
+    memory: int
+    bandwidth: float
+    half: float
+    single: float
+
+
+GPUS = {
+    "B200": Gpu(180, 8.0, 2250, 75),
+    "H200": Gpu(141, 4.8, 989, 67),
+    "H100": Gpu(80, 3.35, 989, 67),
+    "A100": Gpu(80, 2.04, 312, 19.5),
+    "L40S": Gpu(48, 0.864, 362, 91.6),
+    "A10G": Gpu(24, 0.6, 70, 35),
+    "L4": Gpu(24, 0.3, 121, 30.3),
+    "RTX 4090": Gpu(24, 1.008, 165, 82.6),
+    "RTX 3090": Gpu(24, 0.936, 71, 35.6),
+    "V100": Gpu(32, 0.9, 125, 15.7),
+    "T4": Gpu(16, 0.32, 65, 8.1),
+}
+
+
+def gpu_named(name: str) -> str | None:
+    """Which of `GPUS` a device's own name says it is."""
+    return next((known for known in GPUS if re.search(rf"(?<!\w){known}(?!\d)", name)), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is to be: so many processes, each on a GPU or on the CPU.
+
+    Attributes:
+        name: of the GPU or the CPU.
+        memory: bytes that each has; None where nobody knows.
+        gpu: its figures, if it is one of `GPUS`.
+        shards: processes that hold the target together and work on the same rows: tensor parallel.
+    """
+
+    kind: str
+    processes: int
+    name: str
+    memory: int | None = None
+    gpu: Gpu | None = None
+    shards: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Of the target: each works on rows of its own."""
+        return self.processes // self.shards
+
+    @classmethod
+    def of(cls, wanted: str, processes: int) -> Place:
+        """Where this process is, or GPUs by count and name, such as 8xH100.
+
+        Raises:
+            UserError: no such GPU is known.
+        """
+        if wanted != HERE:
+            named = re.fullmatch(r"(?:(\d{1,6})\s*x\s*)?(.+)", wanted)
+            name = named and gpu_named(named[2].upper())
+            if not named or not name or named[1] == "0":
+                raise UserError(f"--plan {wanted}: a GPU is named as in 8xH100; known are {', '.join(GPUS)}")
+            return cls("cuda", int(named[1] or 1), name, GPUS[name].memory * 10**9, GPUS[name])
+        if not torch.cuda.is_available():
+            return cls("cpu", processes, "CPU")
+        own = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known = gpu_named(own.name)
+        return cls("cuda", processes, own.name, own.total_memory, GPUS[known] if known else None)
+
+
+def target_config(config: RunConfig) -> PreTrainedConfig:
+    """The target's config: of a folder, a GGUF file or the hub.
+
+    Raises:
+        UserError: there is none to be read.
+    """
+    target = config.target
+    try:
+        return read_config(target.name_or_path, revision=target.revision)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file fails anywhere in the libraries that read it
+        raise UserError(f"target {target.name_or_path!r}: its config can't be read: {first_line(error)}") from None
+
+
+def dtype_of(config: RunConfig, target: PreTrainedConfig, kind: str) -> torch.dtype:
+    """What the target will be loaded as."""
+    if config.target.dtype != "auto":
+        return getattr(torch, config.target.dtype)
+    stored = target.get_text_config().dtype or target.dtype
+    return stored if kind != "cpu" and isinstance(stored, torch.dtype) else torch.float32
+
+
+class Plan:
+    """A run's needs.
+
+    Args:
+        config: of the run.
+        target: the target's own config.
+        place: where it is to be.
+
+    Raises:
+        UserError: as `Shapes`.
+    """
+
+    def __init__(self, config: RunConfig, target: PreTrainedConfig, place: Place):
+        self.config, self.place = config, place
+        self.dtype = dtype_of(config, target, place.kind)
+        self.shapes = Shapes(target, self.dtype, config.speculator, place.kind)
+        self.lengths = {
+            "stage1": config.data.seq_length,
+            "stage2": self._prompt + config.stage2.generate.max_new_tokens,
+        }
+        self.stages: dict[str, StageConfig] = {"stage1": config.stage1, "stage2": config.stage2}
+        self.stages = {name: stage for name, stage in self.stages.items() if stage.max_steps}
+        self.passes = {name: self._micro_step(name) for name in self.stages}
+
+    @property
+    def _prompt(self) -> int:
+        own = only_self(self.config.data.sources)
+        return self.config.data.self.max_prompt_tokens if own else self.config.stage2.generate.prompt_tokens
+
+    def _micro_step(self, name: str) -> tuple[Pass, Pass]:
+        """The target's part, and the head's."""
+        stage, length = self.stages[name], self.lengths[name]
+        rows, again = stage.per_device_train_batch_size, stage.gradient_accumulation_steps > 1
+        forward = self.shapes.forward(length) * rows
+        if again:
+            forward.peak[GRADIENTS] = 4 * self.shapes.trained
+        return forward, self.shapes.step(rows, length, self.config.loss, stage.bf16, again)
+
+    # ---- memory
+
+    def memory(self) -> dict[str, Counter[str]]:
+        """Bytes of each part, for a process, when all of them together are most: of each thing that a run does."""
+        shapes, config = self.shapes, self.config
+        always = Counter({TARGET: shapes.bytes // self.place.shards})
+        always[COPIES] = shapes.linear // self.place.shards if self.place.kind == "cpu" else 0
+        trained = Counter({WEIGHTS: 4 * shapes.trained, MOMENTS: 8 * shapes.trained})
+        if self.place.processes > 1:
+            trained[BUCKET] = 4 * shapes.trained
+        largest = {name: max(parts, key=lambda part: part.bytes) for name, parts in self.passes.items()}
+        needs = {name: always + trained + Counter(part.peak) for name, part in largest.items()}
+        prompts = ceil(config.eval.validation_prompts / self.place.copies)
+        decoded = self._decoding(prompts, config.eval.prompt_tokens, _NEW_TOKENS, config.speculator.n_predict, 4)
+        needs["evaluations"] = always + trained + decoded
+        frozen = Counter({WEIGHTS: shapes.dtype.itemsize * shapes.trained})
+        if config.stage2.max_steps:
+            own = config.stage2.generate
+            depth = own.draft_length or config.speculator.n_predict
+            needs["generating"] = (
+                always + frozen + self._decoding(own.batch_size, self._prompt, own.max_new_tokens, depth)
+            )
+        if names_self(config.data.sources):
+            chats = config.data.self
+            needs[SELF] = always + self._decoding(chats.batch_size, chats.max_prompt_tokens, chats.max_new_tokens, 0)
+        return needs
+
+    def _decoding(self, rows: int, prompt: int, new: int, depth: int, size: int | None = None) -> Counter[str]:
+        """Of decoding rows together.
+
+        Args:
+            depth: of the drafts.
+            size: bytes of a number of the head's; default: of the target's.
+        """
+        shapes, bucket = self.shapes, BUCKETS.get(self.place.kind, 1)
+        positions = ceil((prompt + min(new, AHEAD) + 2 * (1 + depth) + bucket) / bucket) * bucket
+        if new > AHEAD:  # it grows by half, and for a moment both are held
+            positions = ceil((prompt + new) * (1.5 + 1))
+        length = next(iter(self.lengths.values()))
+        chunk = shapes.forward(length).bytes / length * rows * min(CHUNK, prompt)
+        logits = rows * (1 + depth) * shapes.config.vocab_size * (shapes.dtype.itemsize + 3 * 4)
+        drafts = rows * depth * shapes.config.vocab_size * (size or shapes.dtype.itemsize)
+        kept = rows * positions * (shapes.position / self.place.shards + (shapes.remembered if depth else 0))
+        return Counter({CACHE: kept, STEP: max(chunk, logits + drafts)})
+
+    def refuse_too_large(self) -> None:
+        """Refuse what can't fit.
+
+        Raises:
+            UserError: one thing that the run does needs more than each device has.
+        """
+        if self.place.memory is None:
+            return
+        for name, parts in self.memory().items():
+            need = sum(parts.values())
+            if need > self.place.memory:
+                (largest, size), *_ = parts.most_common()
+                raise UserError(
+                    f"{name} needs {_gb(need)} GB in each process, and {self.place.name} has {_gb(self.place.memory)}; "
+                    f"{_gb(size)} of it are {largest}: {self._advice(name, largest)}"
+                )
+
+    def _advice(self, name: str, part: str) -> str:
+        if part == TARGET:
+            return "take a smaller target or a larger GPU"
+        if part in (WEIGHTS, MOMENTS, GRADIENTS, BUCKET):
+            return "take a smaller speculator.inner_dim or speculator.n_predict, or speculator.tie_weights"
+        setting = {
+            "evaluations": "eval.validation_prompts",
+            "generating": "stage2.generate.batch_size",
+            SELF: "data.self.batch_size",
+        }
+        rows = setting.get(name, f"{name}.per_device_train_batch_size")
+        more = f" and more {name}.gradient_accumulation_steps" if name in self.stages else ""
+        return f"take a smaller {rows}{more}"
+
+    # ---- tokens, time, disk
+
+    def tokens(self) -> dict[str, int]:
+        """Of all processes: trained on, or new ones at most."""
+        config, counts = self.config, {}
+        if names_self(config.data.sources):
+            own = config.data.self
+            counts[SELF] = own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
+        for name in self.stages:
+            counts[name] = self._steps(name) * self._rows(name) * self.lengths[name] * self.place.copies
+        if config.stage2.max_steps:
+            counts["generating"] = config.stage2.generate.max_rows * config.stage2.generate.max_new_tokens
+        return counts
+
+    def _steps(self, name: str) -> int:
+        """Micro-batches of a process."""
+        return self.stages[name].max_steps * self.stages[name].gradient_accumulation_steps
+
+    def _rows(self, name: str) -> int:
+        return self.stages[name].per_device_train_batch_size
+
+    def operations(self) -> dict[str, tuple[float, float]]:
+        """Of each process: floating-point operations in 16 bits, and in float32."""
+        found = {}
+        for name, tokens in self.tokens().items():
+            if name in self.stages:
+                target, head = (part.operations for part in self.passes[name])
+                target /= self.place.shards
+                half = target * (self.dtype.itemsize == 2) + head * self.stages[name].bf16
+                found[name] = half * self._steps(name), (target + head - half) * self._steps(name)
+            else:  # each token goes through the target once, if every draft is accepted
+                each = 2 * self.shapes.active * tokens / self.place.processes
+                found[name] = (each, 0.0) if self.dtype.itemsize == 2 else (0.0, each)
+        return found
+
+    def traffic(self) -> dict[str, float]:
+        """Of each process: the least bytes that are read and written: weights, and the optimiser's state."""
+        config, shapes, found = self.config, self.shapes, {}
+        for name in self.tokens():
+            if name in self.stages:
+                update = 28 * shapes.trained  # weight, gradient and both moments read, all but the gradient written
+                each = shapes.bytes / self.place.shards + 2 * 4 * shapes.trained
+                found[name] = float(self._steps(name) * each + self.stages[name].max_steps * update)
+                continue
+            own: Any = config.data.self if name == SELF else config.stage2.generate
+            depth = 0 if name == SELF else own.draft_length or config.speculator.n_predict
+            batches = ceil(own.max_rows / own.batch_size / self.place.copies)
+            length = own.max_new_tokens + (own.max_prompt_tokens if name == SELF else 0)
+            read = self._read(own.batch_size * (1 + depth))
+            context = own.batch_size * (self._prompt + own.max_new_tokens / 2) * shapes.position
+            head = depth * shapes.head.config.output_size * shapes.head.config.inner_dim * self.dtype.itemsize
+            shared = (read + context) / self.place.shards
+            found[name] = batches * ceil(length / (1 + depth)) * (shared + head)
+        return found
+
+    def _read(self, tokens: int) -> float:
+        """Bytes of weights that a pass of so many tokens reads: all, but of experts those that some token is sent to,
+        if each chooses as if by lot."""
+        asleep = (1 - self.shapes.chosen) ** tokens
+        return self.shapes.bytes - self.shapes.experts * self.dtype.itemsize * asleep
+
+    def disk(self) -> dict[str, int]:
+        """Bytes that the run writes and leaves."""
+        head, found = self.shapes.trained, {}
+        for name, stage in self.stages.items():
+            # One is written before the oldest goes.
+            kept = min(stage.save_total_limit + 1, ceil(stage.max_steps / stage.save_steps))
+            found[f"{name}: {kept} checkpoints"] = 12 * head * kept
+        found["the best heads"] = 4 * head * (1 + len(self.stages))
+        if self.config.stage2.max_steps:
+            own = self.config.stage2.generate
+            found["generated rows, at most"] = 5 * own.max_rows * (self._prompt + own.max_new_tokens)
+        return found
+
+    # ---- as a text
+
+    def __str__(self) -> str:
+        shapes, place, config = self.shapes, self.place, self.config
+        read = "" if shapes.chosen == 1 else f", {shapes.active / 1e9:,.2f} of them for a token"
+        where = f"{place.processes} process{'es' if place.processes > 1 else ''}, each on "
+        where += place.name if place.memory is None else f"one {place.name} of {_gb(place.memory)} GB"
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = config.speculator
+        lines = [
+            f"target: {config.target.name_or_path}, {shapes.config.model_type}, {shapes.weights / 1e9:,.2f} billion "
+            f"weights{read}, {dtype}",
+            f"head: {head.architecture}, {shapes.trained / 1e6:,.1f} million weights to train, drafts {head.n_predict}",
+            f"on {where}",
+            "",
+            self._memory_table(),
+            "",
+            self._work_table(),
+            "",
+            markdown_table(("disk, GB", ""), ((name, _gb(size)) for name, size in self.disk().items())),
+            "",
+            "Memory is what tensors hold; the allocator and CUDA itself take about a GB more. Times are bounds and no "
+            "forecast: nothing runs as fast.",
+        ]
+        return "\n".join(lines)
+
+    def _memory_table(self) -> str:
+        needs = self.memory()
+        rows: list[list[str]] = [
+            [part, *(_gb(parts[part]) if parts[part] else "" for parts in needs.values())]
+            for part in _PARTS
+            if any(parts[part] for parts in needs.values())
+        ]
+        rows.append(["in all", *(_gb(sum(parts.values())) for parts in needs.values())])
+        if self.place.memory is not None:
+            fits = ["yes" if sum(parts.values()) <= self.place.memory else "NO" for parts in needs.values()]
+            rows.append(["fits", *fits])
+        return markdown_table(("memory of a process at the most, GB", *needs), rows)
+
+    def _work_table(self) -> str:
+        gpu, operations, traffic = self.place.gpu, self.operations(), self.traffic()
+        rows = []
+        for name, tokens in self.tokens().items():
+            half, single = operations[name]
+            times = ("", "")
+            if gpu:
+                times = (
+                    _time(half / gpu.half / 1e12 + single / gpu.single / 1e12),
+                    _time(traffic[name] / gpu.bandwidth / 1e12),
+                )
+            rows.append((name, f"{tokens:,}", f"{(half + single) / 1e15:,.2f}", f"{traffic[name] / 1e12:,.2f}", *times))
+        header = ("stage", "tokens", "PFLOP of a process", "TB read and written", "bound by operations", "by bandwidth")
+        if not gpu:
+            header, rows = header[:4], [row[:4] for row in rows]
+        return markdown_table(header, rows)
+
+
+def _gb(size: float) -> str:
+    """In 10^9 bytes, with three digits or so."""
+    value = size / 1e9
+    return (
+        f"{value:,.0f}"
+        if value >= 100
+        else f"{value:,.1f}"
+        if value >= 10
+        else f"{value:,.2f}"
+        if value >= 0.1
+        else f"{value:.4f}"
+    )
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def plan(config: RunConfig, processes: int) -> Plan:
+    """What a run needs, where `config.plan` says it is to be.
+
+    Raises:
+        UserError: no such GPU or target, or one that can't be planned.
+    """
+    place = Place.of(config.plan or HERE, processes)
+    return Plan(config, target_config(config), place)
+
+
+def refuse_too_large(config: RunConfig, processes: int) -> None:
+    """Refuse a run that can't fit the devices here, where their memory is known.
+
+    What can't be planned goes through: whatever is wrong with it is said when it is loaded.
+
+    Raises:
+        UserError: some part of it does not fit.
+    """
+    place = Place.of(HERE, processes)
+    if place.memory is None:
+        return
+    try:
+        made = Plan(config, target_config(config), place)
+    except UserError:
+        return
+    made.refuse_too_large()
