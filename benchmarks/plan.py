@@ -27,7 +27,8 @@ from speculator.tables import markdown_table
 from speculator.target import Target
 from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig, parse
 from train.initialise import shape
-from train.plan import BUCKET, COPIES, GPUS, MOMENTS, TARGET, WEIGHTS, Place, Plan
+from train.place import GPUS, Place
+from train.plan import BUCKET, COPIES, MOMENTS, TARGET, WEIGHTS, Plan
 from train.shapes import GRADIENTS
 from train.trainer import Collator, SpeculatorTrainer
 

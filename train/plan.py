@@ -4,13 +4,13 @@ Of the target its config is read, and nothing else; target and head are made wit
 is what tensors hold when they hold most. The allocator's own losses, CUDA's context and kernels (about a GB) come on
 top. Times are bounds: what the operations take at the peak that a GPU's maker names, and what the weights take to be
 read at its bandwidth. Nothing runs as fast as that.
+
+Longer than other files: each of the tables is one idea with the others, and they share the parts' names.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -24,6 +24,7 @@ from speculator.gguf import read_config
 from speculator.kv_cache import BUCKETS
 from speculator.tables import markdown_table
 from train.config import HERE, RunConfig, StageConfig
+from train.place import Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
 
 _NEW_TOKENS = 64  # of each prompt at an evaluation, see `eval.run.real_acceptance`
@@ -37,79 +38,6 @@ TARGET, COPIES, WEIGHTS, MOMENTS, BUCKET, CACHE, STEP = (
     "a step's pass and logits",
 )
 _PARTS = (TARGET, COPIES, WEIGHTS, GRADIENTS, MOMENTS, BUCKET, FORWARD, STATES, HEAD, LOSS, CACHE, STEP, "other")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What its maker says of it: GB of memory, TB/s, and dense TFLOP/s of products in 16 bits and in float32."""
-
-    memory: int
-    bandwidth: float
-    half: float
-    single: float
-
-
-GPUS = {
-    "B200": Gpu(180, 8.0, 2250, 75),
-    "H200": Gpu(141, 4.8, 989, 67),
-    "H100": Gpu(80, 3.35, 989, 67),
-    "A100": Gpu(80, 2.04, 312, 19.5),
-    "L40S": Gpu(48, 0.864, 362, 91.6),
-    "A10G": Gpu(24, 0.6, 70, 35),
-    "L4": Gpu(24, 0.3, 121, 30.3),
-    "RTX 4090": Gpu(24, 1.008, 165, 82.6),
-    "RTX 3090": Gpu(24, 0.936, 71, 35.6),
-    "V100": Gpu(32, 0.9, 125, 15.7),
-    "T4": Gpu(16, 0.32, 65, 8.1),
-}
-
-
-def gpu_named(name: str) -> str | None:
-    """Which of `GPUS` a device's own name says it is."""
-    return next((known for known in GPUS if re.search(rf"(?<!\w){known}(?!\d)", name)), None)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run is to be: so many processes, each on a GPU or on the CPU.
-
-    Attributes:
-        name: of the GPU or the CPU.
-        memory: bytes that each has; None where nobody knows.
-        gpu: its figures, if it is one of `GPUS`.
-        shards: processes that hold the target together and work on the same rows: tensor parallel.
-    """
-
-    kind: str
-    processes: int
-    name: str
-    memory: int | None = None
-    gpu: Gpu | None = None
-    shards: int = 1
-
-    @property
-    def copies(self) -> int:
-        """Of the target: each works on rows of its own."""
-        return self.processes // self.shards
-
-    @classmethod
-    def of(cls, wanted: str, processes: int) -> Place:
-        """Where this process is, or GPUs by count and name, such as 8xH100.
-
-        Raises:
-            UserError: no such GPU is known.
-        """
-        if wanted != HERE:
-            named = re.fullmatch(r"(?:(\d{1,6})\s*x\s*)?(.+)", wanted)
-            name = named and gpu_named(named[2].upper())
-            if not named or not name or named[1] == "0":
-                raise UserError(f"--plan {wanted}: a GPU is named as in 8xH100; known are {', '.join(GPUS)}")
-            return cls("cuda", int(named[1] or 1), name, GPUS[name].memory * 10**9, GPUS[name])
-        if not torch.cuda.is_available():
-            return cls("cpu", processes, "CPU")
-        own = torch.cuda.get_device_properties(torch.cuda.current_device())
-        known = gpu_named(own.name)
-        return cls("cuda", processes, own.name, own.total_memory, GPUS[known] if known else None)
 
 
 def target_config(config: RunConfig) -> PreTrainedConfig:

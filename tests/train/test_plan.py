@@ -16,7 +16,8 @@ from speculator.target import Target
 from train import plan as planning
 from train import run, shapes
 from train.config import parse
-from train.plan import GPUS, GRADIENTS, TARGET, Gpu, Place, Plan, gpu_named
+from train.place import GPUS, Gpu, Place, gpu_named
+from train.plan import GRADIENTS, TARGET, Plan
 from train.shapes import Shapes
 
 CPU = Place("cpu", 1, "CPU")
