@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from eval.costs import Costs, measure
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
-from speculator.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter
+from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, ModelDrafter, NgramDrafter
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
@@ -37,7 +37,7 @@ class Decoder:
     """One way to decode.
 
     Attributes:
-        key: "none", "head", "head 2", "ngram", "model" or the name of a baseline.
+        key: "none", "head", "head 2", "ngram", "model", "early_exit" or the name of a baseline.
         run: (prompts, sampling, new tokens, where to note it, tokens that end a text).
         drafter: who drafts in the built-in loop.
         ours: it is the built-in loop.
@@ -60,6 +60,7 @@ def decoders(
     batch_size: int,
     engines: Engines | None = None,
     rule: str | None = None,
+    early_exit: int | None = None,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
@@ -71,6 +72,7 @@ def decoders(
         batch_size: some can only do one prompt at a time.
         engines: see `time_ours`; given where other decoders of the built-in loop are compared with these.
         rule: the accept rule of every drafter; None: each has its own.
+        early_exit: how many of the target's first layers draft as well.
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -80,6 +82,8 @@ def decoders(
     drafters["ngram"] = NgramDrafter(length)
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
+    if early_exit is not None:
+        drafters["early_exit"] = EarlyExitDrafter(target, early_exit, length)
     engines = {} if engines is None else engines
     table = [decoder_of(target, key, drafter, engines, rule) for key, drafter in drafters.items()]
 

@@ -30,6 +30,7 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, load_targe
 from eval.timing import Engines, memory_kind
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.device import dtype_name, hardware
+from speculator.drafters.early_exit import check_layers
 from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import OneLineParser, refuse
@@ -59,6 +60,7 @@ def build_parser() -> OneLineParser:
         help="accept rule above temperature 0, of every drafter; the head then drafts chains; default: as drafted",
     )
     parser.add_argument("--draft_model", help="a small causal LM with the target's tokenizer, to compare with")
+    parser.add_argument("--early_exit", type=int, metavar="K", help="the target's first K layers, to compare with")
     parser.add_argument(
         "--baseline",
         action="append",
@@ -103,6 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,
         rule=arguments.rule,
+        early_exit=arguments.early_exit,
     )
     if arguments.report_to == "wandb":
         tracking.send(report, arguments.output)
@@ -126,6 +129,7 @@ def evaluate(
     baselines: Collection[str] = (),
     repeats: int = 1,
     rule: str | None = None,
+    early_exit: int | None = None,
 ) -> dict:
     """Measure and write the report; gives report.json's content. A wandb run that is on gets it too.
 
@@ -144,6 +148,7 @@ def evaluate(
         baselines: beside the plain loop and transformers' generate: of `eval.decoders.OPTIONAL`.
         repeats: timings of every prompt, of which the median counts.
         rule: the accept rule of every drafter above temperature 0; default: each has its own.
+        early_exit: how many of the target's first layers draft as well.
 
     Raises:
         UserError: what was asked for does not fit the target or the head, or can't be written.
@@ -152,6 +157,8 @@ def evaluate(
     lengths = list(draft_lengths) or [head.n_predict]
     deeper = isinstance(head, RecurrentHead) and max(lengths) > head.n_predict
     refuse((deeper, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
+    if early_exit is not None:
+        check_layers(target, early_exit)
     make_folder(output)
     rows: list[dict] = []
     samples: list[Text] = []
@@ -159,7 +166,7 @@ def evaluate(
     for batch_size in batch_sizes:
         shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
         engines: Engines = {}
-        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, engines, rule)
+        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, engines, rule, early_exit)
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
         swapped = {t: decoder_of(target, "head", drafter, engines, rule) for t, drafter in tuned.items()}
         skipped |= unfit
@@ -190,6 +197,7 @@ def evaluate(
             "repeats": repeats,
             "draft_length": lengths[0],
             "draft_model": model.name if model else None,
+            "early_exit": early_exit,
             "prompt_tokens": sorted({len(prompt) for suite in suites for prompt in suite.prompts}),
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),

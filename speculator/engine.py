@@ -158,7 +158,7 @@ class Engine:
     @property
     def _slack(self) -> int:
         """Positions behind a text's end: a captured step also writes, and commits, behind rows that have ended."""
-        return 2 * self._width
+        return max(2 * self._width, self.drafter.room if self.drafter else 0)
 
     def reshape(self, shape: Shape) -> None:
         """Let the head draft another shape from the next step on.
@@ -261,6 +261,7 @@ class Engine:
             self.cache = self.target.cache(slots, self._capacity)
             if self.drafter:
                 self.drafter = self.drafter.open(slots, self._capacity)
+                self.drafter.lend(self.cache)
         self.slots.admit(self.waiting, self.drafter.overlap if self.drafter else 0)
 
     def grow(self) -> None:

@@ -25,9 +25,10 @@ class Taps:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model, decoder = model, model.get_decoder()
-        found = [getattr(decoder, name, None) for name in ("layers", "h")]
-        self.layers = next((each for each in found if isinstance(each, nn.ModuleList)), nn.ModuleList())
+        self._model, self._decoder = model, model.get_decoder()
+        found = {name: getattr(self._decoder, name, None) for name in ("layers", "h")}
+        lists = {name: each for name, each in found.items() if isinstance(each, nn.ModuleList)}
+        self._name, self.layers = next(iter(lists.items()), ("", nn.ModuleList()))
         self._stream = getattr(model.config.get_text_config(), "altup_active_idx", None)
 
     @contextmanager
@@ -62,6 +63,15 @@ class Taps:
                 return torch.cat(parts, -1) if parts else last
 
             yield read
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Inside, the model has only so many layers: its final norm reads tap `count`."""
+        setattr(self._decoder, self._name, self.layers[:count])
+        try:
+            yield
+        finally:
+            setattr(self._decoder, self._name, self.layers)
 
     def _own(self, states: Tensor) -> Tensor:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]

@@ -6,7 +6,17 @@ import argparse
 import sys
 
 from speculator.checkpoints.loading import load_head
-from speculator.drafters import Candidates, Chain, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Paths, Tree
+from speculator.drafters import (
+    Candidates,
+    Chain,
+    Drafter,
+    EarlyExitDrafter,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Paths,
+    Tree,
+)
 from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.target import Target
@@ -23,6 +33,7 @@ def add_flags(parser: OneLineParser, required: bool = False) -> None:
     who.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
     who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
     who.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+    who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
 
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
     parser.add_argument(
@@ -49,7 +60,8 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
     Raises:
         UserError: flags that do not go together, or a rule that does not fit what they draft.
     """
-    drafts = arguments.speculator or arguments.draft_model or arguments.ngram
+    exits = arguments.early_exit is not None
+    drafts = arguments.speculator or arguments.draft_model or arguments.ngram or exits
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     shaping = _given(arguments, *_TREE[1:])
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
@@ -58,7 +70,8 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
     refuse(
         (arguments.speculator == "", "--speculator is empty: give the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
-        (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model or --ngram"),
+        (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model, --early_exit or --ngram"),
+        (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),
         (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
@@ -100,6 +113,8 @@ def drafter(arguments: argparse.Namespace, target: Target, temperature: float | 
         except UserError as error:
             raise UserError(f"--draft_model: {error}") from None
         return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
+    if arguments.early_exit is not None:
+        return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
     return _ngram(arguments) if arguments.ngram else None
 
 

@@ -1,6 +1,7 @@
 """Who proposes the tokens that the target verifies, one file each."""
 
 from speculator.drafters.base import Drafter
+from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.model import ModelDrafter
@@ -11,6 +12,7 @@ __all__ = [
     "Candidates",
     "Chain",
     "Drafter",
+    "EarlyExitDrafter",
     "FixedTree",
     "HeadDrafter",
     "ModelDrafter",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from speculator.draft import Draft
+from speculator.kv_cache import KVCache
 from speculator.sampling import RowSampling
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Drafter:
             `propose` and `commit` may then be replayed from a CUDA graph without being called.
         taps: the target's taps that it reads (`speculator.taps`), ascending; none: it reads the last hidden state.
         overlap: positions at the end of a reused prefix which it must be given again.
+        room: positions behind a text that it may write to in the target's cache.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Drafter:
     capturable: bool = False
     taps: Sequence[int] = ()
     overlap: int = 0
+    room: int = 0
     shape: Any = None
     """What a head or a model drafts; None where a drafter has a form of its own."""
 
@@ -57,6 +60,9 @@ class Drafter:
     def open(self: Self, slots: int, capacity: int) -> Self:
         """A copy with memory of its own, for so many rows of so many tokens."""
         return copy(self)
+
+    def lend(self, cache: KVCache) -> None:
+        """The target's cache, with the rows to draft for selected. The verify pass overwrites what is written there."""
 
     def grow(self, capacity: int) -> None:
         """Have room for rows of so many tokens: what the target's cache has now, which grows by half at a time."""

@@ -25,10 +25,10 @@ def report_of(tmp_path, target=None, head=None, **more):
 
 
 def test_report_files_agree_and_name_every_baseline(tmp_path):
-    report = report_of(tmp_path)
+    report = report_of(tmp_path, early_exit=1)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
-    for label in ("speculator", "n-gram lookup", "plain decoding, same loop", "transformers generate"):
+    for label in ("speculator", "n-gram lookup", "early exit", "plain decoding, same loop", "transformers generate"):
         assert f"| {label} |" in text
     assert (tmp_path / "acceptance.png").stat().st_size > 10_000
     assert markdown(report) == text
@@ -175,6 +175,7 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         (["--seed", str(2**63)], "--seed"),
         (["--speculator", "nowhere"], "nowhere"),
         (["--target", "./nowhere"], "nowhere"),
+        (["--early_exit", "2"], "early exit after 2 layers: "),
         (["--suite", ""], "--suite is empty"),
         (["--suite", "nowhere.txt"], "nowhere.txt"),
         (["--suite", "empty.jsonl"], "--suite empty.jsonl: no rows in it"),

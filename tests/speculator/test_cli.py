@@ -45,12 +45,12 @@ def greedy(folder, ids: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"]])
+@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"], ["--early_exit"]])
 def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)]}
+    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)], "--early_exit": ["1"]}
     drafting = [part for flag in drafting for part in (flag, *folders.get(flag, []))]
     flags = ["--prompts", str(prompts), "--output", str(output), "--max_new_tokens", "20", "--batch_size", "2"]
     assert main(["generate", "--target", str(target_folder), *drafting, *flags]) == 0
@@ -76,6 +76,7 @@ def test_a_prompt_is_continued_on_the_terminal(target_folder):
     ("flags", "message"),
     [
         (["--prompt", "x", "--speculator", "nowhere"], "nowhere"),
+        (["--prompt", "x", "--early_exit", "2"], "has 2, so 1 to 1 can draft"),
         (["--prompt", ""], "prompt 1 is empty"),
         (["--prompt", "x\udcff"], "--prompt: character 2 is half of a surrogate pair"),
         (["--prompt", "x", "--chat"], "no chat template"),
@@ -143,6 +144,8 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
         ([*TEXT, "--ngram", "--min_confidence", "0.5"], "--min_confidence"),
         ([*TEXT, "--ngram", "--draft_length", "0"], "draft length 0"),
+        ([*TEXT, "--early_exit", "0"], "--early_exit 0: at least 1"),
+        ([*TEXT, "--early_exit", "1", "--ngram"], "not allowed with argument --"),
         ([*TEXT, *HEAD, "--nodes", "4"], "--nodes: give --branches"),
         ([*TEXT, *HEAD, "--replacement"], "--replacement: give --branches"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--nodes, --paths: only one"),

@@ -22,6 +22,7 @@ from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
     Chain,
+    EarlyExitDrafter,
     Engine,
     FixedTree,
     HeadDrafter,
@@ -54,7 +55,13 @@ SHAPES = {
     "candidates": Candidates((3, 2, 1)),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }
-NAMES = ["none", *(f"{kind}-{name}" for kind in ("head", "model") for name in SHAPES), "lstm-chain", "pruned-tree"]
+NAMES = [
+    "none",
+    *(f"{kind}-{name}" for kind in ("head", "model") for name in SHAPES),
+    "lstm-chain",
+    "pruned-tree",
+    "exit-tree",
+]
 
 
 def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
@@ -68,6 +75,8 @@ def make_drafter(name: str, target: Target):
         return None
     if source == "model":
         return ModelDrafter(Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape])
+    if source == "exit":
+        return EarlyExitDrafter(target, 1, SHAPES[shape])
     heads = {
         "head": tiny_head,
         "lstm": lambda: tiny_head(architecture="lstm"),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from speculator import (
     Candidates,
     Chain,
+    EarlyExitDrafter,
     Engine,
     FixedTree,
     HeadDrafter,
@@ -241,6 +242,8 @@ DRAFTERS = {
     "model": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target),
     "model-tree": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target, Tree((3, 2, 2), 8)),
     "ngram": lambda target: NgramDrafter(),
+    "exit": lambda target: EarlyExitDrafter(target, 1),
+    "exit-tree": lambda target: EarlyExitDrafter(target, 1, Tree((3, 2, 2), 4)),
 }
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculator import (
     Candidates,
     Chain,
+    EarlyExitDrafter,
     Engine,
     FixedTree,
     HeadDrafter,
@@ -46,8 +47,10 @@ SHAPES = {
 ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
 
 
-def drafters(dtype=torch.float32) -> dict:
+def drafters(target: Target | None = None) -> dict:
     """Every source in every shape. The draft model is another random model than the target."""
+    target = target or Target(tiny_model(), None)
+    dtype = target.dtype
     draft_model = Target(tiny_model("qwen3").to(dtype), None)
     made = {f"head-{name}": HeadDrafter(tiny_head().to(dtype), shape) for name, shape in SHAPES.items()}
     lstm = tiny_head(architecture="lstm").to(dtype)
@@ -57,7 +60,8 @@ def drafters(dtype=torch.float32) -> dict:
     made |= {f"attention-{name}": HeadDrafter(attention, SHAPES[name]) for name in ATTENTION}
     few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
     pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
-    return {"none": None, **made, "ngram": NgramDrafter(), **pruned}
+    early = {f"exit-{name}": EarlyExitDrafter(target, 1, SHAPES[name]) for name in ("chain", "tree")}
+    return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early}
 
 
 # ---- temperature 0
@@ -76,6 +80,7 @@ GREEDY = [
     "ngram",
     "pruned-chain",
     "pruned-tree",
+    "exit-tree",
 ]
 
 
@@ -94,7 +99,7 @@ def test_greedy_text_is_what_transformers_generates(family):
         for prompt in PROMPTS
     ]
     target = Target(model, tokenizer=None)
-    for name, drafter in drafters(dtype).items():
+    for name, drafter in drafters(target).items():
         if name in GREEDY:
             for rows in (slice(0, 1), slice(0, 4)):
                 assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
@@ -122,6 +127,7 @@ def sampled_p_value(drafter, sampling, rule=None, rows: int = 20_000, batch: int
             probs[tokens[1:]] += probability
         _DISTRIBUTIONS[key] = probs
     target = Target(model, None)
+    drafter = drafters(target)[drafter] if isinstance(drafter, str) else drafter
     counts: Counter = Counter()
     for start in range(0, rows, batch or rows):
         own = replace(sampling, seed=sampling.seed + start)
@@ -135,13 +141,13 @@ WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, 
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(drafters())))
 def test_sampled_text_follows_the_enumerated_distribution(number, name):
-    assert sampled_p_value(drafters()[name], WARPERS[number % 3]) > 1e-4
+    assert sampled_p_value(name, WARPERS[number % 3]) > 1e-4
 
 
 @pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
 @pytest.mark.parametrize("name", ["none", "head-chain", "model-candidates"])
 def test_every_warper_keeps_the_distribution(name, sampling):
-    assert sampled_p_value(drafters()[name], sampling) > 1e-4
+    assert sampled_p_value(name, sampling) > 1e-4
 
 
 CHAINS = [
@@ -152,13 +158,13 @@ CHAINS = [
 
 @pytest.mark.parametrize(("rule", "name"), CHAINS)
 def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
-    assert sampled_p_value(drafters()[name], WARPERS[0], rule=rule) > 1e-4
+    assert sampled_p_value(name, WARPERS[0], rule=rule) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["head-chain", "head-tree", "attention-chain", "model-candidates"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_small_batches_follow_the_enumerated_distribution(name, batch):
-    assert sampled_p_value(drafters()[name], WARPERS[1], rows=1500, batch=batch) > 1e-4
+    assert sampled_p_value(name, WARPERS[1], rows=1500, batch=batch) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates"])
@@ -196,7 +202,7 @@ def test_a_draft_vocabulary_that_tokens_and_distribution_do_not_share_is_seen():
 
 
 def test_typical_acceptance_is_seen():
-    assert sampled_p_value(drafters()["head-greedy-chain"], WARPERS[0], rule="typical-lossy") < 1e-6
+    assert sampled_p_value("head-greedy-chain", WARPERS[0], rule="typical-lossy") < 1e-6
 
 
 RULE_DRAFTS = {
@@ -265,7 +271,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
         Sampling(0.8, top_k=5, seed=12),
         Sampling(1.3, top_p=0.9, seed=13),
     ]
-    drafter = drafters()[name]
+    drafter = drafters(target)[name]
     together = generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
     alone = [
         generate(target, drafter, [prompt], [own], max_new_tokens=20).tokens[0]
@@ -279,7 +285,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
 @pytest.mark.parametrize("name", drafters())
 def test_after_every_step_the_cache_is_that_of_the_text(name):
     target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
-    engine, texts = Engine(target, drafters()[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
+    engine, texts = Engine(target, drafters(target)[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
     checked = 0
 
     def check(row: int, new: list[int], drafted: int) -> None:
@@ -335,7 +341,9 @@ def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
     def copies(count: int) -> tuple[int, int]:
         counts.clear()
         with Copies() as dispatched:
-            generation = generate(target, drafters()[name], [PROMPTS[0]], Sampling(temperature), max_new_tokens=count)
+            generation = generate(
+                target, drafters(target)[name], [PROMPTS[0]], Sampling(temperature), max_new_tokens=count
+            )
         return counts["python"] + len(dispatched.names), len(generation.steps[0])
 
     (few, few_steps), (many, many_steps) = copies(8), copies(24)

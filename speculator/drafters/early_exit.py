@@ -1,0 +1,78 @@
+"""Drafting with the target's own first layers (LayerSkip, 2404.16710): no training, no second model."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from speculator.draft import Draft
+from speculator.drafters.base import Drafter, Texts
+from speculator.drafters.topology import Chain, Shape, grown
+from speculator.errors import refuse
+from speculator.kv_cache import KVCache
+from speculator.sampling import RowSampling
+from speculator.target import Target
+
+
+class EarlyExitDrafter(Drafter):
+    """The target's first layers, its final norm and its output matrix draft.
+
+    They read the target's KV cache: of the text it holds the keys and values of these layers already. A draft's own are
+    written behind the text, where the verify pass overwrites them.
+
+    Args:
+        target: for whom it drafts.
+        layers: how many of its layers run.
+        shape: what is drafted; a number is a chain of so many tokens.
+
+    Raises:
+        UserError: the target's layers can't be told apart, or it has not more than so many.
+    """
+
+    name = "early_exit"
+    cache: KVCache
+
+    def __init__(self, target: Target, layers: int, shape: Shape | int = 4):
+        check_layers(target, layers)
+        self.target, self.layers = target, layers
+        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
+
+    def reshape(self, shape: Shape) -> None:
+        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
+        self.room = 1 + shape.offered
+        self.capturable = shape.capturable and self.target.capturable
+
+    def lend(self, cache: KVCache) -> None:
+        self.cache = cache
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        return self.shape.draft(self, pending, sampling, u, texts)
+
+    def first(self, pending: Tensor, texts: Texts) -> Tensor:
+        self._read, self._width = Draft.none(pending), 1
+        return self._logits(pending[:, None], None, 0)
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        if isinstance(self.shape, Chain):
+            return self._logits(tokens, None, level)
+        base = 1 + self._read.tokens.shape[1]
+        self._read = grown(self._read, tokens, parents, self._width)
+        self._width = tokens.shape[1]
+        return self._logits(tokens, self._read, base)
+
+    def _logits(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
+        with self.target.taps.first_layers(self.layers):
+            hidden = self.target.extend(self.cache, tokens, tree, base)
+        return self.target.logits(hidden)
+
+
+def check_layers(target: Target, layers: int) -> None:
+    """Refuse an early exit that can't be.
+
+    Raises:
+        UserError: see `EarlyExitDrafter`.
+    """
+    count, where = len(target.taps.layers), f"early exit after {layers} layers: {target.name}"
+    refuse(
+        (not count, f"{where}'s layers are not found one by one"),
+        (not 1 <= layers < count, f"{where} has {count}, so 1 to {count - 1} can draft"),
+    )
