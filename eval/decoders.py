@@ -14,6 +14,7 @@ from eval.costs import Costs, measure
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, ModelDrafter, NgramDrafter
+from speculator.drafters.corpus import Corpus
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
@@ -37,7 +38,7 @@ class Decoder:
     """One way to decode.
 
     Attributes:
-        key: "none", "head", "head 2", "ngram", "model", "early_exit" or the name of a baseline.
+        key: "none", "head", "head 2", "ngram", "ngram_corpus", "model", "early_exit" or the name of a baseline.
         run: (prompts, sampling, new tokens, where to note it, tokens that end a text).
         drafter: who drafts in the built-in loop.
         ours: it is the built-in loop.
@@ -61,6 +62,7 @@ def decoders(
     engines: Engines | None = None,
     rule: str | None = None,
     early_exit: int | None = None,
+    corpus: Corpus | None = None,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
@@ -73,6 +75,7 @@ def decoders(
         engines: see `time_ours`; given where other decoders of the built-in loop are compared with these.
         rule: the accept rule of every drafter; None: each has its own.
         early_exit: how many of the target's first layers draft as well.
+        corpus: texts for a second n-gram lookup.
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -80,6 +83,8 @@ def decoders(
         assert head is not None
         drafters[f"head {each}" if number else "head"] = HeadDrafter(head, each)
     drafters["ngram"] = NgramDrafter(length)
+    if corpus is not None:
+        drafters["ngram_corpus"] = NgramDrafter(length, corpus=corpus)
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
     if early_exit is not None:

@@ -16,7 +16,13 @@ from eval.decoders import BASELINES
 from eval.report import groups, head_lengths, label, plots
 from speculator.files import write_bytes
 
-_COLOURS = {"head": "#1f6feb", "ngram": "#d9822b", "model": "#8250df", "early_exit": "#1a7f37"}
+_COLOURS = {
+    "head": "#1f6feb",
+    "ngram": "#d9822b",
+    "model": "#8250df",
+    "early_exit": "#1a7f37",
+    "ngram_corpus": "#bf8700",
+}
 _SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # of one head's draft lengths
 _PLAIN = "#57606a"
 _OTHERS = "#1a7f37"  # drafters by other names

@@ -10,7 +10,13 @@ from eval.metrics import shown
 from speculator.files import write_json, write_text
 from speculator.tables import markdown_table
 
-_LABELS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "early_exit": "early exit"}
+_LABELS = {
+    "head": "speculator",
+    "ngram": "n-gram lookup",
+    "model": "draft model",
+    "early_exit": "early exit",
+    "ngram_corpus": "n-gram lookup, corpus",
+}
 PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not
 _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 

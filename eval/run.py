@@ -30,6 +30,7 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, load_targe
 from eval.timing import Engines, memory_kind
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.device import dtype_name, hardware
+from speculator.drafters.corpus import Corpus, read_corpus
 from speculator.drafters.early_exit import check_layers
 from speculator.drafters.topology import Chain
 from speculator.drafters.tuned import tuned_shapes
@@ -60,6 +61,9 @@ def build_parser() -> OneLineParser:
         help="accept rule above temperature 0, of every drafter; the head then drafts chains; default: as drafted",
     )
     parser.add_argument("--draft_model", help="a small causal LM with the target's tokenizer, to compare with")
+    parser.add_argument(
+        "--ngram_corpus", type=Path, nargs="+", metavar="FILE", help="n-gram lookup in these texts, to compare with"
+    )
     parser.add_argument("--early_exit", type=int, metavar="K", help="the target's first K layers, to compare with")
     parser.add_argument(
         "--baseline",
@@ -106,6 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
         repeats=arguments.repeats,
         rule=arguments.rule,
         early_exit=arguments.early_exit,
+        corpus=read_corpus(arguments.ngram_corpus, target.tokenizer) if arguments.ngram_corpus else None,
     )
     if arguments.report_to == "wandb":
         tracking.send(report, arguments.output)
@@ -130,6 +135,7 @@ def evaluate(
     repeats: int = 1,
     rule: str | None = None,
     early_exit: int | None = None,
+    corpus: Corpus | None = None,
 ) -> dict:
     """Measure and write the report; gives report.json's content. A wandb run that is on gets it too.
 
@@ -149,6 +155,7 @@ def evaluate(
         repeats: timings of every prompt, of which the median counts.
         rule: the accept rule of every drafter above temperature 0; default: each has its own.
         early_exit: how many of the target's first layers draft as well.
+        corpus: texts for a second n-gram lookup.
 
     Raises:
         UserError: what was asked for does not fit the target or the head, or can't be written.
@@ -166,7 +173,9 @@ def evaluate(
     for batch_size in batch_sizes:
         shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
         engines: Engines = {}
-        default, unfit = decoders(target, head, lengths, model, baselines, batch_size, engines, rule, early_exit)
+        default, unfit = decoders(
+            target, head, lengths, model, baselines, batch_size, engines, rule, early_exit, corpus
+        )
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
         swapped = {t: decoder_of(target, "head", drafter, engines, rule) for t, drafter in tuned.items()}
         skipped |= unfit

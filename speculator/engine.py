@@ -31,7 +31,7 @@ from speculator.request import Generation, Request, Scores, StopStrings, check_c
 from speculator.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.slots import DECODING, JOINING, Slots
 from speculator.target import Target
-from speculator.verify import RULES, greedy
+from speculator.verify import RULES, greedy, walk
 
 CHUNK = 512
 """Tokens of a prompt that are prefilled at a time."""
@@ -378,11 +378,16 @@ class Engine:
         """What the drafter proposes, and the uniforms [R, n + 1] for `verify`.
 
         A row's uniforms at this length are numbered: 0..n-1 draw the draft's n tokens, n..2n-1 test them, 2n draws the
-        token after them.
+        token after them. A walk takes number 0 at this length and at those that follow, as plain steps do.
         """
         nodes = self.drafter.nodes if self.drafter else 0
         if self.sampling.greedy:
             u = self.sampling.temperature.new_zeros(len(self.selected_pending), 2 * nodes + 1)  # nobody draws
+        elif self.accept is walk:
+            places = self.cache.selected[:, None] + torch.arange(nodes + 1, device=self.target.device)
+            seeds = self.sampling.seeds[:, None].expand_as(places)
+            own = uniforms(seeds.flatten(), places.flatten(), 1).view_as(places)
+            u = torch.cat([own[:, :nodes], own], 1)  # a walk's draft draws nothing
         else:
             u = uniforms(self.sampling.seeds, self.cache.selected, 2 * nodes + 1)
         if self.drafter is None:
@@ -403,7 +408,7 @@ class Engine:
         if self.sampling.greedy:
             last, following = greedy(logits.argmax(-1), draft)
         else:
-            last, rest = self.accept(self.sampling.probs(logits), draft, u[:, : draft.tokens.shape[1]])
+            last, rest = self.accept(self.sampling.probs(logits), draft, u)
             following = draw(rest, u[:, -1])
         drafted, accepted = draft.lengths, last
         if draft.parents is not None:

@@ -2,7 +2,8 @@
 
 Notation: at verify position j (0 the pending token, i + 1 draft token i) the target's distribution of the next token is
 p[j]. A rule gives `last`, the position where the accepted path ends (0: nothing accepted), and the distribution of the
-token that follows it, which need not be normalised. So every step emits the tokens of the path and one more.
+token that follows it, which need not be normalised. So every step emits the tokens of the path and one more. Of more
+uniforms than `u` is said to have the first count.
 
 Every rule but those called lossy keeps the target's distribution exactly, for the drafts that it is made for. A uniform
 can be exactly 0, so a test `u * q < p` is strict: what the target never says is never accepted.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speculator.draft import Draft, take_at
+from speculator.sampling import draw
 
 _TINY = 1e-30
 
@@ -68,7 +70,7 @@ def token(
     p itself.
     """
     q = _draft_probs(p, draft)
-    accept = u * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
+    accept = u[:, : draft.depth] * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
     last = _deepest(accept, draft)
     return last, _residual(take_at(p, last), take_at(q, last))
 
@@ -96,30 +98,31 @@ def block(
     length = draft.lengths[:, None]
     prefix = torch.arange(1, draft.depth + 1, device=p.device)
     passes = torch.where(prefix == length, weight[:, 1:], passes[:, 1:])
-    last = ((u < passes) & draft.drafted).long().mul(prefix).amax(-1) if draft.depth else draft.lengths
+    passed = (u[:, : draft.depth] < passes) & draft.drafted
+    last = passed.long().mul(prefix).amax(-1) if draft.depth else draft.lengths
     return last, _residual(take_at(p, last) * weight.gather(1, last[:, None]), take_at(q, last))
 
 
 def walk(
     p: Tensor,  # [B, n+1, V]
     draft: Draft,  # deterministic: a chain or a tree
-    u: Tensor,  # [B, n] one per depth
+    u: Tensor,  # [B, n+1] u[:, d] draws the token behind d accepted ones
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
     """Sample and walk: at each node draw from p, and go on into the child that was drawn, if it is there.
 
-    The draw is by inversion with the children's tokens first, so a node keeps some child with the probability of the
-    set of them, the most that any rule can reach for a fixed set (SpecInfer 2305.09781 section 4.3, 2502.18779).
+    So a node keeps some child with the probability of the set of them, the most that any rule can reach for a fixed set
+    (SpecInfer 2305.09781 section 4.3, 2502.18779). The token behind the path is drawn here too: its distribution is
+    one-hot. With uniforms that belong to places in the text, the text is the same whatever was drafted.
     """
-    at, tokens = draft.before, draft.tokens
-    elder = (at[:, :, None] == at[:, None, :]).tril(-1)  # [B, n, n] j is an elder sibling of i
-    twin = (elder & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
-    chance = p[torch.arange(len(p), device=p.device)[:, None], at, tokens].masked_fill(twin | ~draft.drafted, 0)
-    floor = (elder * chance[:, None, :]).sum(-1)
-    threshold = u.gather(1, draft.depths[:, 1:] - 1)
-    last = _deepest((floor <= threshold) & (threshold < floor + chance), draft)
-    tried = ((at == last[:, None]) & draft.drafted).to(p.dtype)
-    taken = torch.zeros_like(p[:, 0]).scatter_reduce_(1, tokens, tried, "amax")
-    return last, _residual(take_at(p, last), taken * take_at(p, last))
+    last = torch.zeros_like(draft.lengths)
+    token, moving = last, torch.ones_like(last, dtype=torch.bool)
+    for depth in range(draft.depth + 1):
+        token = torch.where(moving, draw(take_at(p, last), u[:, depth]), token)
+        if depth < draft.depth:
+            child = (draft.before == last[:, None]) & (draft.tokens == token[:, None]) & draft.drafted
+            moving = moving & child.any(-1)
+            last = torch.where(moving, child.to(torch.uint8).argmax(-1) + 1, last)
+    return last, torch.zeros_like(p[:, 0]).scatter_(1, token[:, None], 1)
 
 
 def multi_candidate(

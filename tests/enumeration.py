@@ -162,15 +162,10 @@ def block_breaks(w: World, case: Case) -> Breaks:
 
 
 def walk_breaks(w: World, case: Case) -> Breaks:
-    """u of a depth against the bounds of the children's intervals, at whatever node it is used."""
-    breaks: Breaks = [set() for _ in case.tokens]
+    """u of a depth against the bounds of all tokens' intervals, at whatever node it is used."""
+    breaks: Breaks = [set() for _ in range(len(case.tokens) + 1)]
     for node in range(-1, len(case.tokens)):
-        bound, seen = 0.0, set()
-        for child in case.children(node):
-            if case.tokens[child] not in seen:
-                bound += w.p[case.path(node)][case.tokens[child]].item()
-                seen.add(case.tokens[child])
-                breaks[case.level(child)].add(bound)
+        breaks[case.level(node) + 1] |= set(w.p[case.path(node)].cumsum(0).tolist())
     return breaks
 
 

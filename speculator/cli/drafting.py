@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from speculator.checkpoints.loading import load_head
 from speculator.drafters import (
@@ -17,8 +18,10 @@ from speculator.drafters import (
     Paths,
     Tree,
 )
+from speculator.drafters.corpus import Corpus, read_corpus
 from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
+from speculator.files import check_input
 from speculator.target import Target
 from speculator.verify import RULES
 
@@ -33,6 +36,9 @@ def add_flags(parser: OneLineParser, required: bool = False) -> None:
     who.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
     who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
     who.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+    parser.add_argument(
+        "--ngram_corpus", type=Path, nargs="+", metavar="FILE", help="--ngram looks in these texts too (.txt, .jsonl)"
+    )
     who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
 
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
@@ -72,25 +78,31 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
         (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model, --early_exit or --ngram"),
         (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),
+        (arguments.ngram_corpus and not arguments.ngram, "--ngram_corpus: give --ngram, which looks in it"),
         (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
         ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
         (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
     )
+    for file in arguments.ngram_corpus or []:
+        check_input(file)
     if drafts:
         rules = (_ngram(arguments) if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH)).rules
         if arguments.rule and arguments.rule not in rules:
             raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
 
 
-def drafter(arguments: argparse.Namespace, target: Target, temperature: float | None = None) -> Drafter | None:
+def drafter(
+    arguments: argparse.Namespace, target: Target, temperature: float | None = None, memory: int = 0
+) -> Drafter | None:
     """The drafter that the flags describe; None where they name none.
 
     Args:
         arguments: the flags.
         target: for whom it drafts.
         temperature: where no flag says what a head drafts, what was tuned for this; None: never what was tuned.
+        memory: tokens of other texts that n-gram lookup looks in.
 
     Raises:
         UserError: no such head or model, or it can't draft so.
@@ -115,7 +127,12 @@ def drafter(arguments: argparse.Namespace, target: Target, temperature: float | 
         return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
     if arguments.early_exit is not None:
         return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
-    return _ngram(arguments) if arguments.ngram else None
+    if not arguments.ngram:
+        return None
+    if arguments.rule not in (None, "walk"):
+        memory = 0  # a sampled text would depend on the other rows
+    files = arguments.ngram_corpus
+    return _ngram(arguments, memory, read_corpus(files, target.tokenizer) if files else None)
 
 
 def shaped(arguments: argparse.Namespace) -> str:
@@ -141,5 +158,6 @@ def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths |
     return Candidates(arguments.branches, arguments.replacement)
 
 
-def _ngram(arguments: argparse.Namespace) -> NgramDrafter:
-    return NgramDrafter(_DEFAULT_LENGTH if arguments.draft_length is None else arguments.draft_length)
+def _ngram(arguments: argparse.Namespace, memory: int = 0, corpus: Corpus | None = None) -> NgramDrafter:
+    length = _DEFAULT_LENGTH if arguments.draft_length is None else arguments.draft_length
+    return NgramDrafter(length, memory=memory, corpus=corpus)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculator.cli import drafting
+from speculator.drafters.ngram import MEMORY
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_text, refuse, show
 from speculator.files import check_file, write_text
@@ -41,6 +42,7 @@ def add_flags(parser: OneLineParser) -> None:
     source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
     parser.add_argument("--chat", action="store_true", help="chat template; without --prompt a conversation on stdin")
 
+    parser.add_argument("--num_samples", type=int, default=1, help="texts of each prompt; --ngram looks in all of them")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
@@ -69,7 +71,10 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
     if target.tokenizer.chat_template is None and (arguments.chat or any(prompt.chat for _, prompt in rows)):
         raise UserError(f'{arguments.target} has no chat template, which --chat and rows with "messages" need')
-    drafter = drafting.drafter(arguments, target, arguments.temperature)
+    several = arguments.num_samples > 1
+    drafter = drafting.drafter(arguments, target, arguments.temperature, MEMORY if several else 0)
+    if several:
+        rows = [(row | {"sample": i}, prompt) for row, prompt in rows for i in range(arguments.num_samples)]
     slots = 1 if conversation else min(arguments.batch_size, len(rows))
     engine = Engine(target, drafter, slots=slots, rule=arguments.rule)
     submit = partial(engine.submit, max_new_tokens=arguments.max_new_tokens, stop_strings=arguments.stop)
@@ -90,6 +95,15 @@ def _check(arguments: argparse.Namespace) -> None:
         ),
         (arguments.chat and arguments.prompts, '--chat and --prompts: rows with "messages" are chats without --chat'),
         (conversation and arguments.output, "--output needs --prompt or --prompts: a conversation is printed"),
+        (arguments.num_samples < 1, f"--num_samples {arguments.num_samples}: at least 1"),
+        (
+            arguments.num_samples > 1 and _sampling(arguments, 0).greedy,
+            f"--num_samples {arguments.num_samples} at --temperature 0 would be equal texts: give a --temperature",
+        ),
+        (
+            conversation and arguments.num_samples > 1,
+            "--num_samples needs --prompt or --prompts: a conversation goes on from one answer",
+        ),
         (min(arguments.batch_size, arguments.max_new_tokens) < 1, "--batch_size and --max_new_tokens: at least 1"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (not all(arguments.stop), "--stop: the string is empty"),

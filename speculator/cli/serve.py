@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
+from speculator.drafters.ngram import MEMORY
 from speculator.drafters.tuned import tuned_table
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
-    drafter = drafting.drafter(arguments, target)
+    drafter = drafting.drafter(arguments, target, memory=MEMORY)
     table = None
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
         table = tuned_table(arguments.speculator, target, drafter.head, arguments.max_batch_size)

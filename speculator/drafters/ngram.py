@@ -1,16 +1,24 @@
-"""Drafting by lookup: what followed the last time that the text ended like this."""
+"""Drafting by lookup: what followed where a text ended like this one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from speculator.draft import Draft
 from speculator.drafters.base import Drafter, Texts
+from speculator.drafters.corpus import LONGEST, Corpus
 from speculator.drafters.topology import check_length
 from speculator.sampling import RowSampling
+
+MEMORY = 2**17
+"""Tokens of other texts that a server, or several samples of a prompt, look in: some 40 MB."""
+_PLACES = 4
+Place = tuple[Sequence[int], int]
+"""A text, and where in it an n-gram ended."""
 
 
 class _Index:
@@ -21,8 +29,8 @@ class _Index:
         self.ends: dict[tuple[int, ...], int] = {}
         self.known = 0
 
-    def continuation(self, count: int) -> list[int]:
-        """Up to `count` tokens from behind the most recent earlier match of the longest suffix."""
+    def last(self) -> int | None:
+        """Where the longest suffix that there was before ended the last time."""
         text = self.text
         for end in range(self.known + 1, len(text)):  # the text's own end is no match
             for size in range(1, min(self.max_ngram, end) + 1):
@@ -31,8 +39,56 @@ class _Index:
         for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
             match = self.ends.get(tuple(text[-size:]))
             if match is not None:
-                return list(text[match : match + count])
-        return []
+                return match
+        return None
+
+
+class Memory:
+    """The last texts that were seen, those that still grow among them: where their n-grams ended.
+
+    Args:
+        tokens: of texts that no longer grow; the oldest are forgotten.
+        ngram: the size.
+    """
+
+    def __init__(self, tokens: int, ngram: int):
+        self.tokens, self.ngram = tokens, ngram
+        self._ends: dict[tuple[int, ...], tuple[Place, ...]] = {}  # the newest first
+        self._known: dict[int, tuple[Sequence[int], int]] = {}  # by its id a text and how far it is known; oldest first
+        self._size = 0
+
+    def read(self, texts: Texts) -> None:
+        """Take in what these texts have become, and forget others where there are too many."""
+        for text in texts:
+            _, known = self._known.pop(id(text), (text, 0))
+            for end in range(max(known, self.ngram), len(text)):
+                gram = tuple(text[end - self.ngram : end])
+                self._ends[gram] = ((text, end), *self._ends.get(gram, ())[: _PLACES - 1])
+            self._known[id(text)] = text, len(text)
+            self._size += len(text) - known
+        while self._size > self.tokens and len(self._known) > len(texts):
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, name: int) -> None:
+        text, known = self._known.pop(name)
+        self._size -= known
+        for end in range(self.ngram, known):
+            gram = tuple(text[end - self.ngram : end])
+            left = tuple(place for place in self._ends.pop(gram, ()) if place[0] is not text)
+            if left:
+                self._ends[gram] = left
+
+    def places(self, text: Sequence[int]) -> tuple[Place, ...]:
+        """Where other texts, or this one, ended like it."""
+        return self._ends.get(tuple(text[-self.ngram :]), ())
+
+
+def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
+    """How many of the tokens before `end` are those at the end of `other`, up to `LONGEST`."""
+    count, most = 0, min(end, len(other), LONGEST)
+    while count < most and one[end - 1 - count] == other[-1 - count]:
+        count += 1
+    return count
 
 
 class NgramDrafter(Drafter):
@@ -41,22 +97,66 @@ class NgramDrafter(Drafter):
     Args:
         draft_length: the most tokens to copy.
         max_ngram: the longest suffix to look for; shorter ones are tried in turn, down to one token.
+        memory: how many tokens of other texts to look in: those in the other rows, as they grow, and the last of those
+            that have ended. 0: in the row's own text alone.
+        corpus: texts to look in besides.
     """
 
     name = "ngram"
     rules: tuple[str, ...] = ("walk", "block", "token", "typical-lossy")
 
-    def __init__(self, draft_length: int = 4, max_ngram: int = 3):
+    def __init__(self, draft_length: int = 4, max_ngram: int = 3, memory: int = 0, corpus: Corpus | None = None):
         check_length(draft_length)
         self.draft_length = self.nodes = draft_length
-        self.max_ngram = max_ngram
+        self.max_ngram, self.corpus = max_ngram, corpus
+        self.memory = Memory(memory, max_ngram) if memory else None
         self._indices: dict[int, _Index] = {}
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def open(self, slots: int, capacity: int) -> NgramDrafter:
+        opened = copy(self)
+        opened.forget()
+        return opened
+
+    def forget(self) -> None:
+        """What it drafts from now on does not depend on the texts before."""
+        self._indices = {}
+        if self.memory:
+            self.memory = Memory(self.memory.tokens, self.max_ngram)
+
+    def look(self, texts: Texts) -> list[tuple[int, list[int]]]:
+        """For each text how much of its end was matched, at most `max_ngram` tokens, and what followed there.
+
+        The longest match counts; of equal ones the text's own comes before the other texts' and those before the
+        corpus'.
+        """
         # An index holds its text, so no other text has that id.
         self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in texts}
-        found = [index.continuation(self.draft_length) for index in self._indices.values()]
-        width = max(map(len, found))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long)
-        lengths = torch.tensor([len(row) for row in found])
-        return Draft(tokens.view(len(found), width).to(pending.device), lengths.to(pending.device))
+        if self.memory:
+            self.memory.read([text for text in texts if text])
+        return [self._best(index) for index in self._indices.values()]
+
+    def _best(self, index: _Index) -> tuple[int, list[int]]:
+        text, last = index.text, index.last()
+        places = [] if last is None else [(text, last)]
+        if self.memory:
+            places += self.memory.places(text)
+        size, tokens = 0, []
+        for other, end in places:
+            alike = _alike(other, end, text)
+            if alike > size:
+                size, tokens = alike, list(other[end : end + self.draft_length])
+        if self.corpus and size < LONGEST:
+            alike, found = self.corpus.find(text, self.draft_length)
+            size, tokens = (alike, found) if alike > size else (size, tokens)
+        return min(size, self.max_ngram), tokens
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        return copied([tokens for _, tokens in self.look(texts)], pending.device)
+
+
+def copied(found: Sequence[list[int]], device: torch.device) -> Draft:
+    """The draft of a chain of tokens for each row."""
+    width = max(map(len, found))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long)
+    lengths = torch.tensor([len(row) for row in found])
+    return Draft(tokens.view(len(found), width).to(device), lengths.to(device))

@@ -64,6 +64,27 @@ def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_pa
         assert row["tokens_per_step"] is None or row["tokens_per_step"] >= 1
 
 
+def test_every_sample_is_a_row_of_its_own(target_folder, text_file, tmp_path):
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "def main():", "id": 5}\n{"prompt": "class A"}\n')
+    command = ["generate", "--target", str(target_folder), "--prompts", str(prompts), "--output", str(output)]
+    command += ["--max_new_tokens", "16", "--temperature", "0.8"]
+
+    def rows(*flags) -> list[dict]:
+        assert main([*command, *flags]) == 0
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    alone = rows()
+    assert not any("sample" in row for row in alone)
+    several = rows("--num_samples", "3")
+    assert [(row["prompt"], row["sample"]) for row in several] == [(r["prompt"], i) for r in alone for i in range(3)]
+    assert several[0]["tokens"] == alone[0]["tokens"]
+    assert several[2]["id"] == 5
+    assert len({row["text"] for row in several}) == 6
+    drafted = rows("--num_samples", "3", "--batch_size", "4", "--ngram", "--ngram_corpus", str(text_file))
+    assert [row["tokens"] for row in drafted] == [row["tokens"] for row in several]
+
+
 def test_a_prompt_is_continued_on_the_terminal(target_folder):
     argv = [sys.executable, "-m", "speculator", "generate", "--target", str(target_folder), "--prompt", "import os"]
     done = subprocess.run([*argv, "--max_new_tokens", "8"], capture_output=True, text=True)
@@ -144,6 +165,12 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
         ([*TEXT, "--ngram", "--min_confidence", "0.5"], "--min_confidence"),
         ([*TEXT, "--ngram", "--draft_length", "0"], "draft length 0"),
+        ([*TEXT, "--ngram_corpus", "in.jsonl"], "--ngram_corpus: give --ngram"),
+        ([*TEXT, "--ngram", "--ngram_corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+        ([*TEXT, "--ngram", "--ngram_corpus", "."], ".: a folder, not a file"),
+        ([*TEXT, "--num_samples", "0"], "--num_samples 0: at least 1"),
+        ([*TEXT, "--num_samples", "2"], "--num_samples 2 at --temperature 0 would be equal texts"),
+        (["--chat", "--num_samples", "2", "--temperature", "1"], "--num_samples needs --prompt or --prompts"),
         ([*TEXT, "--early_exit", "0"], "--early_exit 0: at least 1"),
         ([*TEXT, "--early_exit", "1", "--ngram"], "not allowed with argument --"),
         ([*TEXT, *HEAD, "--nodes", "4"], "--nodes: give --branches"),

@@ -246,7 +246,7 @@ def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
         )
         root = torch.full((chunk, 1), size)
         p = p_table[torch.cat([root, draft.tokens], 1)]
-        last, probs = rules.RULES[name](p, draft, u[:, len(parents) : -2])
+        last, probs = rules.RULES[name](p, draft, u[:, len(parents) : -1])
         following = draw(probs, u[:, -2])
         path = torch.cat([root, draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
         kept = draft.depths.gather(1, last[:, None])[:, 0]
@@ -280,6 +280,18 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
     backwards = generate(target, drafter, PROMPTS[::-1], settings[::-1], max_new_tokens=20).tokens
     assert together == alone == backwards[::-1]
     assert together == generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, drafter in drafters().items() if drafter and drafter.rules[0] == "walk"]
+)
+def test_a_deterministic_draft_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
+    target = Target(tiny_model().double(), tokenizer=None)
+    settings = [replace(own, seed=own.seed + 20) for own in (*WARPERS, Sampling())]
+    expected = generate(target, None, PROMPTS, settings, max_new_tokens=30)
+    made = generate(target, drafters(target)[name], PROMPTS, settings, max_new_tokens=30)
+    assert made.tokens == expected.tokens
+    assert made.tokens_per_step > 1
 
 
 @pytest.mark.parametrize("name", drafters())

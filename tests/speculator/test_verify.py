@@ -8,6 +8,7 @@ import torch
 
 from speculator import verify as rules
 from speculator.draft import Draft
+from speculator.sampling import draw
 
 EXACT = 1e-12
 SEEDS = range(50)
@@ -210,6 +211,25 @@ def test_a_wrong_rule_for_chains_fails(wrong, breaks, least):
     assert max(gap(seed) for seed in range(5)) > least
 
 
+def walk_and_draw_again(p, draft, u):
+    """Draws the token behind the path from p, though all that leads there was not drawn."""
+    last, _ = rules.walk(p, draft, u)
+    return last, p[torch.arange(len(p)), last]
+
+
+def walk_by_one_uniform(p, draft, u):
+    """Decides every place by the first one's uniform."""
+    return rules.walk(p, draft, u[:, :1].expand_as(u))
+
+
+@pytest.mark.parametrize("wrong", [walk_and_draw_again, walk_by_one_uniform])
+def test_a_wrong_walk_fails(wrong):
+    for parents in (e.CHAINS[2], PAIR_THEN_ONE):
+        worlds = [e.world(seed, 3, 2, "plain") for seed in range(5)]
+        gaps = [e.outcome(wrong, w, list(e.deterministic(w, parents)), e.walk_breaks).total_variation for w in worlds]
+        assert max(gaps) > 1e-2
+
+
 def test_a_greedy_draft_tested_against_its_softmax_fails():
     """The token is the likeliest of q, and q is claimed: HF issue 32867, and MCSD at draft temperature 0."""
 
@@ -289,7 +309,7 @@ def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     probs = None if name == "walk" else torch.tensor([[[1.0, 0.0]]])
     parents = torch.tensor([[-1]]) if name.startswith("multi") else None
     draft = Draft(torch.tensor([[0]]), torch.tensor([1]), probs, parents, depth=1)
-    last, probs = rules.RULES[name](p, draft, torch.zeros(1, 1))
+    last, probs = rules.RULES[name](p, draft, torch.zeros(1, 2))
     assert last.item() == 0
     assert (probs[0] / probs.sum()).tolist() == [0.0, 1.0]
 
@@ -309,13 +329,13 @@ def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
                 distributions = None if case.distributions is None else torch.stack(case.distributions)[None]
                 parents = None if case.parents == e.CHAINS[2] else torch.tensor([case.parents])
                 draft = Draft(torch.tensor([case.tokens]), torch.tensor([2]), distributions, parents, depth=1, width=2)
-                last, probs = rule(target, draft, torch.zeros(1, 2, dtype=torch.float64))
+                last, probs = rule(target, draft, torch.zeros(1, 3, dtype=torch.float64))
                 path = case.path(last.item() - 1)
                 assert all(w.p[path[:i]][token] > 0 for i, token in enumerate(path))
                 assert not (probs[0] > 0)[w.p[path] == 0].any()
 
 
-@pytest.mark.parametrize("rule", [rules.token, rules.block, rules.walk])
+@pytest.mark.parametrize("rule", [rules.token, rules.block])
 @pytest.mark.parametrize("length", [0, 1])
 def test_what_was_not_drafted_is_neither_kept_nor_subtracted(rule, length):
     p = torch.full((1, 3, 3), 1 / 3, dtype=torch.float64)
@@ -323,6 +343,29 @@ def test_what_was_not_drafted_is_neither_kept_nor_subtracted(rule, length):
     last, probs = rule(p, draft, torch.zeros(1, 2, dtype=torch.float64))
     assert last.item() == length
     torch.testing.assert_close(probs / probs.sum(), p[:, length])
+
+
+def test_a_walk_says_what_plain_decoding_draws_whatever_was_drafted():
+    """By the same uniforms, one for each place: the draft decides how many tokens come of it, and nothing else."""
+    w, generator = e.world(3, 4, 3, "zeros"), torch.Generator().manual_seed(0)
+    lengths = set()
+    for parents in (e.CHAINS[3], (-1, -1, 0, 0, 1, 3)):
+        for _ in range(100):
+            tokens = tuple(torch.randint(4, (len(parents),), generator=generator).tolist())
+            length = int(torch.randint(len(parents) + 1, (1,), generator=generator))
+            case = e.Case(tokens, parents, None, 1.0, length)
+            u = torch.rand(1, len(parents) + 1, generator=generator, dtype=torch.float64)
+            plain: tuple[int, ...] = ()
+            for depth in range(4):
+                plain = (*plain, draw(w.p[plain][None], u[:, depth]).item())
+            target = torch.stack([w.p[case.path(node)] for node in range(-1, len(tokens))])[None]
+            form = None if parents == e.CHAINS[3] else torch.tensor([parents])
+            draft = Draft(torch.tensor([tokens]), torch.tensor([length]), None, form, depth=3, width=2)
+            last, probs = rules.walk(target, draft, u)
+            said = (*case.path(last.item() - 1), probs.argmax().item())
+            assert said == plain[: len(said)]
+            lengths.add(len(said))
+    assert lengths >= {1, 2, 3}
 
 
 def test_greedy_keeps_the_leading_matches_of_a_chain():
