@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from eval.costs import Costs, measure
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
-from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, ModelDrafter, NgramDrafter
+from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, MixedDrafter, ModelDrafter, NgramDrafter
 from speculator.drafters.corpus import Corpus
 from speculator.errors import UserError
 from speculator.heads import Speculator
@@ -38,7 +38,7 @@ class Decoder:
     """One way to decode.
 
     Attributes:
-        key: "none", "head", "head 2", "ngram", "ngram_corpus", "model", "early_exit" or the name of a baseline.
+        key: "none", "head", "head 2", "mixed", "ngram", "ngram_corpus", "model", "early_exit" or a baseline's name.
         run: (prompts, sampling, new tokens, where to note it, tokens that end a text).
         drafter: who drafts in the built-in loop.
         ours: it is the built-in loop.
@@ -63,6 +63,7 @@ def decoders(
     rule: str | None = None,
     early_exit: int | None = None,
     corpus: Corpus | None = None,
+    mixed: bool = False,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """What runs, and why what was asked for does not: the plain loop first, then drafters, then transformers.
 
@@ -76,6 +77,7 @@ def decoders(
         rule: the accept rule of every drafter; None: each has its own.
         early_exit: how many of the target's first layers draft as well.
         corpus: texts for a second n-gram lookup.
+        mixed: the head's first chain and n-gram lookup, in the corpus where there is one, draft in one tree as well.
     """
     length = draft_lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -85,6 +87,8 @@ def decoders(
     drafters["ngram"] = NgramDrafter(length)
     if corpus is not None:
         drafters["ngram_corpus"] = NgramDrafter(length, corpus=corpus)
+    if mixed and head:
+        drafters["mixed"] = MixedDrafter(HeadDrafter(head, length), NgramDrafter(length, corpus=corpus))
     if model is not None:
         drafters["model"] = ModelDrafter(model, target, length)
     if early_exit is not None:
@@ -115,7 +119,7 @@ def decoders(
 def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engines, rule: str | None = None) -> Decoder:
     """The built-in loop with a drafter, or without; `engines`: see `time_ours`, the same for all that are compared."""
 
-    rule = rule if drafter else None
+    rule = rule if drafter and rule in drafter.rules else None
 
     def run(prompts, sampling, count, out, stop_at) -> None:
         time_ours(target, drafter, prompts, sampling, count, out, rule=rule, stop_at=stop_at, engines=engines)

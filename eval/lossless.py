@@ -66,12 +66,17 @@ class Recorder(Drafter):
         self.draft_length = drafter.draft_length if drafter else 0
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
+        self.room = drafter.room if drafter else 0
         if drafter and drafter.taps:  # beside them the last state, which the logits are made of
             self.taps, self.overlap = (*drafter.taps, len(target.taps.layers)), drafter.overlap
 
     def open(self, slots, capacity):
         self.drafter = self.drafter and self.drafter.open(slots, capacity)
         return self
+
+    def lend(self, cache):
+        if self.drafter:
+            self.drafter.lend(cache)
 
     def grow(self, capacity):
         if self.drafter:
@@ -255,7 +260,7 @@ def build_parser() -> OneLineParser:
     """The flags of `lossless`."""
     parser = OneLineParser(prog="python -m eval lossless", description=__doc__)
     add_flags(parser, max_prompts=32)
-    drafting.add_flags(parser, required=True)
+    drafting.add_flags(parser)
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--suite", default=PYTHON_SOURCES, help="as in `python -m eval`; default: python-sources")
     parser.add_argument("--sampled_prompts", type=int, default=4, help="of these, how many are sampled from")
@@ -273,7 +278,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     check_flags(arguments)
     refuse_below(arguments, samples=100, sampled_prompts=1)
-    drafting.check(arguments)
+    drafting.check(arguments, required=True)
     check_file("--output", arguments.output)
     target = load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)

@@ -22,6 +22,7 @@ _COLOURS = {
     "model": "#8250df",
     "early_exit": "#1a7f37",
     "ngram_corpus": "#bf8700",
+    "mixed": "#0a7d8c",
 }
 _SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # of one head's draft lengths
 _PLAIN = "#57606a"

@@ -15,6 +15,7 @@ _LABELS = {
     "ngram": "n-gram lookup",
     "model": "draft model",
     "early_exit": "early exit",
+    "mixed": "speculator and n-gram lookup",
     "ngram_corpus": "n-gram lookup, corpus",
 }
 PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not

@@ -64,6 +64,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--ngram_corpus", type=Path, nargs="+", metavar="FILE", help="n-gram lookup in these texts, to compare with"
     )
+    parser.add_argument("--mixed", action="store_true", help="the head and n-gram lookup in one tree, to compare with")
     parser.add_argument("--early_exit", type=int, metavar="K", help="the target's first K layers, to compare with")
     parser.add_argument(
         "--baseline",
@@ -111,6 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         rule=arguments.rule,
         early_exit=arguments.early_exit,
         corpus=read_corpus(arguments.ngram_corpus, target.tokenizer) if arguments.ngram_corpus else None,
+        mixed=arguments.mixed,
     )
     if arguments.report_to == "wandb":
         tracking.send(report, arguments.output)
@@ -136,6 +138,7 @@ def evaluate(
     rule: str | None = None,
     early_exit: int | None = None,
     corpus: Corpus | None = None,
+    mixed: bool = False,
 ) -> dict:
     """Measure and write the report; gives report.json's content. A wandb run that is on gets it too.
 
@@ -156,6 +159,7 @@ def evaluate(
         rule: the accept rule of every drafter above temperature 0; default: each has its own.
         early_exit: how many of the target's first layers draft as well.
         corpus: texts for a second n-gram lookup.
+        mixed: the head and n-gram lookup draft in one tree as well.
 
     Raises:
         UserError: what was asked for does not fit the target or the head, or can't be written.
@@ -174,7 +178,7 @@ def evaluate(
         shapes = tuned_shapes(tuned_in, target, head, temperatures, batch_size) if tuned_in else {}
         engines: Engines = {}
         default, unfit = decoders(
-            target, head, lengths, model, baselines, batch_size, engines, rule, early_exit, corpus
+            target, head, lengths, model, baselines, batch_size, engines, rule, early_exit, corpus, mixed
         )
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
         swapped = {t: decoder_of(target, "head", drafter, engines, rule) for t, drafter in tuned.items()}

@@ -33,6 +33,7 @@ class Draft:
             their children. None for a chain.
         depth: the longest path. A chain's is its n.
         width: the most siblings.
+        own: the draft that paths from elsewhere were hung on, whose tokens are this one's first. `probs` are its.
     """
 
     tokens: Tensor
@@ -41,6 +42,7 @@ class Draft:
     parents: Tensor | None = None
     depth: int = 0
     width: int = 1
+    own: Draft | None = None
 
     def __post_init__(self):
         if self.parents is None:

@@ -12,6 +12,7 @@ can be exactly 0, so a test `u * q < p` is strict: what the target never says is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -115,13 +116,24 @@ def walk(
     one-hot. With uniforms that belong to places in the text, the text is the same whatever was drafted.
     """
     last = torch.zeros_like(draft.lengths)
-    token, moving = last, torch.ones_like(last, dtype=torch.bool)
-    for depth in range(draft.depth + 1):
-        token = torch.where(moving, draw(take_at(p, last), u[:, depth]), token)
-        if depth < draft.depth:
-            child = (draft.before == last[:, None]) & (draft.tokens == token[:, None]) & draft.drafted
-            moving = moving & child.any(-1)
-            last = torch.where(moving, child.to(torch.uint8).argmax(-1) + 1, last)
+    return _walk(p, draft, u[:, : draft.depth + 1], last, p[:, 0])
+
+
+def _walk(
+    p: Tensor,  # [B, n+1, V]
+    draft: Draft,
+    u: Tensor,  # [B, s+1] for s steps
+    last: Tensor,  # [B] where each row begins
+    probs: Tensor,  # [B, V] of the token there
+) -> tuple[Tensor, Tensor]:  # [B], [B, V] one-hot
+    """Draw a token, and go on into the child that it is, if there is one."""
+    token = draw(probs, u[:, 0])
+    moving = torch.ones_like(last, dtype=torch.bool)
+    for step in range(1, u.shape[1]):
+        child = (draft.before == last[:, None]) & (draft.tokens == token[:, None]) & draft.drafted
+        moving = moving & child.any(-1)
+        last = torch.where(moving, child.to(torch.uint8).argmax(-1) + 1, last)
+        token = torch.where(moving, draw(take_at(p, last), u[:, step]), token)
     return last, torch.zeros_like(p[:, 0]).scatter_(1, token[:, None], 1)
 
 
@@ -200,12 +212,33 @@ def typical_lossy(
 
 Rule = Callable[[Tensor, Draft, Tensor], tuple[Tensor, Tensor]]
 
+
+def and_walk(rule: Rule) -> Rule:
+    """A rule for a draft with a path from elsewhere hung on: it decides over the draft's own part, and where the token
+    that it leaves to be drawn is in the tree, the walk goes on from there.
+
+    So siblings are tested one after the other, each by its own distribution: the draft's own by q, then the path's, as
+    certain, by what those have left of p (independent drafters, SpecInfer 2305.09781 section 4.3). The walk takes the
+    last of the uniforms: as many as there are tokens in the path, and one.
+    """
+
+    @wraps(rule)
+    def run(p: Tensor, draft: Draft, u: Tensor) -> tuple[Tensor, Tensor]:
+        if draft.own is None:
+            return rule(p, draft, u)
+        count = draft.own.tokens.shape[1]
+        last, probs = rule(p[:, : count + 1], draft.own, u[:, :count])
+        return _walk(p, draft, u[:, count - draft.tokens.shape[1] - 1 :], last, probs)
+
+    return run
+
+
 RULES: dict[str, Rule] = {
-    "token": token,
-    "block": block,
+    "token": and_walk(token),
+    "block": and_walk(block),
     "walk": walk,
-    "multi-candidate": multi_candidate,
-    "multi-candidate-replacement": multi_candidate_replacement,
+    "multi-candidate": and_walk(multi_candidate),
+    "multi-candidate-replacement": and_walk(multi_candidate_replacement),
     "typical-lossy": typical_lossy,
 }
 """By the name that a user types. Temperature 0 is `greedy`, whichever of these is asked for."""

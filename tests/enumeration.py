@@ -16,6 +16,7 @@ from itertools import pairwise, product
 import torch
 
 from speculator.draft import Draft
+from speculator.drafters.mixed import joined
 from speculator.sampling import Sampling
 
 Prefix = tuple[int, ...]
@@ -64,6 +65,7 @@ class Case:
         distributions: what each node's token is said to have been drawn from, or None for a deterministic draft.
         chance: how probable this draft is.
         length: nodes really drafted.
+        own: how many of the nodes are the draft's own, where a path was hung on.
     """
 
     tokens: Prefix
@@ -71,6 +73,7 @@ class Case:
     distributions: list[torch.Tensor] | None
     chance: float
     length: int
+    own: int = 0
 
     def path(self, node: int) -> Prefix:
         """The tokens from the root to a node, its own included; of -1: none."""
@@ -121,6 +124,30 @@ def deterministic(w: World, parents: Prefix) -> Iterator[Case]:
         probs = w.q[so_far.path(parents[node])]
         tokens = (*tokens, probs.argsort(descending=True, stable=True)[len(elders)].item())
     yield Case(tokens, parents, None, 1.0, len(parents))
+
+
+def mixed(w: World, parents: Prefix, found: Prefix, length: int) -> Iterator[Case]:
+    """Every draft of `sampled` siblings without replacement, with a path that a lookup found hung on."""
+    for case in sampled(w, parents, replacement=False):
+        chain = parents == tuple(range(-1, len(parents) - 1))
+        depth = max(case.level(node) + 1 for node in range(len(parents)))
+        draft = Draft(
+            torch.tensor([case.tokens]),
+            torch.tensor([case.length]),
+            torch.stack(case.distributions or [])[None],
+            None if chain else torch.tensor([parents]),
+            depth=depth,
+            width=2,
+        )
+        path = torch.tensor([[*found, *(0 for _ in range(depth + length - len(found)))]])
+        draft = joined(draft, path, torch.tensor([len(found)]), length)
+        assert draft.parents is not None
+        tokens, own = (tuple(row[0].tolist()) for row in (draft.tokens, draft.parents))
+        certain = [
+            torch.nn.functional.one_hot(torch.tensor(token), w.size).double() for token in tokens[len(parents) :]
+        ]
+        distributions = [*(case.distributions or []), *certain]
+        yield Case(tokens, own, distributions, case.chance, draft.lengths.item(), len(parents))
 
 
 # ---- where each rule changes its mind, worked out apart from the rule
@@ -178,7 +205,7 @@ def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
             t, s = w.p[case.path(node)].clone(), None
             for child in case.children(node):
                 token = case.tokens[child]
-                if s is None:
+                if s is None or child >= case.own > 0:
                     if case.distributions is None:
                         s = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
                     else:
@@ -194,6 +221,52 @@ def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
         return breaks
 
     return find
+
+
+def and_walk_breaks(find: Callable[[World, Case], Breaks], rests: Callable) -> Callable[[World, Case], Breaks]:
+    """Those of a rule over the draft's own part, then of the draws: from what it leaves, and from p anywhere."""
+
+    def bounds(probs: torch.Tensor) -> set[float]:
+        return set((probs.cumsum(0) / probs.sum()).tolist()) if probs.sum() > 0 else set()
+
+    def breaks(w: World, case: Case) -> Breaks:
+        own = Case(case.tokens[: case.own], case.parents[: case.own], case.distributions, case.chance, case.own)
+        first = set().union(*(bounds(rest) for rest in rests(w, own)))
+        anywhere = set().union(*(bounds(w.p[case.path(node)]) for node in range(-1, case.length)))
+        return [*find(w, own), first | bounds(w.p[()]), *[anywhere] * (len(case.tokens) - case.own)]
+
+    return breaks
+
+
+def chain_rests(block: bool) -> Callable[[World, Case], list[torch.Tensor]]:
+    """What is left of p at each place where a chain may end."""
+
+    def rests(w: World, case: Case) -> list[torch.Tensor]:
+        weight, left = 1.0, []
+        for i, token in enumerate(case.tokens):
+            p, q = w.p[case.path(i - 1)], (case.distributions or [])[i]
+            left += [(weight * p - q).clamp_min(0), p]
+            if block:
+                weight = min(1.0, weight * p[token].item() / q[token].item())
+        return [*left, w.p[case.tokens]]
+
+    return rests
+
+
+def recursive_rests(w: World, case: Case) -> list[torch.Tensor]:
+    """What is left of p at each node when all its children are refused."""
+    left = []
+    for node in range(-1, len(case.tokens)):
+        t, s = w.p[case.path(node)].clone(), None
+        for child in case.children(node):
+            s = (case.distributions or [])[child].clone() if s is None else s
+            if s[case.tokens[child]] > 0:
+                over = (t - s).clamp_min(0)
+                t = over / over.sum() if over.sum() > 1e-30 else t
+                s[case.tokens[child]] = 0
+                s = s / s.sum() if s.sum() > 0 else s
+        left.append(t)
+    return left
 
 
 def _cells(breaks: set[float]) -> list[tuple[float, float]]:
@@ -246,9 +319,10 @@ def outcome(
             if case.distributions is not None:
                 distributions.append(torch.stack(case.distributions))
     count = len(parents[0])
-    is_chain = tuple(parents[0]) == tuple(range(-1, count - 1))
-    depth = max(case.level(node) + 1 for case in cases[:1] for node in range(count))
-    width = max(len(cases[0].children(node)) for node in range(-1, count))
+    is_chain = all(tuple(each) == tuple(range(-1, count - 1)) for each in parents)
+    different = {case.parents: case for case in cases}.values()
+    depth = max(case.level(node) + 1 for case in different for node in range(count))
+    width = max(len(case.children(node)) for case in cases for node in range(-1, count))
     draft = Draft(
         torch.tensor(tokens),
         torch.tensor(lengths),
@@ -257,6 +331,14 @@ def outcome(
         depth=depth,
         width=width,
     )
+    if own := cases[0].own:
+        chain = parents[0][:own] == tuple(range(-1, own - 1))
+        assert draft.probs is not None
+        form = None if chain else torch.tensor([each[:own] for each in parents])
+        draft.own = Draft(
+            draft.tokens[:, :own], torch.full((len(tokens),), own), draft.probs[:, :own], form, depth, width
+        )
+        draft.parents, draft.probs = torch.tensor(parents), None
     last, probs = rule(torch.stack(targets), draft, torch.tensor(uniforms, dtype=torch.float64))
     probs = probs / probs.sum(-1, keepdim=True)
     chance = torch.tensor(chances, dtype=torch.float64)

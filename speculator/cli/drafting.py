@@ -13,12 +13,14 @@ from speculator.drafters import (
     Drafter,
     EarlyExitDrafter,
     HeadDrafter,
+    MixedDrafter,
     ModelDrafter,
     NgramDrafter,
     Paths,
     Tree,
 )
-from speculator.drafters.corpus import Corpus, read_corpus
+from speculator.drafters.corpus import read_corpus
+from speculator.drafters.mixed import Mixed
 from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.files import check_input
@@ -26,20 +28,25 @@ from speculator.target import Target
 from speculator.verify import RULES
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
+_WHO = "--speculator, --draft_model, --early_exit or --ngram"
 _CHAIN = ("draft_length", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes", "paths", "replacement")
 
 
-def add_flags(parser: OneLineParser, required: bool = False) -> None:
-    """Who drafts (with `required`: someone must), the shape and the rule."""
-    who = parser.add_mutually_exclusive_group(required=required)
+def add_flags(parser: OneLineParser) -> None:
+    """Who drafts, the shape and the rule."""
+    who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
     who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
-    who.add_argument("--ngram", action="store_true", help="draft by n-gram lookup in the text so far")
+    who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
+    parser.add_argument(
+        "--ngram",
+        action="store_true",
+        help="draft by n-gram lookup in the text so far, alone or beside another drafter",
+    )
     parser.add_argument(
         "--ngram_corpus", type=Path, nargs="+", metavar="FILE", help="--ngram looks in these texts too (.txt, .jsonl)"
     )
-    who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
 
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
     parser.add_argument(
@@ -60,14 +67,14 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between, as 4,2,1") from None
 
 
-def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
-    """Refuse what can't be, before any model is loaded.
+def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bool = False) -> None:
+    """Refuse what can't be, before any model is loaded; with `required` someone must draft.
 
     Raises:
         UserError: flags that do not go together, or a rule that does not fit what they draft.
     """
     exits = arguments.early_exit is not None
-    drafts = arguments.speculator or arguments.draft_model or arguments.ngram or exits
+    drafts = _models(arguments) or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     shaping = _given(arguments, *_TREE[1:])
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
@@ -76,10 +83,14 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
     refuse(
         (arguments.speculator == "", "--speculator is empty: give the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
-        (idle and not drafts, f"{idle}: give a drafter, --speculator, --draft_model, --early_exit or --ngram"),
+        (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
+        (required and not drafts, f"no drafter: give {_WHO}"),
         (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),
         (arguments.ngram_corpus and not arguments.ngram, "--ngram_corpus: give --ngram, which looks in it"),
-        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
+        (
+            arguments.ngram and foreign and not _models(arguments),
+            f"--ngram copies a chain: it has no {foreign}",
+        ),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
         ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
@@ -88,9 +99,32 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False) -> None:
     for file in arguments.ngram_corpus or []:
         check_input(file)
     if drafts:
-        rules = (_ngram(arguments) if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH)).rules
+        rules = _rules(arguments)
         if arguments.rule and arguments.rule not in rules:
             raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
+
+
+def walks(arguments: argparse.Namespace) -> bool:
+    """Whether a sampled text is what plain decoding draws, whatever is drafted."""
+    return (arguments.rule or _rules(arguments)[0]) == "walk"
+
+
+def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if not _models(arguments):
+        return NgramDrafter(_copied(arguments)).rules
+    shape = _shape(arguments, _DEFAULT_LENGTH)
+    return Mixed(shape, _copied(arguments)).rules if arguments.ngram else shape.rules
+
+
+def _copied(arguments: argparse.Namespace) -> int:
+    """Tokens that a lookup copies: beside a model, whose draft `--draft_length` is, as many as without a flag."""
+    given = None if _models(arguments) else arguments.draft_length
+    return _DEFAULT_LENGTH if given is None else given
+
+
+def _models(arguments: argparse.Namespace) -> bool:
+    """Whether a model drafts."""
+    return bool(arguments.speculator or arguments.draft_model or arguments.early_exit is not None)
 
 
 def drafter(
@@ -102,13 +136,22 @@ def drafter(
         arguments: the flags.
         target: for whom it drafts.
         temperature: where no flag says what a head drafts, what was tuned for this; None: never what was tuned.
-        memory: tokens of other texts that n-gram lookup looks in.
+        memory: tokens of other texts that n-gram lookup looks in; sampled texts depend on them unless it `walks`.
 
     Raises:
         UserError: no such head or model, or it can't draft so.
     """
     if arguments.branches and max(arguments.branches) > target.vocab_size:
         raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
+    lookup, files = None, arguments.ngram_corpus
+    if arguments.ngram:
+        corpus = read_corpus(files, target.tokenizer) if files else None
+        lookup = NgramDrafter(_copied(arguments), memory=memory, corpus=corpus)
+    model = _model_drafter(arguments, target, temperature)
+    return MixedDrafter(model, lookup) if model and lookup else model or lookup
+
+
+def _model_drafter(arguments: argparse.Namespace, target: Target, temperature: float | None) -> Drafter | None:
     if arguments.speculator:
         head = load_head(arguments.speculator, target)
         tuned = None
@@ -127,12 +170,7 @@ def drafter(
         return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
     if arguments.early_exit is not None:
         return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
-    if not arguments.ngram:
-        return None
-    if arguments.rule not in (None, "walk"):
-        memory = 0  # a sampled text would depend on the other rows
-    files = arguments.ngram_corpus
-    return _ngram(arguments, memory, read_corpus(files, target.tokenizer) if files else None)
+    return None
 
 
 def shaped(arguments: argparse.Namespace) -> str:
@@ -156,8 +194,3 @@ def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths |
     if arguments.paths is not None:
         return Paths(arguments.branches, arguments.paths)
     return Candidates(arguments.branches, arguments.replacement)
-
-
-def _ngram(arguments: argparse.Namespace, memory: int = 0, corpus: Corpus | None = None) -> NgramDrafter:
-    length = _DEFAULT_LENGTH if arguments.draft_length is None else arguments.draft_length
-    return NgramDrafter(length, memory=memory, corpus=corpus)

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
-    drafter = drafting.drafter(arguments, target, memory=MEMORY)
+    drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
     table = None
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
         table = tuned_table(arguments.speculator, target, drafter.head, arguments.max_batch_size)

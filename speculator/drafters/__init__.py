@@ -4,6 +4,7 @@ from speculator.drafters.base import Drafter
 from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
+from speculator.drafters.mixed import MixedDrafter
 from speculator.drafters.model import ModelDrafter
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.topology import Candidates, Chain, Paths, Tree
@@ -15,6 +16,7 @@ __all__ = [
     "EarlyExitDrafter",
     "FixedTree",
     "HeadDrafter",
+    "MixedDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "Paths",

@@ -12,6 +12,7 @@ from torch import Tensor
 from speculator.draft import Draft, gather_at, take_at
 from speculator.drafters.attention import AttentionSource
 from speculator.drafters.base import Drafter, Texts
+from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import AttentionHead, RecurrentHead, Speculator
@@ -46,8 +47,9 @@ class HeadDrafter(Drafter):
 
     def reshape(self, shape: Shape) -> None:
         recurrent, known = isinstance(self.head, RecurrentHead), self.head.n_predict
-        if recurrent and shape.depth > known:
-            raise UserError(f"draft length {shape.depth} is not in 1..{known}, what the head can draft")
+        levels = shape.inner.depth if isinstance(shape, Mixed) else shape.depth
+        if recurrent and levels > known:
+            raise UserError(f"draft length {levels} is not in 1..{known}, what the head can draft")
         # Of more children some would be tokens that the head gives probability 0.
         if shape.width > self.head.config.output_size:
             raise UserError(

@@ -36,16 +36,19 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
         self.model = model
-        self.shape = shape = Chain(shape) if isinstance(shape, int) else shape
-        self.draft_length, self.nodes, self.rules = shape.depth, shape.nodes, shape.rules
-        self.capturable = shape.capturable and model.capturable
-        # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
-        # So many tokens behind the pending one are processed again.
-        self._again = 1 if isinstance(shape, Chain) else shape.depth
+        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
         self._vocab_size = target.vocab_size
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
+
+    def reshape(self, shape: Shape) -> None:
+        """Before it is opened."""
+        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
+        self.capturable = shape.capturable and self.model.capturable
+        # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
+        # So many tokens behind the pending one are processed again.
+        self._again = 1 if isinstance(shape, Chain) else shape.depth
 
     def open(self, slots: int, capacity: int) -> ModelDrafter:
         opened = copy(self)

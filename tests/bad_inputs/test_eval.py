@@ -62,7 +62,7 @@ FLAGS = [
         (EVAL, ["--output", "a\0b"], ""),
         (EVAL, ["--output", "/proc/nowhere"], "/proc"),
         (LOSSLESS, ["--rule", "walk"], "walk"),
-        (LOSSLESS, ["--ngram"], "not allowed"),
+        (LOSSLESS, ["--draft_model", "x"], "not allowed"),
         (LOSSLESS, ["--samples", "0"], "samples"),
         (LOSSLESS, ["--sampled_prompts", "-1"], "sampled_prompts"),
         (LOSSLESS, ["--output", "no/such.json"], "no"),

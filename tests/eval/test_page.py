@@ -118,7 +118,7 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     sorted_by = [float(attrs["data-v"]) for tag, attrs in found.tags if tag == "td" and "data-v" in attrs]
     assert report["suites"][1]["tokens_per_step"] in sorted_by
     classes = {attrs.get("class", "").split(" ")[0] for tag, attrs in found.tags if tag in ("span", "s")}
-    assert classes == {"own", "head", "ngram", "model", "early_exit", "ngram_corpus"} | {""}
+    assert classes == {"own", "head", "ngram", "model", "early_exit", "ngram_corpus", "mixed"} | {""}
     assert "speculator" in found.texts["td"]
 
 

@@ -14,6 +14,7 @@ from eval.run import evaluate
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
+from speculator.drafters.corpus import Corpus
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -25,10 +26,11 @@ def report_of(tmp_path, target=None, head=None, **more):
 
 
 def test_report_files_agree_and_name_every_baseline(tmp_path):
-    report = report_of(tmp_path, early_exit=1)
+    report = report_of(tmp_path, early_exit=1, corpus=Corpus([[1, 2, 3, 4]]), mixed=True)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
-    for label in ("speculator", "n-gram lookup", "early exit", "plain decoding, same loop", "transformers generate"):
+    ours = ("speculator", "n-gram lookup", "n-gram lookup, corpus", "speculator and n-gram lookup", "early exit")
+    for label in (*ours, "plain decoding, same loop", "transformers generate"):
         assert f"| {label} |" in text
     assert (tmp_path / "acceptance.png").stat().st_size > 10_000
     assert markdown(report) == text

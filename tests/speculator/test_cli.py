@@ -45,7 +45,9 @@ def greedy(folder, ids: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"], ["--early_exit"]])
+@pytest.mark.parametrize(
+    "drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"], ["--early_exit"], ["--ngram", "--speculator"]]
+)
 def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]
@@ -160,7 +162,10 @@ TEXT = ["--prompt", "x"]
         (["--prompts", "in.jsonl", "--ngram", "--show-drafts", "--batch_size", "2"], "--show-drafts"),
         ([*TEXT, "--rule", "block"], "--rule: give a drafter"),
         ([*TEXT, "--draft_length", "3"], "--draft_length: give a drafter"),
-        ([*TEXT, *HEAD, "--ngram"], "not allowed with argument --speculator"),
+        (
+            [*TEXT, *HEAD, "--ngram", "--rule", "walk"],
+            "--rule walk does not fit what is drafted; these do: block, token",
+        ),
         ([*TEXT, *HEAD, "--draft_model", "other"], "not allowed with argument --speculator"),
         ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
         ([*TEXT, "--ngram", "--min_confidence", "0.5"], "--min_confidence"),
@@ -172,7 +177,7 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--num_samples", "2"], "--num_samples 2 at --temperature 0 would be equal texts"),
         (["--chat", "--num_samples", "2", "--temperature", "1"], "--num_samples needs --prompt or --prompts"),
         ([*TEXT, "--early_exit", "0"], "--early_exit 0: at least 1"),
-        ([*TEXT, "--early_exit", "1", "--ngram"], "not allowed with argument --"),
+        ([*TEXT, "--early_exit", "1", "--draft_model", "x"], "not allowed with argument --"),
         ([*TEXT, *HEAD, "--nodes", "4"], "--nodes: give --branches"),
         ([*TEXT, *HEAD, "--replacement"], "--replacement: give --branches"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--nodes, --paths: only one"),

@@ -16,6 +16,7 @@ from speculator import (
     Engine,
     FixedTree,
     HeadDrafter,
+    MixedDrafter,
     ModelDrafter,
     NgramDrafter,
     Sampling,
@@ -243,6 +244,8 @@ DRAFTERS = {
     "model-tree": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target, Tree((3, 2, 2), 8)),
     "ngram": lambda target: NgramDrafter(),
     "exit": lambda target: EarlyExitDrafter(target, 1),
+    "mixed": lambda target: MixedDrafter(chain(), NgramDrafter()),
+    "mixed-model": lambda target: MixedDrafter(DRAFTERS["model-tree"](target), NgramDrafter()),
     "exit-tree": lambda target: EarlyExitDrafter(target, 1, Tree((3, 2, 2), 4)),
 }
 

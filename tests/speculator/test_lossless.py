@@ -2,10 +2,11 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from conftest import CONFIGS, MisstatedHead, Oracle, tiny_head, tiny_model
+from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, tiny_head, tiny_model
 from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,7 @@ from speculator import (
     Engine,
     FixedTree,
     HeadDrafter,
+    MixedDrafter,
     ModelDrafter,
     NgramDrafter,
     Paths,
@@ -26,7 +28,9 @@ from speculator import (
 )
 from speculator import verify as rules
 from speculator.draft import Draft
-from speculator.sampling import draw, uniforms
+from speculator.drafters.corpus import Corpus
+from speculator.drafters.mixed import Mixed
+from speculator.sampling import RowSampling, draw, uniforms
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 # Their grouped matrix products exist in float32 only.
@@ -61,7 +65,9 @@ def drafters(target: Target | None = None) -> dict:
     few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
     pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
     early = {f"exit-{name}": EarlyExitDrafter(target, 1, SHAPES[name]) for name in ("chain", "tree")}
-    return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early}
+    lookup = NgramDrafter(2, corpus=Corpus([[i * k % VOCAB for i in range(2 * VOCAB)] for k in (3, 7)]))
+    both = {f"mixed-{name}": MixedDrafter(made[name], lookup) for name in ("head-chain", "attention-candidates")}
+    return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early, **both}
 
 
 # ---- temperature 0
@@ -81,6 +87,7 @@ GREEDY = [
     "pruned-chain",
     "pruned-tree",
     "exit-tree",
+    "mixed-head-chain",
 ]
 
 
@@ -161,7 +168,7 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
     assert sampled_p_value(name, WARPERS[0], rule=rule) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["head-chain", "head-tree", "attention-chain", "model-candidates"])
+@pytest.mark.parametrize("name", ["head-chain", "head-tree", "attention-chain", "mixed-head-chain"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(name, WARPERS[1], rows=1500, batch=batch) > 1e-4
@@ -244,20 +251,69 @@ def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
             depth=2,
             width=2,
         )
-        root = torch.full((chunk, 1), size)
-        p = p_table[torch.cat([root, draft.tokens], 1)]
-        last, probs = rules.RULES[name](p, draft, u[:, len(parents) : -1])
-        following = draw(probs, u[:, -2])
-        path = torch.cat([root, draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
-        kept = draft.depths.gather(1, last[:, None])[:, 0]
-        first = torch.where(kept > 0, path[:, 0], following)
-        # The second token: the draft's, the one after it, or plainly drawn where the first ended the step.
-        plain = draw(p_table[first], u[:, -1])
-        second = torch.where(kept > 1, path[:, 1], torch.where(kept == 1, following, plain))
-        seen += torch.bincount(first * size + second, minlength=size * size)
+        seen += pairs(name, p_table, draft, u[:, len(parents) :])
+    assert chi_square_of_pairs(seen, p_table) > 1e-4
+
+
+def pairs(name, p_table, draft, u) -> torch.Tensor:
+    """How often each pair of tokens came, by a rule and what plain decoding draws behind a short path."""
+    size, rows = p_table.shape[1], len(u)
+    root = torch.full((rows, 1), size)
+    p = p_table[torch.cat([root, draft.tokens], 1)]
+    last, probs = rules.RULES[name](p, draft, u[:, :-1])
+    following = draw(probs, u[:, -2])
+    path = torch.cat([root, draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
+    kept = draft.depths.gather(1, last[:, None])[:, 0]
+    first = torch.where(kept > 0, path[:, 0], following)
+    # The second token: the draft's, the one after it, or plainly drawn where the first ended the step.
+    plain = draw(p_table[first], u[:, -1])
+    second = torch.where(kept > 1, path[:, 1], torch.where(kept == 1, following, plain))
+    return torch.bincount(first * size + second, minlength=size * size)
+
+
+def chi_square_of_pairs(seen, p_table) -> float:
+    size = p_table.shape[1]
     probs = (p_table[size][:, None].double() * p_table[:size].double()).flatten()
     cells = {(i,): probability for i, probability in enumerate(probs.tolist())}
-    assert chi_square_p(Counter({(i,): n for i, n in enumerate(seen.tolist())}), cells, rows) > 1e-4
+    return chi_square_p(Counter({(i,): n for i, n in enumerate(seen.tolist())}), cells, int(seen.sum()))
+
+
+class Chained:
+    """A source whose distribution of the next token depends on the last one alone."""
+
+    def __init__(self, table):
+        self.logits = table.log()
+
+    def first(self, pending, texts):
+        return self.logits[pending][:, None]
+
+    def next(self, level, tokens, parents):
+        return self.logits[tokens]
+
+
+@pytest.mark.parametrize("inner", [Chain(2), FixedTree([(0,), (1,), (0, 0)])], ids=["chain", "tree"])
+def test_many_rows_of_a_mixed_draft_follow_the_target_distribution(inner):
+    """Drawn, joined with what a lookup found for each row, tested and drawn again, as they run in float32."""
+    size, rows, chunk = 16, 400_000, 100_000
+    generator = torch.Generator().manual_seed(1)
+    p_table, q_table = (torch.randn(size + 1, size, generator=generator).softmax(-1) for _ in range(2))
+    likely = torch.stack([p_table.argmax(-1), q_table.argmax(-1)], 1).tolist()
+    paths: list[list[int]] = []  # eight of the likeliest tokens of either, each also cut
+    for kinds in product(range(2), repeat=3):
+        path = [size]
+        for which in kinds:
+            path.append(likely[path[-1]][which])
+        paths += [path[1 : 1 + length] for length in range(4)]
+    seen = torch.zeros(size * size, dtype=torch.long)
+    shape, source, one = Mixed(inner, 1), Chained(q_table), RowSampling([Sampling(1.0)], torch.device("cpu"))
+    for start in range(0, rows, chunk):
+        nodes = shape.nodes
+        u = uniforms(torch.arange(start, start + chunk), torch.zeros(chunk, dtype=torch.long), 2 * nodes + 2)
+        shape.found = [paths[i % len(paths)] for i in range(chunk)]
+        draft = shape.draft(source, torch.full((chunk,), size), one, u[:, :nodes], [])
+        assert len(draft.longest.unique()) > 1
+        seen += pairs(shape.rules[0], p_table, draft, u[:, nodes:])
+    assert chi_square_of_pairs(seen, p_table) > 1e-4
 
 
 # ---- rows, cache and copies

@@ -75,7 +75,7 @@ def test_an_engine_remembers_what_it_decoded_until_it_is_told_to_forget():
 
     engine = Engine(target, drafter, slots=1)
     first, again = per_step(engine), per_step(engine)
-    assert again == 5 > first
+    assert again > 4.5 > first
     assert per_step(Engine(target, drafter, slots=1)) == first, "another engine has a memory of its own"
     assert not drafter.memory._known
 

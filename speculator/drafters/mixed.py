@@ -1,0 +1,127 @@
+"""Drafts from two sources in one tree: what a model drafts, and where a lookup says otherwise its path beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from speculator.draft import Draft
+from speculator.drafters.base import Drafter, LogitsSource, Texts
+from speculator.drafters.ngram import NgramDrafter
+from speculator.drafters.topology import LOSSY, Shape, check_length, check_nodes
+from speculator.kv_cache import KVCache
+from speculator.sampling import RowSampling
+
+
+class Mixed:
+    """Another shape's draft, and under it a path that a lookup found.
+
+    As far as the draft says what was found, it is followed; there the next `length` tokens of the path are hung on: as
+    siblings of the draft's own, or behind its end.
+
+    Args:
+        inner: what the source drafts.
+        length: the most tokens of the path.
+
+    Attributes:
+        found: the paths for the rows of the next draft.
+    """
+
+    capturable = False
+
+    def __init__(self, inner: Shape, length: int):
+        check_length(length)
+        self.inner, self.length = inner, length
+        self.depth, self.nodes = inner.depth + length, inner.nodes + length
+        self.width, self.offered = inner.width + 1, inner.offered
+        check_nodes(self.nodes)
+        # A chain's other rules take no tree.
+        self.rules: tuple[str, ...] = ("walk", *LOSSY) if "walk" in inner.rules else inner.rules
+        self.found: Sequence[list[int]] = ()
+
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        draft = self.inner.draft(source, pending, sampling, u, texts)
+        device = pending.device
+        most = self.inner.depth + self.length
+        known = [path[:most] for path in self.found]
+        counts = torch.tensor([len(path) for path in known], device=device)
+        path = torch.tensor([row + [0] * (most - len(row)) for row in known], dtype=torch.long, device=device)
+        return joined(draft, path, counts, self.length)
+
+
+def joined(
+    draft: Draft,
+    path: Tensor,  # [B, depth + length]
+    counts: Tensor,  # [B] how many of its tokens there are
+    length: int,
+) -> Draft:
+    """A draft with up to `length` tokens of a path from the root, those that it does not have itself."""
+    # Follow the path in the draft to the verify position `at`, `same` tokens deep.
+    at = same = torch.zeros_like(counts)
+    moving = counts > 0
+    for depth in range(draft.depth):
+        child = (draft.before == at[:, None]) & (draft.tokens == path[:, depth, None]) & draft.drafted
+        moving = moving & child.any(-1) & (depth < counts)
+        at = torch.where(moving, child.to(torch.uint8).argmax(-1) + 1, at)
+        same = same + moving
+    steps = torch.arange(length, device=path.device)
+    place = draft.lengths[:, None] + steps  # behind what each row really drafted
+    return Draft(
+        pad(draft.tokens, (0, length)).scatter(1, place, path.gather(1, same[:, None] + steps)),
+        draft.lengths + (counts - same).clamp(0, length),
+        None,
+        pad(draft.before - 1, (0, length), value=-1).scatter(1, place, torch.cat([at[:, None] - 1, place[:, :-1]], 1)),
+        depth=draft.depth + length,
+        width=draft.width + 1,
+        own=draft,
+    )
+
+
+class MixedDrafter(Drafter):
+    """A head, a draft model or the target's first layers, and n-gram lookup: both of their drafts in one tree.
+
+    Args:
+        drafter: what it drafts now is mixed with what the lookup finds.
+        lookup: its draft length is the most tokens of the path that are verified beside the draft.
+
+    Raises:
+        UserError: the draft would be too large.
+    """
+
+    name = "mixed"
+
+    def __init__(self, drafter: Drafter, lookup: NgramDrafter):
+        self.shape = Mixed(drafter.shape, lookup.draft_length)
+        self.drafter, self.lookup = copy(drafter), copy(lookup)
+        self.drafter.reshape(self.shape)
+        self.lookup.draft_length = self.shape.depth
+        self.draft_length, self.nodes, self.rules = self.shape.depth, self.shape.nodes, self.shape.rules
+        self.taps, self.overlap, self.room = drafter.taps, drafter.overlap, self.drafter.room
+
+    def open(self, slots: int, capacity: int) -> MixedDrafter:
+        opened = copy(self)
+        opened.drafter, opened.lookup = self.drafter.open(slots, capacity), self.lookup.open(slots, capacity)
+        return opened
+
+    def lend(self, cache: KVCache) -> None:
+        self.drafter.lend(cache)
+
+    def grow(self, capacity: int) -> None:
+        self.drafter.grow(capacity)
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.drafter.move(source, destination, longest)
+
+    def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
+        self.drafter.prefill(start, texts, begins, hidden, counts)
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        self.shape.found = [tokens for _, tokens in self.lookup.look(texts)]
+        return self.drafter.propose(pending, sampling, u, texts)
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self.drafter.commit(tokens, hidden, counts)
