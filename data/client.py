@@ -1,9 +1,11 @@
-"""On-policy text from a server with OpenAI's interface: the target runs there, only its tokenizer is needed here."""
+"""On-policy text from servers with OpenAI's interface: the target runs there, only its tokenizer is needed here."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from data.batches import Batches
 from data.connection import MOST_BYTES, Connection, RefusedError
 from data.onpolicy import ON_POLICY, record_of
 from data.rendering import end_of_answer
+from data.spread import spread
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, check_text, refuse
 from speculator.sampling import Sampling
 
 CONCURRENCY = 32
-"""Requests at a time."""
+"""Requests at a time, to each server."""
 _FIRST_SECONDS = 30.0  # until a server that was not heard of has said which models it has
 _BYTES_PER_TOKEN = 1 << 10
 _MOST_OF_ALL = 32 << 20
@@ -53,7 +56,7 @@ class _Form:
 
 
 def fetch_rows(
-    url: str,
+    urls: str | Sequence[str],
     target: str,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -65,25 +68,26 @@ def fetch_rows(
     seed: int = 0,
     progress: bool = True,
 ) -> Dataset:
-    """Rows as `data.onpolicy.generate_rows` makes them, continued by a server: vLLM, SGLang, llama.cpp and others.
+    """Rows as `data.onpolicy.generate_rows` makes them, continued by servers: vLLM, SGLang, llama.cpp and others.
 
-    The first prompts find out what the server takes: token ids, else text, or messages for a prompt rendered from
+    The first prompts find out what a server takes: token ids, else text, or messages for a prompt rendered from
     them. An answer that comes as text is tokenised behind its prompt. Rate limits, errors of the server and lost
-    connections are tried again for a minute. A key is taken from $OPENAI_API_KEY.
+    connections are tried again for a minute; of several servers one that then is gone is left out, with a line. A key
+    is taken from $OPENAI_API_KEY.
 
     Args:
-        url: of the server, with or without /v1.
+        urls: of the server or servers, with or without /v1.
         target: the model's name there, unless the server has only one.
         tokenizer: the target's.
         prompts: to continue.
         folder: as for `generate_rows`; answers are kept there `concurrency` at a time.
         sampling, max_new_tokens, seed, progress: as for `generate_rows`; row r asks for the seed `seed + r`.
-        concurrency: requests at a time.
+        concurrency: requests at a time, to each server.
 
     Raises:
-        UserError: no URL, or a key that no header can hold; a server that can't be reached, takes a prompt in no form,
-            reads it as another number of tokens, does not sample, refuses a prompt, or answers too slowly, too much,
-            or otherwise than OpenAI's interface; a folder that was made otherwise.
+        UserError: no URL, or one twice, or a key that no header can hold; no server that can be reached and answers in
+            time; one that takes a prompt in no form, reads it as another number of tokens, does not sample, refuses a
+            prompt, or answers too much, or otherwise than OpenAI's interface; a folder that was made otherwise.
     """
     refuse(
         (not prompts, "no prompt to continue"),
@@ -93,16 +97,28 @@ def fetch_rows(
     ids = [prompt.ids for prompt in prompts]
     record = {"target": target, "drafter": "server", **record_of([sampling], seed, max_new_tokens, ids)}
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
-    unknown = {"tokens_per_step": None, "tokens_per_second": {"speculative": None, "same_loop": None}}
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
         if todo := work.todo():
-            server = _Server(url, target, tokenizer, sampling, max_new_tokens)
-            asyncio.run(_fetch(server, work, {batch: rows[batch] for batch in todo}, prompts, seed, concurrency))
-        return work.finish(ids, lambda _: unknown)
+            names = [urls] if isinstance(urls, str) else urls
+            servers = [_Server(url, target, tokenizer, sampling, max_new_tokens) for url in names]
+            counted = Counter(server.url for server in servers)
+            twice = next((url for url, count in counted.items() if count > 1), None)
+            refuse((not servers, "no server"), (twice, f"--server {twice} is given twice"))
+            asyncio.run(_fetch(servers, work, {batch: rows[batch] for batch in todo}, prompts, seed, concurrency))
+        return work.finish(ids, _summary)
+
+
+def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the manifest says: how many rows each server has made."""
+    made: Counter[str] = Counter()
+    for facts in batches:
+        made.update(facts.get("servers", {}))
+    unknown = {"speculative": None, "same_loop": None}
+    return {"servers": dict(made), "tokens_per_step": None, "tokens_per_second": unknown}
 
 
 async def _fetch(
-    server: _Server,
+    servers: Sequence[_Server],
     work: Batches,
     batches: dict[int, list[int]],
     prompts: Sequence[Prompt],
@@ -110,26 +126,23 @@ async def _fetch(
     concurrency: int,
 ) -> None:
     """Ask for all rows, so many at a time: a slow answer keeps no other row waiting, whichever batch it is in."""
-    queue = iter([(batch, row) for batch, rows in batches.items() for row in rows])
     left = {batch: len(rows) for batch, rows in batches.items()}
     answers: dict[int, list[int]] = {}
+    made: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
 
-    async def ask() -> None:
-        for batch, row in queue:
-            answers[row] = await server.ask(row, prompts[row], seed + row)
-            left[batch] -= 1
-            if not left[batch]:
-                work.write(batch, [answers.pop(row) for row in batches[batch]])
+    async def ask(server: _Server, item: tuple[int, int]) -> None:
+        batch, row = item
+        answers[row] = await server.ask(row, prompts[row], seed + row)
+        made[batch][server.url] += 1
+        left[batch] -= 1
+        if not left[batch]:
+            work.write(batch, [answers.pop(row) for row in batches[batch]], servers=dict(made.pop(batch)))
 
-    async with server.connection.client:
-        await server.probe(prompts, seed)
-        tasks = [asyncio.ensure_future(ask()) for _ in range(min(concurrency, len(prompts)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server.connection.client)
+        items = [(batch, row) for batch, rows in batches.items() for row in rows]
+        await spread(servers, lambda server: server.probe(prompts, seed), ask, items, concurrency)
 
 
 class _Server:
@@ -179,7 +192,7 @@ class _Server:
         try:
             return await self._continue(prompt, self._forms[bool(prompt.messages)], seed, self.max_new_tokens)
         except RefusedError as error:
-            raise UserError(f"prompt {row + 1}: {error}") from None
+            raise UserError(f"{self.url}: prompt {row + 1}: {error}") from None
 
     async def _form(self, prompt: Prompt, seed: int) -> _Form:
         """The most exact form that the server takes: ids leave no doubt about the context."""

@@ -26,6 +26,10 @@ class RefusedError(UserError):
     """The server knows no such path, or won't take what was sent."""
 
 
+class GoneError(UserError):
+    """No such server, or it has stopped to answer."""
+
+
 class Connection:
     """A server of OpenAI's interface. A key is taken from $OPENAI_API_KEY.
 
@@ -65,7 +69,13 @@ class Connection:
         seconds: float | None = None,
         most: int = MOST_BYTES,
     ) -> Any:
-        """The JSON that the server answers; tried again while the fault may pass."""
+        """The JSON that the server answers; tried again while the fault may pass.
+
+        Raises:
+            GoneError: no fault passed within a minute.
+            RefusedError: it does not take this.
+            UserError: it answers what no server of this kind does.
+        """
         where, seconds = f"{self.url}/v1/{path}", _ANSWER_SECONDS if seconds is None else seconds
         fault, late = "", 0
         for attempt in range(tries):
@@ -100,8 +110,8 @@ class Connection:
             if response.status_code in _NOT_SO:
                 raise RefusedError(self.said(fault))
             if response.status_code != 429 and response.status_code < 500:
-                break
-        raise UserError(self.said(f"{where}: {fault}" if self.reached else f"no server at {self.url}: {fault}"))
+                raise UserError(self.said(f"{where}: {fault}"))
+        raise GoneError(self.said(f"{where}: {fault}" if self.reached else f"no server at {self.url}: {fault}"))
 
     async def _exchange(
         self, method: str, path: str, body: dict[str, Any] | None, most: int

@@ -39,7 +39,12 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="folder of a trained head that drafts; default: plain decoding")
-    who.add_argument("--server", metavar="URL", help="of an OpenAI-compatible server that runs the target")
+    who.add_argument(
+        "--server",
+        nargs="+",
+        metavar="URL",
+        help="of OpenAI-compatible servers that run the target; they share the rows",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--sources",
@@ -74,7 +79,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--batch_size",
         type=int,
-        help=f"rows decoded at a time, or requests to the server; default: {BATCH_SIZE}, {CONCURRENCY} with --server",
+        help=f"rows decoded at a time, or requests to each server; default: {BATCH_SIZE}, {CONCURRENCY} with --server",
     )
     parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")

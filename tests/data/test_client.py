@@ -296,6 +296,75 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     assert json.loads((output / "manifest.json").read_text())["rows"] == len(texts)
 
 
+# ---- several servers
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def fetched_of(servers, tokenizer, folder, prompts, **settings) -> list[dict]:
+    settings = {"concurrency": 2, "seed": 7, "progress": False, **settings}
+    urls = [each if isinstance(each, str) else each.url for each in servers]
+    return list(fetch_rows(urls, "target", tokenizer, prompts, folder, **settings))
+
+
+def test_servers_share_the_rows_and_each_has_its_own_requests(serve, tokenizer, tmp_path):
+    servers, prompts = [serve(delay=0.02), serve(delay=0.02)], text_prompts(tokenizer) * 6
+    rows = fetched_of(servers, tokenizer, tmp_path / "two", prompts, concurrency=3)
+    assert rows == fetched(servers[0], tokenizer, tmp_path / "one", prompts, concurrency=3)
+    check(rows, tokenizer, prompts)
+    assert [server.most for server in servers] == [3, 3]
+    made = manifest(tmp_path / "two")["servers"]
+    assert sum(made.values()) == len(prompts)
+    assert min(made[server.url] for server in servers) >= 6
+    assert manifest(tmp_path / "one")["servers"] == {servers[0].url: len(prompts)}
+
+
+@pytest.mark.parametrize("fault", [None, 503])
+def test_a_server_that_dies_midway_is_left_out_and_its_rows_are_done_by_the_others(
+    serve, tokenizer, tmp_path, capsys, fault
+):
+    probe = [200] * 3
+    dying, other = serve(faults=probe + [200] * 4 + [fault] * 1000), serve(delay=0.01)
+    prompts = text_prompts(tokenizer) * 4
+    check(fetched_of([dying, other], tokenizer, tmp_path, prompts), tokenizer, prompts)
+    assert manifest(tmp_path)["servers"] == {dying.url: 4, other.url: len(prompts) - 4}
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"{dying.url} is left out, and its rows are done by 1 other" in lines[0]
+
+
+def test_a_server_that_is_not_there_is_left_out(serve, tokenizer, tmp_path, capsys):
+    server, prompts = serve(), text_prompts(tokenizer)
+    check(fetched_of(["http://127.0.0.1:9", server], tokenizer, tmp_path, prompts), tokenizer, prompts)
+    assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_when_all_servers_die_the_rows_are_kept_for_another(serve, tokenizer, tmp_path):
+    probe = [200] * 3
+    dying = [serve(faults=probe + [200] * 4 + [None] * 1000) for _ in range(2)]
+    prompts = text_prompts(tokenizer) * 4
+    with pytest.raises(UserError, match="/v1/completions: "):
+        fetched_of(dying, tokenizer, tmp_path, prompts)
+    kept = 2 * len(list((tmp_path / "batches").glob("0*.json")))
+    assert kept
+    other = serve()
+    check(fetched_of([other], tokenizer, tmp_path, prompts), tokenizer, prompts)
+    made = manifest(tmp_path)["servers"]
+    assert made[other.url] == len(prompts) - kept == len(other.bodies) - len(probe)
+    assert sum(made.values()) == len(prompts)
+
+
+def test_a_server_that_would_give_other_text_is_refused_among_others(serve, tokenizer, tmp_path):
+    servers = [serve(), serve(takes=("ids",), misread=1)]
+    with pytest.raises(UserError, match=f"{servers[1].url} reads a prompt"):
+        fetched_of(servers, tokenizer, tmp_path / "out", text_prompts(tokenizer))
+    with pytest.raises(UserError, match=f"--server {servers[0].url} is given twice"):
+        fetched_of([servers[0], servers[0].url + "/v1/"], tokenizer, tmp_path / "out", text_prompts(tokenizer))
+    assert not (tmp_path / "out").exists()
+
+
 # ---- bounds
 
 
