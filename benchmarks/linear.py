@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from eval.costs import Costs, clock
-from eval.costs import measure as measure_costs
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target
+from speculator.costs import Costs, clock
+from speculator.costs import measure as measure_costs
 from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eval.timing import synchronize
-from speculator.device import resolve_device
+from speculator.device import resolve_device, synchronize
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
 from speculator.target import Target
 

@@ -4,7 +4,7 @@
 
 A plain step and a verify pass are compared with the time in which this machine can read their bytes once: all weights
 and the live keys and values, over a bandwidth that is measured first with a large copy. c and v are measured as every
-report's are (`eval.costs`), on the loop's own steps. How much of a draft is accepted can't be known with random
+report's are (`speculator.costs`), on the loop's own steps. How much of a draft is accepted can't be known with random
 weights: the speedup at an acceptance that others published is a projection, and is called one.
 """
 
@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from benchmarks.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
-from eval.costs import BLOCK, Costs, measure
 from speculator import HeadDrafter, Sampling, Target
+from speculator.costs import BLOCK, Costs, measure
 from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text

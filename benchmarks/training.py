@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from benchmarks.shapes import PRESETS, matrix_rate, random_target
-from eval.costs import clock
+from speculator.costs import clock
 from speculator.device import hardware, resolve_device
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text

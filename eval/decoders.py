@@ -10,9 +10,9 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, CompileConfig
 
-from eval.costs import Costs, measure
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
+from speculator.costs import Costs, measure
 from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, MixedDrafter, ModelDrafter, NgramDrafter
 from speculator.drafters.corpus import Corpus
 from speculator.errors import UserError
@@ -206,16 +206,16 @@ def measure_suite(
         UserError: a prompt that the target can't take.
     """
     stop_at = sorted(target.eos_token_ids) if suite.chat else []
-    batches = _batches(suite, batch_size)
+    parts = batches(suite, batch_size)
     measured = Measured({})
-    table = _warmed_up(table, suite, batches, sampling, max_new_tokens, stop_at, measured)
+    table = _warmed_up(table, suite, parts, sampling, max_new_tokens, stop_at, measured)
     measured.timed = {decoder.key: Timed() for decoder in table}
     measured.costs = {decoder.key: Costs() for decoder in table if decoder.drafter}
-    count = min(_COST_BATCHES, len(batches))
-    costed = {len(batches) * i // count for i in range(count)}
+    count = min(_COST_BATCHES, len(parts))
+    costed = {len(parts) * i // count for i in range(count)}
     order = list(table)
     name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")
-    progress = tqdm(batches, desc=name, unit="prompt" if batch_size == 1 else "batch")
+    progress = tqdm(parts, desc=name, unit="prompt" if batch_size == 1 else "batch")
     for number, batch in enumerate(progress):
         prompts = [suite.prompts[i] for i in batch]
         answers: list[list[list[int]]] = [[] for _ in batch]
@@ -251,7 +251,7 @@ def measure_suite(
     return measured
 
 
-def _batches(suite: Suite, size: int) -> list[list[int]]:
+def batches(suite: Suite, size: int) -> list[list[int]]:
     """Prompts that are decoded together: neighbours of the same category and as many turns."""
     alike: dict[tuple[str, int], list[int]] = {}
     for i, category in enumerate(suite.categories):

@@ -13,6 +13,7 @@ from eval.suites import Suite
 from eval.timing import Timed
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
+from speculator.drafters.auto import AutoDrafter
 from speculator.drafters.topology import LOSSY
 from speculator.request import Generation, Step
 from speculator.sampling import Sampling
@@ -157,6 +158,7 @@ def row(
     """One decoder's row: see docs/evaluation.md for every figure."""
     key, drafter = decoder.key, decoder.drafter
     rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
+    rule = "as drafted" if isinstance(drafter, AutoDrafter) else rule
     own, own_key = measured.timed[key], key if drafter else None
     result = {
         "name": suite.name,

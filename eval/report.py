@@ -17,6 +17,7 @@ _LABELS = {
     "early_exit": "early exit",
     "mixed": "speculator and n-gram lookup",
     "ngram_corpus": "n-gram lookup, corpus",
+    "auto": "chosen as it goes",
 }
 PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not
 _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
@@ -25,7 +26,7 @@ _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 def label(row: dict, lengths: set[int]) -> str:
     """How a table or a plot calls a drafter: with its draft length where several are side by side, and a lossy rule."""
     several = row["drafter"] == "head" and len(lengths) > 1
-    shape = f", tree of {row['nodes']}" if _is_tree(row) else ""
+    shape = f", tree of {row['nodes']}" if _is_tree(row) and row["drafter"] != "auto" else ""
     shape = f", {row['draft_length']} tokens" if several else shape
     return _LABELS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
 

@@ -33,11 +33,11 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.corpus import Corpus, read_corpus
 from speculator.drafters.early_exit import check_layers
 from speculator.drafters.topology import Chain
-from speculator.drafters.tuned import tuned_shapes
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
 from speculator.heads import RecurrentHead, Speculator
 from speculator.request import Step
+from speculator.tuned import automatic, tuned_shapes
 
 
 def build_parser() -> OneLineParser:
@@ -152,7 +152,8 @@ def evaluate(
         speculator_name: as the report calls the head.
         seed: of the sampling.
         draft_lengths: of the head's chains; default: all that it has.
-        tuned_in: the head's folder: it drafts as was tuned there, where no `draft_lengths` are given.
+        tuned_in: the head's folder: it drafts as was tuned there, where no `draft_lengths` are given, and beside that
+            what is chosen before each step.
         model: a draft model to compare with.
         baselines: beside the plain loop and transformers' generate: of `eval.decoders.OPTIONAL`.
         repeats: timings of every prompt, of which the median counts.
@@ -185,6 +186,9 @@ def evaluate(
         skipped |= unfit
         for suite, temperature in product(suites, temperatures):
             table = [swapped.get(temperature, d) if d.key == "head" else d for d in default]
+            if tuned_in and not draft_lengths and not rule:
+                auto = automatic(tuned_in, target, head, [temperature], batch_size)
+                table += [decoder_of(target, "auto", auto, engines)] if auto else []
             sampling = Sampling(temperature, seed=seed)
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
             skipped |= measured.skipped

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from speculator.attention import attending
 from speculator.cuda_graphs import Captured, capturable
+from speculator.device import synchronize
 from speculator.drafters import Drafter
 from speculator.engine import Engine
 from speculator.request import Step
@@ -77,11 +78,6 @@ class Timed:
     def end_to_end_tokens_per_second(self) -> float:
         seconds = sum(batch.prefill_seconds + batch.decode_seconds for batch in self.batches)
         return sum(map(len, self.tokens)) / seconds
-
-
-def synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def time_ours(

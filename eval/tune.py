@@ -3,11 +3,13 @@
 How often a child of each rank is accepted is measured on real steps with a wide tree. Under every budget of nodes
 dynamic programming gives the best tree, whose steps are then timed; the most promising trees and every chain are
 decoded in turns. The one with the highest predicted speed E / (G c + v) wins, all of it measured: of a tree G c is one
-draft."""
+draft. What else `generate` needs to choose before each step is measured too: how often lookups are right, and what
+steps cost at other numbers of rows."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from itertools import product
@@ -18,18 +20,19 @@ import torch
 from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
-from eval.costs import Costs, measure, walk
-from eval.decoders import Decoder, decoder_of, measure_suite
+from eval.decoders import Decoder, batches, decoder_of, measure_suite
 from eval.metrics import row, shown
 from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
 from eval.timing import Engines
-from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, load_head
+from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
+from speculator.costs import Costs, measure, measure_table, walk
+from speculator.drafters.auto import Copied
 from speculator.drafters.topology import Chain
-from speculator.drafters.tuned import TUNED, described, place
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
+from speculator.tuned import CONTEXTS, SIZES, TUNED, described, named, place, shape_of, written
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -37,6 +40,7 @@ _RANK_STEPS = 16  # of each prompt
 _COST_BLOCKS = 3
 _TREES = 2  # how many go into the final round, beside the one that verifies as many tokens as the longest chain
 _LONGEST_CHAIN = 8
+_COST_SHARE = 0.2  # of the time that tuning takes, for measuring what steps cost at other numbers of rows
 
 
 def build_parser() -> OneLineParser:
@@ -89,12 +93,12 @@ def write_tuned(
     seed: int = 0,
 ) -> list[dict]:
     """Tune at each temperature and batch size and write the choices; gives a row for all that was decoded."""
-    rows, settings = [], []
+    rows, settings, texts, began = [], [], [], time.perf_counter()
     for batch_size, temperature in product(batch_sizes, temperatures):
-        found = tune(target, head, suite, Sampling(temperature, seed=seed), max_new_tokens, batch_size)
+        found, said = tune(target, head, suite, Sampling(temperature, seed=seed), max_new_tokens, batch_size)
+        texts += said
         best = max(found, key=lambda each: each["predicted_speedup"])
-        shape = {"tree": best["tree"]} if best["tree"] else {"draft_length": best["draft_length"]}
-        settings.append({"temperature": temperature, "batch_size": batch_size, **shape})
+        settings.append({"temperature": temperature, "batch_size": batch_size, **named(shape_of(best))})
         rows += [{**each, "batch_size": batch_size, "chosen": each is best} for each in found]
     report = {
         "schema": 1,
@@ -104,6 +108,8 @@ def write_tuned(
         "suite": suite.name,
         "prompts": len(suite.prompts),
         "measured": rows,
+        "lookup": lookup_acceptance(texts),
+        "costs": step_costs(target, head, rows, _COST_SHARE * (time.perf_counter() - began)),
     }
     write_json(output, report)
     return rows
@@ -111,8 +117,8 @@ def write_tuned(
 
 def tune(
     target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int, batch_size: int
-) -> list[dict]:
-    """A row for every chain and the best trees, decoded in turns."""
+) -> tuple[list[dict], list[tuple[list[int], list[int]]]]:
+    """A row for every chain and the best trees, decoded in turns; and prompts with what plain decoding said."""
     eos = target.eos_token_ids if suite.chat else set()
     acceptance = rank_acceptance(target, head, suite.prompts, sampling, eos=eos)
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
@@ -125,13 +131,52 @@ def tune(
     for decoder in decoders[1:]:
         figures = _figures(target, decoder, suite, sampling, measured, max_new_tokens, batch_size)
         shape = shapes[int(decoder.key)]
-        tree = [list(path) for path in shape.paths] if isinstance(shape, FixedTree) else None
+        tree = named(shape).get("tree")
         found.append({**figures, "shape": described(shape), "nodes": shape.nodes, "tree": tree})
-    return found
+    plain = measured.timed["none"].batches[::-1]
+    first = dict(zip(measured.conversations[::-1], plain, strict=True))  # the first turns alone
+    whose = batches(suite, batch_size)
+    pairs = (zip(whose[number], batch.tokens, strict=True) for number, batch in first.items())
+    return found, [(suite.prompts[i], tokens) for batch in pairs for i, tokens in batch]
+
+
+def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:
+    """How often the next token is the one that a lookup in the text so far copies, after matches of 1, 2 and 3 tokens.
+
+    Of prompts with what the target said; a lookup is as often right when the text is drafted for.
+    """
+    counts = [[1.0, 3.0] for _ in range(NgramDrafter().max_ngram)]  # as if a few had been seen, mostly wrong
+    for prompt, said in texts:
+        drafter, text = NgramDrafter(1), list(prompt)
+        for token in said:
+            ((size, copied),) = drafter.look([text])
+            if size:
+                counts[size - 1][0] += copied[0] == token
+                counts[size - 1][1] += 1
+            text.append(token)
+    return [hits / tried for hits, tried in counts]
+
+
+def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: float) -> list[dict]:
+    """What steps of a head cost with some of the shapes that were decoded, by rows and length of the texts."""
+    contexts = [context for context in CONTEXTS if context == CONTEXTS[0] or 2 * context <= target.context_length]
+    contexts[0] = min(contexts[0], target.context_length // 2)
+    chains = [Copied(0), *(Chain(length) for length in sorted({1, min(head.n_predict, _LONGEST_CHAIN)}))]
+    entries = []
+    kinds = sorted({Sampling(each["temperature"]).greedy for each in rows})
+    for greedy in kinds:
+        own = [shape_of(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy]
+        trees = {shape.paths: shape for shape in own}
+        sizes = [(size, context, greedy) for context, size in product(contexts, SIZES)]
+        entries += measure_table(target, head, [*chains, *trees.values()], sizes, seconds / len(kinds))
+    return [written(entry) for entry in entries]
 
 
 def _figures(target, decoder: Decoder, suite, sampling, measured, max_new_tokens, batch_size) -> dict:
-    names = ("temperature", "draft_length", "rule", "tokens_per_step", "cost", "predicted_speedup", "speedup")
+    names = (
+        *("temperature", "draft_length", "rule", "tokens_per_step", "acceptance_by_position", "cost"),
+        *("predicted_speedup", "speedup"),
+    )
     whole = row(target, decoder, suite, sampling, measured, max_new_tokens, batch_size, None)
     figures = {name: whole[name] for name in names}
     figures["tokens_per_second"] = whole["tokens_per_second"]["speculative"]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         Paths,
         Tree,
     )
-    from speculator.drafters.tuned import tuned_drafter
     from speculator.engine import Engine, generate
     from speculator.errors import UserError
     from speculator.heads import (
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from speculator.request import Generation, Request, Step
     from speculator.sampling import Sampling
     from speculator.target import Target
+    from speculator.tuned import tuned_drafter
 
 __all__ = [
     "Candidates",
@@ -85,7 +85,7 @@ _HOMES = {
         "Paths",
         "Tree",
     ],
-    "drafters.tuned": ["tuned_drafter"],
+    "tuned": ["tuned_drafter"],
     "engine": ["Engine", "generate"],
     "errors": ["UserError"],
     "heads": [

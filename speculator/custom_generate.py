@@ -26,13 +26,13 @@ from transformers.generation import (
 from speculator.attention import ATTENTION, own_attention
 from speculator.checkpoints.loading import bind, load_head
 from speculator.drafters import Drafter, HeadDrafter
-from speculator.drafters.tuned import tuned_drafter
 from speculator.engine import generate
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.linear import pack_linears, unpack_linears
 from speculator.sampling import Sampling
 from speculator.target import Target
+from speculator.tuned import tuned_drafter
 
 # In the order in which `Sampling` applies them, with the name that it has for each.
 _WARPERS = {
@@ -60,7 +60,7 @@ def speculative(
 
     Args:
         drafter: a drafter, a head, which drafts a chain of all it has, or a head's folder, which drafts as tuned (see
-            `speculator.drafters.tuned.tuned_drafter`).
+            `speculator.tuned.tuned_drafter`).
         rule: the accept rule; default: the drafter's own.
         tokenizer: needed for stop strings alone.
 
@@ -87,7 +87,7 @@ def speculative(
         with lent.target(model) as target:
             generation = generate(
                 target,
-                lent.drafter(drafter, sampling, len(prompts)),
+                lent.drafter(drafter, sampling, len(prompts), auto=rule is None),
                 prompts,
                 sampling,
                 rule=rule,
@@ -136,7 +136,7 @@ class _Lent:
             for module in training:
                 module.training = True
 
-    def drafter(self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int) -> Drafter:
+    def drafter(self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, auto: bool) -> Drafter:
         """The drafter as given; a head's folder drafts as was tuned for this temperature and batch size."""
         assert self._target is not None
         if not isinstance(given, str | Path | Speculator):
@@ -147,7 +147,7 @@ class _Lent:
         key = (0.0 if sampling.greedy else sampling.temperature, rows)
         if key not in self._drafters:
             self._head = self._head or load_head(given, self._target)
-            self._drafters[key] = tuned_drafter(given, self._target, *key, head=self._head)
+            self._drafters[key] = tuned_drafter(given, self._target, *key, head=self._head, auto=auto)
         return self._drafters[key]
 
 

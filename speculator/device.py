@@ -20,6 +20,12 @@ def hardware(device: torch.device) -> str:
     return f"CPU {processor()}, {torch.get_num_threads()} threads"
 
 
+def synchronize() -> None:
+    """Wait for what was started on the accelerator, if there is one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """The device asked for, or the accelerator if there is one, else the CPU.
 

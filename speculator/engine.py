@@ -55,7 +55,8 @@ class Engine:
     """Decodes requests: `submit` some, then `run`, or `step` by step.
 
     A request's text does not depend on its batch-mates nor on when it joined, up to near-ties of rounded numbers: its
-    uniforms are a function of (its seed, its length, their place in the step). Requests join in the order submitted.
+    uniforms are a function of (its seed, its length, their place in the step). A sampled one does where a drafter
+    chooses its drafts for all rows together (`AutoDrafter`). Requests join in the order submitted.
 
     Args:
         target: the model that decides.
@@ -89,7 +90,7 @@ class Engine:
         capacity: int = 0,
         capture: bool = True,
     ):
-        self._rule = rule
+        self._rule, self._capture = rule, capture
         fitting = drafter.rules if drafter else tuple(RULES)
         rule = rule or fitting[0]
         if rule not in RULES:
@@ -153,7 +154,7 @@ class Engine:
     @property
     def _width(self) -> int:
         """Tokens of a row in a step at most: the pending one and the draft."""
-        return 1 + (self.drafter.nodes if self.drafter else 0)
+        return 1 + (self.drafter.widest if self.drafter else 0)
 
     @property
     def _slack(self) -> int:
@@ -172,6 +173,9 @@ class Engine:
         self.drafter.reshape(shape)
         self._capacity += max(0, self._slack - before)
         self.accept = RULES[self._rule or self.drafter.rules[0]]
+        capturing = self._capture and cuda_graphs.capturable(self.target, self.drafter)
+        if capturing != self.capturing:
+            self.capturing, self._decoding = capturing, []  # other tensors hold the settings
 
     def forget(self) -> None:
         """Forget the texts of free slots: what follows does not depend on what was decoded before.
@@ -183,6 +187,8 @@ class Engine:
         if self.busy:
             raise RuntimeError("requests are in flight")
         self.slots = Slots(len(self.slots.rows))
+        if self.drafter:
+            self.drafter.forget()
 
     @torch.inference_mode()
     def generate(
@@ -349,10 +355,12 @@ class Engine:
             self._arrange()
         part = self.slots.rows[:count]
         texts = [slot.text for slot in part]
+        requests = [slot.request for slot in part if slot.request]
+        if self.drafter:
+            self.reshape(self.drafter.choose(requests))
         # Graphs are few: other rows go along, and nothing of them counts.
         rows = min(len(self.slots.rows), 1 << (count - 1).bit_length()) if self.capturing else count
         self.cache.select(0, rows, max(map(len, texts)) - 1)
-        requests = [slot.request for slot in part if slot.request]
         if requests != self._decoding or rows != len(self.selected_pending):
             self._decoding = requests
             self.selected_pending, self.selected_alive = self.pending[:rows], self.alive[:rows]

@@ -10,7 +10,6 @@ and calls that need a gradient go torch's own way.
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import time
@@ -22,11 +21,10 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 
-from speculator.errors import UserError
-from speculator.files import cache_folder, make_folder, write_json
+from speculator.files import cache_folder
+from speculator.stored import kept
 
 # Multiplications below which a call costs more than its product, unless it was timed.
 _SMALL = 2**18
@@ -168,7 +166,7 @@ def _shape(weight: Tensor) -> str:
     return f"{weight.dtype} {weight.shape[1]}x{weight.shape[0]}"
 
 
-_known: dict[Path, dict[str, list[bool]]] = {}
+_known: dict[tuple[Path, str], dict[str, list[bool]]] = {}
 
 
 def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
@@ -177,19 +175,15 @@ def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
     What could not be decided is stored too: the same products give the same bits in every run on a machine.
     """
     machine = f"{processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
-    file = cache_folder() / "products" / (re.sub(r"[^\w.+]+", "-", f"{machine} torch {torch.__version__}") + ".json")
-    known = _known.setdefault(file, {})
-    if weights.keys() <= known.keys():
-        return known
-    with suppress(OSError, UserError):  # where nothing can be stored, each process times for itself
-        make_folder(file.parent)
-        with FileLock(f"{file}.lock", timeout=10):  # who comes second reads what the first has timed
-            with suppress(OSError, ValueError, AttributeError, TypeError):  # damaged: made again
-                stored = json.loads(file.read_text()).items()
-                known |= {name: packs for name, packs in stored if len(packs) in (0, len(TIMED_ROWS))}
+    name = f"{machine} torch {torch.__version__}"
+    known = _known.setdefault((cache_folder(), name), {})
+    if not weights.keys() <= known.keys():
+        with kept("products", name) as stored:
+            lists = {shape: packs for shape, packs in stored.items() if isinstance(packs, list)}
+            known |= {shape: packs for shape, packs in lists.items() if len(packs) in (0, len(TIMED_ROWS))}
             _time(weights, known)
-            write_json(file, known)
-    _time(weights, known)
+            stored.clear()  # of what was damaged
+            stored |= known
     return known
 
 

@@ -42,11 +42,13 @@ from transformers import (
 
 from speculator.device import resolve_device
 from speculator.draft import Draft
-from speculator.drafters import Drafter, HeadDrafter
-from speculator.drafters.tuned import TUNED, place
+from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
+from speculator.drafters.auto import AutoDrafter
+from speculator.drafters.controller import Choice
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.sampling import RowSampling
 from speculator.target import Target
+from speculator.tuned import TUNED, place
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -147,6 +149,21 @@ def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
     """A `decoding.json` as if measured here, in float32 and at batch size 1, but for what is given."""
     here = place(SimpleNamespace(device=resolve_device(), dtype=torch.float32), 1)
     (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
+
+
+def auto_drafter(head: Speculator, cost=None) -> AutoDrafter:
+    """One that drafts trees, copies and chains in turn, and nothing where these do not pay."""
+    likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
+    shapes = [*(Chain(n) for n in range(1, head.n_predict + 1)), FixedTree([(0,), (1,), (0, 0)])]
+    choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
+
+    def uneven(what, greedy, rows, longest):
+        if isinstance(what, int):
+            return (2.0, 0.5, 2.0)[longest % 3]
+        tree = what.nodes > what.depth
+        return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * what.nodes)[longest % 3]
+
+    return AutoDrafter(head, choices, [0.3, 0.4, 0.5], cost or uneven)
 
 
 def exit_code(main, argv: list[str]) -> int:

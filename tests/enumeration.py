@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from math import prod
 
 import torch
 
@@ -405,3 +406,76 @@ def chi_square_p(counts: Counter, probs: dict, total: int) -> float:
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return torch.special.gammaincc(half[0], half[1]).item()
+
+
+# ---- a decoder run in every way in which its draws and tests can fall out
+
+
+def every_run(decode: Callable[[Callable[[list[float]], int]], Prefix]) -> dict[Prefix, float]:
+    """The exact distribution of what `decode(pick)` gives, where `pick(chances)` says which of some things happens."""
+    found: dict[Prefix, float] = {}
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        script, chance, at = scripts.pop(), 1.0, 0
+
+        def pick(chances: list[float], script=script) -> int:
+            nonlocal chance, at
+            if at == len(script):
+                possible = [i for i, each in enumerate(chances) if each > 0]
+                scripts.extend([*script, i] for i in possible[1:])
+                script.append(possible[0])
+            at += 1
+            chance *= chances[script[at - 1]]
+            return script[at - 1]
+
+        text = decode(pick)
+        found[text] = found.get(text, 0.0) + chance
+    return found
+
+
+BREAKS = {
+    "token": token_breaks,
+    "block": block_breaks,
+    "walk": walk_breaks,
+    "multi-candidate": recursive_breaks(False),
+    "multi-candidate-replacement": recursive_breaks(True),
+}
+
+
+def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, Rule]) -> None:
+    """Let the engine's and the shapes' draws, and the accept rules, fall out as `pick` says, not by their uniforms."""
+
+    def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([pick((row / row.sum()).tolist()) for row in probs])
+
+    def branched(name: str, rule: Rule) -> Rule:
+        def apply(p: torch.Tensor, draft: Draft, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = [one_row(p[i : i + 1], draft, i) for i in range(len(p))]
+            return torch.stack([last for last, _ in rows]), torch.stack([rest for _, rest in rows])
+
+        def one_row(p: torch.Tensor, draft: Draft, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens = tuple(draft.tokens[i].tolist())
+            parents = tuple(range(-1, len(tokens) - 1)) if draft.parents is None else tuple(draft.parents[i].tolist())
+            distributions = None if draft.probs is None else list(draft.probs[i])
+            case = Case(tokens, parents, distributions, 1.0, int(draft.lengths[i]))
+            table = {case.path(node): p[0, node + 1] for node in range(-1, len(tokens))}
+            breaks = BREAKS[name](World(p.shape[-1], draft.depth, table, {}), case)
+            breaks += [set() for _ in range(len(tokens) + 1 - len(breaks))]
+            cells = list(product(*(_cells(each) for each in breaks)))
+            u = torch.tensor([[middle for middle, _ in cell] for cell in cells], dtype=torch.float64)
+            index = torch.full((len(cells),), i)
+            tensors = ("tokens", "lengths", "probs", "parents")
+            rows = {each: value[index] for each in tensors if (value := getattr(draft, each)) is not None}
+            last, rest = rule(p.expand(len(cells), -1, -1), replace(draft, **rows), u)
+            chances: dict[tuple, float] = {}
+            outcomes = list(zip(last.tolist(), map(tuple, rest.tolist()), strict=True))
+            for each, cell in zip(outcomes, cells, strict=True):
+                chances[each] = chances.get(each, 0.0) + prod(part for _, part in cell)
+            k = outcomes.index(list(chances)[pick(list(chances.values()))])
+            return last[k], rest[k]
+
+        return apply
+
+    monkeypatch.setattr("speculator.engine.draw", draw)
+    monkeypatch.setattr("speculator.drafters.topology.draw", draw)
+    monkeypatch.setattr("speculator.engine.RULES", {name: branched(name, rule) for name, rule in rules.items()})

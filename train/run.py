@@ -27,10 +27,10 @@ from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import write_card
 from speculator.checkpoints.loading import bind, load_head
-from speculator.drafters.tuned import TUNED, tuned_drafter
 from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.target import Target
+from speculator.tuned import TUNED, tuned_drafter
 from train import checks
 from train.checkpoint import writing
 from train.config import RunConfig
@@ -236,7 +236,8 @@ def generate_own_text(
     if settings.draft_length:
         drafter = HeadDrafter(load_head(head_folder, target), settings.draft_length)
     else:
-        drafter = tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size)
+        # What is drawn by a seed must not depend on what was generated before a run was killed.
+        drafter = tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size, auto=False)
     if own_prompts is None:
         return fresh_rows(config, target, drafter, folder)
     return generate_rows(

@@ -21,10 +21,10 @@ from speculator.drafters import (
 )
 from speculator.drafters.corpus import read_corpus
 from speculator.drafters.mixed import Mixed
-from speculator.drafters.tuned import TUNED, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.files import check_input
 from speculator.target import Target
+from speculator.tuned import TUNED, automatic, described, tuned_shapes
 from speculator.verify import RULES
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
@@ -157,6 +157,10 @@ def _model_drafter(arguments: argparse.Namespace, target: Target, temperature: f
         tuned = None
         if temperature is not None and not shaped(arguments):
             rows = getattr(arguments, "batch_size", 1)
+            auto = None if arguments.ngram else automatic(arguments.speculator, target, head, [temperature], rows)
+            if auto:
+                print(f"{arguments.speculator}/{TUNED}: drafts what is the fastest before each step", file=sys.stderr)
+                return auto
             tuned = tuned_shapes(arguments.speculator, target, head, [temperature], rows)[temperature]
         if tuned is None:
             return HeadDrafter(head, _shape(arguments, head.n_predict))

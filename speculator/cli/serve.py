@@ -16,10 +16,10 @@ from transformers.utils import logging
 from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
-from speculator.drafters.tuned import tuned_table
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
 from speculator.target import Target
+from speculator.tuned import automatic, tuned_table
 
 HELP = "answer requests of OpenAI's interface"
 KEY = "SPECULATOR_API_KEY"
@@ -54,7 +54,10 @@ def run(arguments: argparse.Namespace) -> None:
     drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
     table = None
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
-        table = tuned_table(arguments.speculator, target, drafter.head, arguments.max_batch_size)
+        folder, head, rows = arguments.speculator, drafter.head, arguments.max_batch_size
+        auto = automatic(folder, target, head, [0.0, 1.0], rows)
+        table = None if auto else tuned_table(folder, target, head, rows)
+        drafter = auto or drafter
     make = partial(Engine, target, drafter, slots=arguments.max_batch_size, rule=arguments.rule)
 
     import uvicorn  # an optional dependency

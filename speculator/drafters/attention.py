@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,15 +93,22 @@ class AttentionSource:
         self._counts[rows] = counts
         self._unread[rows] = [True] * len(counts)
 
+    def skip(self, pending: Tensor, texts: Texts) -> None:
+        """What `first` does to the memory, where this source drafts nothing."""
+        self._read(self.head.read, pending, texts)
+
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
+        return self._read(self.head.first, pending, texts)
+
+    def _read(self, read: Callable[..., Any], pending: Tensor, texts: Texts) -> Any:
         rows = slice(0, len(pending))
         counts = self._counts[rows]
         self._part: Memory = self.memory.select(0, len(pending), max(map(len, texts)))
         tokens = self._next[rows].scatter(1, (counts - 1).clamp_min(0)[:, None], pending[:, None])
-        logits = self.head.first(self._part, self._taps[rows], tokens, counts)
+        given = read(self._part, self._taps[rows], tokens, counts)
         counts.zero_()
         self._unread[rows] = [False] * len(pending)
-        return logits
+        return given
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         return self.head.next(self._part, tokens, parents)

@@ -14,6 +14,7 @@ from speculator.sampling import RowSampling
 
 if TYPE_CHECKING:
     from speculator.drafters.topology import Shape
+    from speculator.request import Request
 
 Texts = Sequence[Sequence[int]]
 """Texts on the host, prompt and new tokens, row by row: a drafter that reads text asks the device nothing. A row's list
@@ -52,6 +53,13 @@ class Drafter:
     room: int = 0
     shape: Any = None
     """What a head or a model drafts; None where a drafter has a form of its own."""
+
+    def choose(self, requests: Sequence[Request]) -> Any:
+        """The shape of the next step's draft, for the rows of these requests: by what they have been told."""
+        return self.shape
+
+    def forget(self) -> None:
+        """What it drafts from now on does not depend on what was decoded before."""
 
     def reshape(self, shape: Shape) -> None:
         """Draft another shape from the next step on."""
@@ -97,6 +105,11 @@ class Drafter:
         counts: Tensor,  # [R] how many of them, from the left, became part of the text; 0 where a row is not decoding
     ) -> None:
         """Learn what became part of the text."""
+
+    @property
+    def widest(self) -> int:
+        """The most tokens that a draft may come to have, whatever is chosen."""
+        return self.nodes
 
     @property
     def buffers(self) -> Sequence[Tensor]:

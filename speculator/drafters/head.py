@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import AttentionHead, RecurrentHead, Speculator
 from speculator.sampling import RowSampling
+
+Self = TypeVar("Self", bound="HeadDrafter")
 
 
 class HeadDrafter(Drafter):
@@ -48,7 +50,7 @@ class HeadDrafter(Drafter):
     def reshape(self, shape: Shape) -> None:
         recurrent, known = isinstance(self.head, RecurrentHead), self.head.n_predict
         levels = shape.inner.depth if isinstance(shape, Mixed) else shape.depth
-        if recurrent and levels > known:
+        if recurrent and shape.offered and levels > known:
             raise UserError(f"draft length {levels} is not in 1..{known}, what the head can draft")
         # Of more children some would be tokens that the head gives probability 0.
         if shape.width > self.head.config.output_size:
@@ -59,7 +61,7 @@ class HeadDrafter(Drafter):
         self.capturable = recurrent and shape.capturable
         self.source.reshape(shape)
 
-    def open(self, slots: int, capacity: int) -> HeadDrafter:
+    def open(self: Self, slots: int, capacity: int) -> Self:
         opened = copy(self)
         opened.source = self.source.open(slots, capacity)
         return opened
@@ -118,6 +120,9 @@ class StateSource:
     @property
     def buffers(self) -> Sequence[Tensor]:
         return [self._hidden]
+
+    def skip(self, pending: Tensor, texts: Texts) -> None:
+        """What `first` does to the memory, where this source drafts nothing."""
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
         state = self.head.start(self._hidden[: len(pending)])[:, None]

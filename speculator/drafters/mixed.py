@@ -110,6 +110,10 @@ class MixedDrafter(Drafter):
     def lend(self, cache: KVCache) -> None:
         self.drafter.lend(cache)
 
+    def forget(self) -> None:
+        self.drafter.forget()
+        self.lookup.forget()
+
     def grow(self, capacity: int) -> None:
         self.drafter.grow(capacity)
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from speculator.drafters.tuned import Table
+from speculator.drafters.auto import AutoDrafter
 from speculator.engine import Engine
 from speculator.request import Request, Scores
+from speculator.tuned import Table
 
 _log = logging.getLogger(__name__)
 
@@ -174,12 +175,15 @@ class Worker:
     def _reshape(self) -> None:
         """Draft what suits the requests in flight. Which uniform decides what depends on a draft's shape: where a
         sampled request has a seed, all draft as that one would alone."""
-        if self._table is None:
+        auto = self.engine.drafter
+        if self._table is None and not isinstance(auto, AutoDrafter):
             return
         rows = min(self.slots, sum(job.left for job in self._jobs))
         sampled = [job for job in self._jobs if not job.requests[0].sampling.greedy]
         seeded = any(job.seeded for job in sampled)
-        if rows:
+        if isinstance(auto, AutoDrafter):
+            auto.fixed = auto.alone if seeded else None
+        elif rows and self._table:
             self.engine.reshape(self._table.alone if seeded else self._table.shape(rows, bool(sampled)))
 
     def _fail(self, error: Exception) -> None:

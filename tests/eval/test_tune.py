@@ -8,10 +8,11 @@ import torch
 from conftest import tiny_head
 
 from eval.__main__ import main
-from eval.tune import best_tree, expected_tokens, rank_acceptance
+from eval.tune import best_tree, expected_tokens, lookup_acceptance, rank_acceptance
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, tuned_drafter
-from speculator.drafters.tuned import place
+from speculator.drafters.auto import AutoDrafter
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.tuned import place
 
 
 def every_tree(acceptance, nodes):
@@ -92,7 +93,7 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
     assert place(target, 1).items() <= tuned.items()
     assert "hardware" in tuned
     for setting in tuned["settings"]:
-        shape = tuned_drafter(folder, target, setting["temperature"]).shape
+        shape = tuned_drafter(folder, target, setting["temperature"], auto=False).shape
         drafted = [list(path) for path in shape.paths] if "tree" in setting else shape.depth
         assert drafted == setting.get("tree", setting.get("draft_length"))
     for setting in tuned["settings"]:
@@ -103,6 +104,19 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
         assert chosen["predicted_speedup"] == max(row["predicted_speedup"] for row in rows)
         assert setting.get("tree") == chosen["tree"]
     assert "chosen" in capsys.readouterr().out
+    assert all(len(row["acceptance_by_position"]) == row["draft_length"] for row in tuned["measured"])
+    assert len(tuned["lookup"]) == 3
+    assert {(entry["rows"], entry["greedy"]) for entry in tuned["costs"]} >= {(1, True), (1, False)}
+    drafter = tuned_drafter(folder, target, 1.0)
+    assert isinstance(drafter, AutoDrafter)
+    assert {choice.shape.nodes for choice in drafter.choices} >= {1, 2, 3}
+
+
+def test_lookups_are_right_as_often_as_the_text_repeats_itself():
+    """After 3 4 5 always the same: 1 of 3 are taken as right beforehand. What never comes again is never matched."""
+    texts = [([3, 4, 5], [3, 4, 5] * 20), ([9], [8])]
+    assert lookup_acceptance(texts)[2] == pytest.approx((1 + 58) / (3 + 58), abs=0.02)
+    assert lookup_acceptance([([1, 2, 3, 4], [5, 6, 7, 8, 9])]) == [1 / 3] * 3
 
 
 def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):

@@ -13,11 +13,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, Oracle, tiny_head, tiny_model
+from conftest import CONFIGS, Oracle, auto_drafter, tiny_head, tiny_model
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM
 
-from eval.costs import Costs, measure
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
@@ -36,6 +35,7 @@ from speculator import (
 )
 from speculator import cuda_graphs as graphs
 from speculator import kv_cache as cache_module
+from speculator.costs import Costs, measure
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
 SAMPLINGS = {
@@ -61,6 +61,7 @@ NAMES = [
     "lstm-chain",
     "pruned-tree",
     "exit-tree",
+    "auto",
 ]
 
 
@@ -73,6 +74,8 @@ def make_drafter(name: str, target: Target):
     source, _, shape = name.partition("-")
     if source == "none":
         return None
+    if source == "auto":
+        return auto_drafter(tiny_head().to(target.device, target.dtype))
     if source == "model":
         return ModelDrafter(Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape])
     if source == "exit":

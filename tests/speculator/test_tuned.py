@@ -5,12 +5,26 @@ import torch
 from conftest import write_tuned
 from transformers import AutoModelForCausalLM
 
-from speculator import Chain, FixedTree, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, speculative
+from speculator import Chain, FixedTree, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, generate, speculative
 from speculator.__main__ import main
+from speculator.costs import Entry
 from speculator.drafters import HeadDrafter
-from speculator.drafters.tuned import tuned_drafter
+from speculator.drafters.auto import AutoDrafter
+from speculator.tuned import tuned_drafter
 
 SETTINGS = [{"temperature": 0.0, "draft_length": 2}, {"temperature": 1.0, "tree": [[0], [1], [0, 0]]}]
+MEASURED = [
+    {"temperature": temperature, "batch_size": 1, "draft_length": length, "acceptance_by_position": [0.6] * length}
+    for temperature in (0.0, 1.0)
+    for length in (1, 2, 3)
+]
+STEPS = [{"draft_length": n, "draft": 0.1 * n, "verify": 1 + 0.01 * n} for n in (0, 1, 3)]
+COSTS = [
+    {"rows": rows, "context": 64, "greedy": greedy, "seconds": 0.01, "steps": STEPS}
+    for rows in (1, 8)
+    for greedy in (True, False)
+]
+FIGURES = {"measured": MEASURED, "lookup": [0.2, 0.3, 0.4], "costs": COSTS}
 
 
 @pytest.fixture
@@ -129,6 +143,97 @@ def test_a_folder_given_to_generate_of_transformers_drafts_as_tuned(target_folde
     ],
 )
 def test_a_file_that_tune_did_not_write_is_refused(target_folder, tuned_folder, settings):
-    write_tuned(tuned_folder, settings)
+    refuse_file(target_folder, tuned_folder, settings)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"measured": 3},
+        {"measured": [{}]},
+        {"measured": [{**MEASURED[0], "draft_length": -1}]},
+        {"measured": [{**MEASURED[0], "acceptance_by_position": ["often"]}]},
+        {"lookup": ["x"]},
+        {"costs": [{**COSTS[0], "rows": "many"}]},
+        {"costs": [{**COSTS[0], "steps": []}]},
+        {"costs": [{**COSTS[0], "steps": [{"draft_length": 1, "draft": None, "verify": 1.0}]}]},
+    ],
+)
+def test_figures_that_tune_did_not_write_are_refused(target_folder, tuned_folder, damage):
+    refuse_file(target_folder, tuned_folder, SETTINGS, **FIGURES | damage)
+
+
+def refuse_file(target_folder, tuned_folder, settings, **more):
+    write_tuned(tuned_folder, settings, **more)
     with pytest.raises(UserError, match=r"decoding\.json is not what `python -m eval tune` writes"):
         tuned_drafter(tuned_folder, Target.load(str(target_folder)), 0.0)
+
+
+# ---- where what was accepted and what steps cost was noted
+
+
+def measured_here(monkeypatch, verify: float) -> list:
+    """What is measured from here on: chains that cost little, passes that cost `verify` a token."""
+    asked = []
+
+    def measure(target, head, shapes, sizes, seconds):
+        asked.append(sizes)
+        steps = [(shape, 0.1 * shape.depth, 1 + verify * shape.nodes) for shape in shapes]
+        return [Entry(rows, context, greedy, 0.01, steps) for rows, context, greedy in sizes]
+
+    monkeypatch.setattr("speculator.tuned.measure_table", measure)
+    return asked
+
+
+def test_what_was_measured_here_is_believed(target_folder, tuned_folder, monkeypatch):
+    asked = measured_here(monkeypatch, 9.0)
+    write_tuned(tuned_folder, SETTINGS, **FIGURES)
+    target = Target.load(str(target_folder))
+    drafter = tuned_drafter(tuned_folder, target, 1.0, batch_size=4)
+    assert isinstance(drafter, AutoDrafter)
+    assert not asked
+    fixed = tuned_drafter(tuned_folder, target, 1.0, auto=False)
+    assert isinstance(fixed.shape, FixedTree), "what was decoded fastest"
+    assert drafter.alone.paths == fixed.shape.paths
+    assert tuned_drafter(tuned_folder, target, 0.0, batch_size=8, auto=False).shape.depth == 3, "by what steps cost"
+
+
+@pytest.mark.parametrize("elsewhere", [{"hardware": "CPU of another make, 96 threads"}, {"dtype": "bfloat16"}])
+def test_what_was_measured_elsewhere_is_measured_anew_once(
+    target_folder, tuned_folder, tmp_path, monkeypatch, elsewhere
+):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    asked = measured_here(monkeypatch, 9.0)
+    write_tuned(tuned_folder, SETTINGS, **FIGURES | elsewhere)
+    target = Target.load(str(target_folder))
+    drafters = [tuned_drafter(tuned_folder, target, 1.0, batch_size=4) for _ in range(2)]
+    assert asked == [[(4, 64, False), (2, 64, False), (1, 64, False)]]
+    assert [drafter.alone.depth for drafter in drafters] == [1, 1], "a verify pass is dear here"
+    assert tuned_drafter(tuned_folder, target, 1.0, auto=False).shape.depth == 1
+    assert len(asked) == 1
+    (file,) = (tmp_path / "cache" / "steps").glob("*.json")
+    for damaged in ("[", "[]", '{"entries": 3}', file.read_text().replace("false", "0")):
+        file.write_text(damaged)
+        tuned_drafter(tuned_folder, target, 1.0, batch_size=4)
+    assert len(asked) == 5
+
+
+def test_steps_are_really_measured(target_folder, tuned_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    write_tuned(tuned_folder, SETTINGS, **FIGURES, hardware="another")
+    target = Target.load(str(target_folder))
+    drafter = tuned_drafter(tuned_folder, target, 1.0)
+    text = generate(target, drafter, [[5, 6, 7]], max_new_tokens=20).tokens
+    assert text == generate(target, None, [[5, 6, 7]], max_new_tokens=20).tokens
+
+
+def test_generate_chooses_before_each_step_unless_told_otherwise(target_folder, tuned_folder, capsys):
+    write_tuned(tuned_folder, SETTINGS, **FIGURES)
+    command = ["generate", "--target", str(target_folder), "--speculator", str(tuned_folder), "--prompt", "def f"]
+    texts = []
+    for flags, said in (([], True), (["--draft_length", "2"], False)):
+        assert main([*command, "--max_new_tokens", "12", *flags]) == 0
+        output = capsys.readouterr()
+        texts.append(output.out)
+        assert ("drafts what is the fastest before each step" in output.err) == said
+    assert texts[0] == texts[1]

@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_head, tiny_model, write_tuned
 
 from speculator import Candidates, Chain, FixedTree, HeadDrafter, ModelDrafter, Sampling, Target, UserError, generate
-from speculator.drafters.tuned import tuned_shapes
+from speculator.tuned import tuned_shapes
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 

@@ -9,11 +9,12 @@ import time
 
 import httpx
 import pytest
+from conftest import auto_drafter
 from serving_here import SLOTS, serving, tiny_head_for, until
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, generate
-from speculator.drafters.tuned import Table
 from speculator.server.guard import Limits
+from speculator.tuned import Table
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 
@@ -236,6 +237,23 @@ def test_drafts_follow_the_rows_in_flight_but_for_seeded_texts(chat_target, monk
     run(unseeded)
     assert any(rows == SLOTS for rows, _ in seen)
     assert all(shape is not warm for rows, shape in seen if rows == SLOTS)
+
+
+def test_where_drafts_are_chosen_a_seeded_text_is_drafted_for_as_alone(chat_target, monkeypatch):
+    auto = auto_drafter(tiny_head_for(chat_target))
+    seen = shapes_taken(monkeypatch)
+    bodies = mixes(12, chat_target.vocab_size)[:6]
+    greedy = [body | {"temperature": 0, "max_tokens": 30} for body in bodies]
+    with serving(chat_target, auto) as (url, _):
+
+        async def ask_all(bodies: list[dict]) -> list[list[int]]:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                return await asyncio.gather(*(ask(client, body, None, False) for body in bodies))
+
+        assert asyncio.run(ask_all(greedy)) == by_generate(chat_target, None, greedy)
+        assert len({id(shape) for _, shape in seen}) > 2
+        made = asyncio.run(ask_all(bodies))
+    assert made == by_generate(chat_target, HeadDrafter(auto.head, auto.alone), bodies)
 
 
 def test_n_gram_lookup_serves_too(chat_target):

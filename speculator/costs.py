@@ -1,4 +1,4 @@
-"""c and v: what a drafted token and a verify pass cost, in units of one plain step.
+"""What a draft and its verify pass cost, in units of one plain step: c per drafted token, and v.
 
 They are measured on real steps, apart from any timed generation: behind the same text, in the same cache, with the
 same batch, a few plain steps and a few with a draft take turns. (A few, because a step that follows one of another kind
@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from eval.timing import synchronize
 from speculator.cuda_graphs import Captured, capturable
+from speculator.device import synchronize
 from speculator.draft import Draft
-from speculator.drafters import Drafter
+from speculator.drafters import Drafter, FixedTree, HeadDrafter
+from speculator.drafters.topology import Shape
 from speculator.engine import Engine, Verified
+from speculator.heads import Speculator
 from speculator.request import Request
 from speculator.sampling import Sampling
 from speculator.slots import JOINING
@@ -30,6 +33,7 @@ from speculator.target import Target
 Result = TypeVar("Result")
 BLOCK = 5
 """Steps of one kind in a row: the first is not counted."""
+_BLOCKS = 3
 
 
 @dataclass
@@ -47,19 +51,22 @@ class Costs:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, draft_length: int) -> dict[str, float]:
-        """c, per token of a whole draft, and v, of the mean verify pass.
+        """c, per token of a whole draft, and v, of the mean verify pass."""
+        draft, verify = self.ratios()
+        return {
+            "draft_over_decode": draft / draft_length,
+            "verify_over_decode": verify,
+            "decode_seconds": _middle(self.plain) / (BLOCK - 1),
+        }
+
+    def ratios(self) -> tuple[float, float]:
+        """A draft's and its verify pass's seconds over a plain step's.
 
         Of each block the ratio to its own plain steps, which found the machine in the same mood, and of those the mean
         of the middle half: a stall spoils one block.
         """
-        drafting = _middle(draft / plain for draft, plain in zip(self.draft, self.plain, strict=True))
-        return {
-            "draft_over_decode": drafting / draft_length,
-            "verify_over_decode": _middle(
-                verify / plain for verify, plain in zip(self.verify, self.plain, strict=True)
-            ),
-            "decode_seconds": _middle(self.plain) / (BLOCK - 1),
-        }
+        draft = _middle(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
+        return draft, _middle(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
 
 
 def _middle(values: Iterable[float]) -> float:
@@ -148,3 +155,97 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
     result = work(*given)
     synchronize()
     return time.perf_counter() - started, result
+
+
+@dataclass
+class Entry:
+    """What steps of so many rows cost behind texts of so many tokens.
+
+    Attributes:
+        greedy: at temperature 0, or at 1.
+        seconds: of a plain step.
+        shapes: as `decoding.json` names them, with the draft's and the verify pass's cost in plain steps.
+    """
+
+    rows: int
+    context: int
+    greedy: bool
+    seconds: float
+    shapes: list[tuple[Shape, float, float]]
+
+    def __post_init__(self):
+        chains = sorted((s.depth, draft, verify) for s, draft, verify in self.shapes if not isinstance(s, FixedTree))
+        self._drafts = [(depth, draft) for depth, draft, _ in chains]
+        trees = [(s.nodes, verify) for s, _, verify in self.shapes if isinstance(s, FixedTree)]
+        self._passes = sorted({0: 1.0, **dict(trees), **{depth: verify for depth, _, verify in chains}}.items())
+        self._trees = {s.paths: draft + verify for s, draft, verify in self.shapes if isinstance(s, FixedTree)}
+
+    def of(self, what: Shape | int) -> float:
+        """A step with a draft of this shape, or of so many copied tokens, in plain steps."""
+        if isinstance(what, int):
+            return _between(self._drafts, 0) + _between(self._passes, what)
+        if isinstance(what, FixedTree) and what.paths in self._trees:
+            return self._trees[what.paths]
+        return _between(self._drafts, what.depth) + _between(self._passes, what.nodes)
+
+
+def _between(points: list[tuple[int, float]], x: int) -> float:
+    """On the line through the two points beside x, or the two nearest."""
+    if len(points) == 1:
+        return points[0][1]
+    at = min(max(1, bisect_left(points, (x,))), len(points) - 1)
+    (a, low), (b, high) = points[at - 1 : at + 1]
+    return max(0.0, low + (high - low) * (x - a) / (b - a))
+
+
+class CostTable:
+    """What steps cost on one machine, as measured at some numbers of rows and lengths of texts."""
+
+    def __init__(self, entries: Sequence[Entry]):
+        self.entries = list(entries)
+        self._known: dict[tuple, float] = {}
+
+    def cost(self, what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
+        """See `Entry.of`: of the smallest number of rows that is enough, and of the length that is most alike."""
+        octave = longest.bit_length()
+        key = (what, greedy, rows, octave)
+        if key not in self._known:
+            self._known[key] = self._entry(greedy, rows, octave).of(what)
+        return self._known[key]
+
+    def _entry(self, greedy: bool, rows: int, octave: int) -> Entry:
+        def distance(entry: Entry) -> tuple:
+            apart = (entry.rows < rows, abs(entry.rows - rows))
+            return (entry.greedy != greedy, *apart, abs(entry.context.bit_length() - octave))
+
+        return min(self.entries, key=distance)
+
+
+def measure_table(
+    target: Target,
+    head: Speculator,
+    shapes: Sequence[Shape],
+    sizes: Sequence[tuple[int, int, bool]],
+    seconds: float,
+) -> list[Entry]:
+    """Measure steps of the head with these shapes, and without a draft.
+
+    Args:
+        sizes: rows, length of their texts, whether greedily: the most wanted first.
+        seconds: when so many have gone by, no other size is begun, and the first is measured by few steps.
+    """
+    began, entries = time.perf_counter(), []
+    for rows, context, greedy in sizes:
+        prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(context)] for row in range(rows)]
+        measured, plain = [], []
+        for shape in shapes:
+            drafter, costs = HeadDrafter(head, shape), Costs()
+            for blocks in (1, _BLOCKS - 1):
+                if not costs.plain or time.perf_counter() - began < seconds:
+                    measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, costs)
+            measured.append((shape, *costs.ratios()))
+            plain += costs.plain
+        entries.append(Entry(rows, context, greedy, _middle(plain) / (BLOCK - 1), measured))
+        if time.perf_counter() - began > seconds:
+            break
+    return entries

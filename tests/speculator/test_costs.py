@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import Oracle, tiny_head, tiny_model
 
-from eval.costs import Costs, measure, walk
-from speculator import HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
+from speculator import Chain, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
+from speculator.costs import Costs, CostTable, Entry, measure, measure_table, walk
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -61,3 +61,27 @@ def test_a_whole_draft_kept_is_walked_whole(target):
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
     walked = list(walk(target, Oracle(texts), [PROMPTS[0]], Sampling(), 5, Costs()))
     assert [int(result.accepted[0]) for _, result in walked] == [3] * 5
+
+
+def test_a_cost_is_that_of_the_nearest_that_was_measured():
+    """Chains of 1 and 3 cost 0.2 and 0.4 to draft: one of 2 costs 0.3, and is verified as the tree of 2 is."""
+    tree, other = FixedTree([(0,), (1,)]), FixedTree([(0,), (0, 0)])
+    shapes = [(Chain(1), 0.2, 1.1), (Chain(3), 0.4, 1.5), (tree, 0.25, 1.25)]
+    entry = Entry(1, 64, True, 0.01, shapes)
+    assert entry.of(Chain(1)) == pytest.approx(1.3)
+    assert entry.of(Chain(2)) == pytest.approx(0.3 + 1.25)
+    assert entry.of(3) == pytest.approx(0.1 + 1.5), "copied tokens: the line of drafting meets 0 tokens at 0.1"
+    assert entry.of(FixedTree([(0,), (1,)])) == pytest.approx(1.5)
+    assert entry.of(other) == pytest.approx(0.3 + 1.25)
+    table = CostTable([entry, *(Entry(rows, 64, True, 0.01, [(Chain(1), 0.0, rows)]) for rows in (4, 8))])
+    costs = [table.cost(tree, True, rows, 100) for rows in (1, 3, 8, 20)]
+    assert costs == pytest.approx([1.5, 7, 15, 15])
+
+
+def test_a_table_is_measured_until_its_time_is_over(target):
+    sizes = [(2, 8, True), (1, 8, False)]
+    shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,)])]
+    entries = measure_table(target, tiny_head(), shapes, sizes, seconds=60)
+    assert [(entry.rows, entry.greedy) for entry in entries] == [(2, True), (1, False)]
+    assert all(draft > 0 and verify > 0 for entry in entries for _, draft, verify in entry.shapes)
+    assert len(measure_table(target, tiny_head(), shapes, sizes, seconds=0)) == 1

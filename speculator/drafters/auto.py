@@ -1,0 +1,107 @@
+"""A head, a lookup or nobody drafts: whichever is the fastest next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from speculator.draft import Draft
+from speculator.drafters.base import LogitsSource, Texts
+from speculator.drafters.controller import Choice, Controller, Cost, best
+from speculator.drafters.head import HeadDrafter
+from speculator.drafters.ngram import NgramDrafter, copied
+from speculator.drafters.topology import LOSSY, Shape
+from speculator.heads import Speculator
+from speculator.request import Request
+from speculator.sampling import RowSampling
+from speculator.verify import RULES
+
+_COPIED = 8  # tokens of a lookup at most
+
+
+class Copied:
+    """What a lookup found, or nothing: a draft that the head has no part in.
+
+    Args:
+        length: the most tokens; 0: no draft.
+    """
+
+    width, offered = 1, 0
+    rules: tuple[str, ...] = ("walk", "block", "token", *LOSSY)
+
+    def __init__(self, length: int):
+        self.depth = self.nodes = length
+        self.capturable = not length
+        self.found: Sequence[list[int]] = ()
+
+    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+        source.skip(pending, texts)  # type: ignore[attr-defined]
+        return (
+            copied([tokens[: self.depth] for tokens in self.found], pending.device)
+            if self.depth
+            else Draft.none(pending)
+        )
+
+
+class AutoDrafter(HeadDrafter):
+    """Drafts what `Controller` chooses before each step. Greedy texts are what they are with any drafter. A sampled
+    text follows the target's distribution, but which of its texts it is depends on what else is decoded.
+
+    Args:
+        head: the trained head.
+        choices: what it can draft.
+        lookup, cost: see `Controller`.
+        alone: what is drafted for one sampled row; default: what is the fastest for it, as measured.
+
+    Attributes:
+        fixed: where this is set, it is drafted and nothing else.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        head: Speculator,
+        choices: Sequence[Choice],
+        lookup: Sequence[float],
+        cost: Cost,
+        alone: Shape | None = None,
+    ):
+        self.choices, self._given = choices, (lookup, cost)
+        self.fixed: Shape | None = None
+        self.alone = alone or best(choices, cost, False, 1)
+        self._copies = {length: Copied(length) for length in range(_COPIED + 1)}
+        self._shapes = [*(choice.shape for choice in choices), *self._copies.values(), *([alone] if alone else [])]
+        super().__init__(head, self._copies[0])
+        for shape in self._shapes:
+            self.source.reshape(shape)  # room for each
+        self.draft_length, self.nodes = max(shape.depth for shape in self._shapes), self.widest
+        self.rules = tuple(rule for rule in RULES if all(rule in shape.rules for shape in self._shapes))
+        self.forget()
+
+    @property
+    def widest(self) -> int:
+        return max(shape.nodes for shape in self._shapes)
+
+    def open(self, slots: int, capacity: int) -> AutoDrafter:
+        opened = super().open(slots, capacity)
+        opened._copies = {length: Copied(length) for length in range(_COPIED + 1)}
+        opened.forget()
+        return opened
+
+    def forget(self) -> None:
+        self._controller = Controller(self.choices, *self._given)
+        self._lookup = NgramDrafter(_COPIED)
+
+    def choose(self, requests: Sequence[Request]) -> Shape:
+        if self.fixed is not None:
+            self._controller.lose_sight()
+            return self.fixed
+        found = self._lookup.look([request.text for request in requests])
+        chosen = self._controller.choose(requests, found)
+        if isinstance(chosen, Choice):
+            return chosen.shape
+        copies = self._copies[chosen]
+        copies.found = [tokens for _, tokens in found]
+        return copies

@@ -1,0 +1,301 @@
+"""`decoding.json` beside a head: what `python -m eval tune` found, where, and what a drafter makes of it here."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speculator.checkpoints.loading import load_head
+from speculator.costs import CostTable, Entry, measure_table
+from speculator.device import dtype_name, hardware
+from speculator.drafters.auto import AutoDrafter, Copied
+from speculator.drafters.controller import Choice, best
+from speculator.drafters.fixed_tree import FixedTree
+from speculator.drafters.head import HeadDrafter
+from speculator.drafters.topology import Chain, Shape
+from speculator.errors import UserError
+from speculator.heads import Speculator
+from speculator.sampling import Sampling
+from speculator.stored import kept, read_object
+from speculator.target import Target
+
+TUNED = "decoding.json"
+SIZES = (1, 8, 32, 4, 2, 16)
+"""Rows in flight for which costs are measured, the most telling first."""
+CONTEXTS = (64, 1024)
+_SECONDS = 6.0  # that may go into measuring costs when decoding starts
+_log = logging.getLogger(__name__)
+
+
+def place(target: Target, batch_size: int) -> dict[str, Any]:
+    """What a tuned shape depends on beside the head: the machine and its threads, the dtype, the batch size."""
+    return {"hardware": hardware(target.device), "dtype": dtype_name(target.dtype), "batch_size": batch_size}
+
+
+def tuned_drafter(
+    folder: str | Path,
+    target: Target,
+    temperature: float = 0.0,
+    batch_size: int = 1,
+    head: Speculator | None = None,
+    auto: bool = True,
+) -> HeadDrafter:
+    """The head of a folder, drafting what is the fastest before each step, see `AutoDrafter`.
+
+    Costs that were measured on another machine, or in another dtype, are measured here: once, in seconds. Where the
+    folder was tuned by an older version it drafts what that found fastest, in its place, otherwise a chain of all that
+    the head has, and a line on stderr says how to tune. So it does where it was not tuned, without a line.
+
+    Args:
+        head: what `load_head` gave for the folder, where that was called before.
+        auto: False: the same draft at each step, the fastest on the text that it was tuned on. Then a text that is
+            drawn by a seed does not depend on what else is decoded.
+
+    Raises:
+        UserError: as `load_head`, or a `decoding.json` that is not what `tune` writes, or for another head.
+    """
+    head = load_head(folder, target) if head is None else head
+    chosen = automatic(folder, target, head, [temperature], batch_size) if auto else None
+    return chosen or HeadDrafter(head, tuned_shapes(folder, target, head, [temperature], batch_size)[temperature])
+
+
+def automatic(
+    folder: str | Path, target: Target, head: Speculator, temperatures: Sequence[float], batch_size: int
+) -> AutoDrafter | None:
+    """The head of a folder drafting what is the fastest for up to `batch_size` rows at these temperatures: greedy ones
+    as tuned, others as tuned at the nearest of them. None where that was not tuned.
+
+    Raises:
+        UserError: a file that is not what `tune` writes, or that is for another head.
+    """
+    file = Path(folder) / TUNED
+    found = _read(file, head) if file.is_file() else None
+    if found is None or not found.choices(temperatures):
+        return None
+    table, warmest = found.table(file, target, head, temperatures, batch_size), max(temperatures)
+    alone = tuned_shapes(folder, target, head, [warmest])[warmest]
+    return AutoDrafter(head, found.choices(temperatures), found.lookup, table.cost, alone)
+
+
+def tuned_shapes(
+    folder: str | Path, target: Target, head: Speculator, temperatures: Iterable[float], batch_size: int = 1
+) -> dict[float, Shape | None]:
+    """The shape for each temperature: tuned greedily for 0, for the nearest tuned one above it. None where none was, or
+    not in this place by a version that did not note how much is accepted, which a line on stderr says.
+
+    Raises:
+        UserError: a file that is not what `tune` writes, or that is for another head.
+    """
+    file, temperatures = Path(folder) / TUNED, list(temperatures)
+    if not file.is_file():
+        return dict.fromkeys(temperatures)
+    here, found = place(target, batch_size), _read(file, head)
+    there = found.place | {"batch_size": batch_size if batch_size in found.settings else min(found.settings)}
+    shapes = {each: _shape(found.settings[there["batch_size"]], each) for each in temperatures}
+    if there == here or not any(shapes.values()):
+        return shapes
+    if found.measured:
+        table = found.table(file, target, head, temperatures, batch_size)
+        kinds = {each: Sampling(each).greedy for each in temperatures}
+        return {each: best(found.choices([each]), table.cost, kinds[each], batch_size) for each in temperatures}
+    _log.warning(
+        f"{file} was measured {_named(there)}, and this is {_named(here)}: the head drafts a chain of "
+        f"{head.n_predict}. To measure here: python -m eval tune --target {target.name} --speculator {folder} "
+        f"--batch_size {batch_size}"
+    )
+    return dict.fromkeys(temperatures)
+
+
+class Table:
+    """What a head drafts for so many rows in flight.
+
+    Args:
+        settings: of each batch size that was tuned, the shapes for greedy rows (False) and for others (True).
+        default: the shape where none was tuned.
+    """
+
+    def __init__(self, settings: dict[int, dict[bool, Shape | None]], default: Shape):
+        self.settings, self.default = settings, default
+
+    def shape(self, rows: int, sampled: bool) -> Shape:
+        """As tuned for the smallest batch size of at least so many rows."""
+        fitting = [size for size in self.settings if size >= rows]
+        return (self.settings[min(fitting)][sampled] if fitting else None) or self.default
+
+    @property
+    def alone(self) -> Shape:
+        """What `generate` drafts for one row above temperature 0."""
+        return self.settings.get(1, {}).get(True) or self.default
+
+
+def tuned_table(folder: str | Path, target: Target, head: Speculator, rows: int) -> Table:
+    """The shapes for 1 to `rows` rows, above temperature 0 those tuned nearest to 1. Where some were not tuned in this
+    place, a line on stderr says so.
+
+    Raises:
+        UserError: as `tuned_shapes`.
+    """
+    file, default = Path(folder) / TUNED, Chain(head.n_predict)
+    settings: dict[int, dict[bool, Shape | None]] = {}
+    if file.is_file():
+        found, here = _read(file, head), place(target, 1)
+        if all(here[name] == found.place[name] for name in found.place if name != "batch_size"):
+            own = {size: each for size, each in found.settings.items() if size is not None}
+            settings = {size: {False: _shape(each, 0.0), True: _shape(each, 1.0)} for size, each in own.items()}
+    if max(settings, default=0) < rows:
+        sizes = " ".join(f"--batch_size {1 << i}" for i in range((rows - 1).bit_length() + 1))
+        _log.warning(
+            f"{folder} is tuned here for {max(settings, default=0)} rows in flight, and {rows} may be: beyond, it "
+            f"drafts a chain of {head.n_predict}. To measure here: python -m eval tune --target {target.name} "
+            f"--speculator {folder} {sizes}"
+        )
+    return Table(settings, default)
+
+
+@dataclass
+class _Tuned:
+    """What `decoding.json` says: where it was measured, and the settings of each batch size.
+
+    Attributes:
+        measured: what was decoded: temperature, shape, and how often a token of each depth was accepted.
+        lookup: how often a copied token was, after a match of 1, 2, ... tokens.
+        entries: what steps cost there.
+    """
+
+    place: dict[str, Any]
+    settings: dict[int, list[dict[str, Any]]]
+    measured: list[tuple[float, Shape, list[float]]]
+    lookup: list[float]
+    entries: list[Entry]
+
+    def choices(self, temperatures: Sequence[float]) -> list[Choice]:
+        """What is known at temperature 0, and at the one nearest to the others; none where one of these is not."""
+        chosen: dict[Any, tuple[Shape, dict[bool, Sequence[float]]]] = {}
+        for greedy in {Sampling(each).greedy for each in temperatures}:
+            known = {each for each, *_ in self.measured if Sampling(each).greedy == greedy}
+            if not known:
+                return []
+            wanted = max(temperatures)
+            nearest = min(known, key=lambda each: abs(each - wanted))
+            for temperature, shape, acceptance in self.measured:
+                if temperature == nearest:
+                    key = shape.paths if isinstance(shape, FixedTree) else shape.depth
+                    chosen.setdefault(key, (shape, {}))[1][greedy] = acceptance
+        return [Choice(shape, acceptance) for shape, acceptance in chosen.values()]
+
+    def table(
+        self, file: Path, target: Target, head: Speculator, temperatures: Sequence[float], rows: int
+    ) -> CostTable:
+        """What steps cost here: as the file says, if it was written here, otherwise measured now, and kept."""
+        here = place(target, rows)
+        if self.entries and all(here[name] == value for name, value in self.place.items()):
+            return CostTable(self.entries)
+        kinds = sorted({Sampling(each).greedy for each in temperatures})
+        sizes = [size for size in sorted(SIZES, reverse=True) if size < 2 * rows]
+        wanted = [(size, min(CONTEXTS[0], target.context_length // 2), kind) for size in sizes for kind in kinds]
+        facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()}"
+        name = f"{here['hardware']} {here['dtype']} torch {torch.__version__} "
+        name += hashlib.sha256(facts.encode()).hexdigest()[:16]
+        with kept("steps", name) as stored:
+            entries = []
+            with suppress(KeyError, TypeError, ValueError, UserError):  # damaged, or of another version: made again
+                entries = [_entry(each) for each in stored["entries"]]
+                asked = [tuple(each) for each in stored["asked"]]
+                if set(wanted) <= set(asked):
+                    return CostTable(entries)
+            _log.warning(f"{file}: costs of steps are measured on this machine, once")
+            shapes: list[Shape] = [Copied(0), *(Chain(length) for length in sorted({1, head.n_predict}))]
+            shapes += [choice.shape for choice in self.choices(temperatures) if isinstance(choice.shape, FixedTree)]
+            entries += measure_table(target, head, shapes, wanted, _SECONDS)
+            stored.update(asked=wanted, entries=[written(entry) for entry in entries])
+        return CostTable(entries)
+
+
+def _read(file: Path, head: Speculator) -> _Tuned:
+    try:
+        read = read_object(file)
+        if type(read["settings"]) is not list:
+            raise TypeError(read["settings"])
+        batch_size: Any = read.get("batch_size")
+        settings: dict[Any, list[dict[str, Any]]] = {}
+        for each in read["settings"]:
+            settings.setdefault(each.get("batch_size", batch_size), []).append(each)
+        shapes = [_shape(own, each["temperature"]) for own in settings.values() for each in own]
+        if not all(type(size) is int for size in settings) and set(settings) != {None}:
+            raise TypeError(settings)
+        measured = [
+            (float(each["temperature"]), shape_of(each), [float(chance) for chance in each["acceptance_by_position"]])
+            for each in read.get("measured", [])
+            if each["batch_size"] == read["measured"][0]["batch_size"] and "acceptance_by_position" in each
+        ]
+        lookup = [float(chance) for chance in read.get("lookup", [])]
+        entries = [_entry(each) for each in read.get("costs", [])]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
+        raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
+    for shape in [*shapes, *(shape for _, shape, _ in measured)]:
+        if shape is not None and shape.depth > head.n_predict:
+            raise UserError(f"{file} is for a head of {shape.depth} tokens: tune this one anew")
+    there = {name: read.get(name) for name in ("hardware", "dtype")}
+    return _Tuned(there, settings or {batch_size: []}, measured, lookup, entries)
+
+
+def shape_of(read: dict[str, Any]) -> Shape:
+    """What `named` gave."""
+    if read.get("tree"):
+        return FixedTree(read["tree"])
+    return Chain(read["draft_length"]) if read["draft_length"] else Copied(0)
+
+
+def named(shape: Shape) -> dict[str, Any]:
+    """A shape as `decoding.json` has it."""
+    if isinstance(shape, FixedTree):
+        return {"tree": [list(path) for path in shape.paths]}
+    return {"draft_length": shape.depth}
+
+
+def _entry(read: dict[str, Any]) -> Entry:
+    shapes = [(shape_of(each), float(each["draft"]), float(each["verify"])) for each in read["steps"]]
+    numbers = read["rows"], read["context"]
+    if not all(type(number) is int for number in numbers) or type(read["greedy"]) is not bool or not shapes:
+        raise TypeError(read)
+    return Entry(*numbers, read["greedy"], float(read["seconds"]), shapes)
+
+
+def written(entry: Entry) -> dict[str, Any]:
+    """An entry as `decoding.json` has it."""
+    steps = [{**named(shape), "draft": draft, "verify": verify} for shape, draft, verify in entry.shapes]
+    return {
+        "rows": entry.rows,
+        "context": entry.context,
+        "greedy": entry.greedy,
+        "seconds": entry.seconds,
+        "steps": steps,
+    }
+
+
+def _shape(settings: list[dict[str, Any]], temperature: float) -> Shape | None:
+    fitting = [each for each in settings if Sampling(each["temperature"]).greedy == (temperature == 0)]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda each: abs(each["temperature"] - temperature))
+    return FixedTree(best["tree"]) if "tree" in best else Chain(best["draft_length"])
+
+
+def _named(place: dict[str, Any]) -> str:
+    if None in place.values():
+        return "it does not say where"
+    return f"{place['hardware']}, {place['dtype']}, batch size {place['batch_size']}"
+
+
+def described(shape: Shape) -> str:
+    """A shape in words."""
+    if isinstance(shape, FixedTree):
+        return f"a tree of {shape.nodes} tokens, {shape.depth} deep"
+    return f"{shape.depth} token{'s' * (shape.depth > 1)}"

@@ -1,0 +1,40 @@
+"""Every fixed choice and auto, cell by cell."""
+
+import json
+
+import pytest
+import torch
+from conftest import write_tuned
+
+from benchmarks import regret
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+
+STEPS = [{"draft_length": n, "draft": 0.1 * n, "verify": 1 + 0.01 * n} for n in (0, 1, 2)]
+
+
+def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_path, capsys):
+    torch.manual_seed(0)
+    head = tmp_path / "head"
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=2)).save_pretrained(head)
+    measured = [
+        {"temperature": 0.0, "batch_size": 1, "draft_length": n, "acceptance_by_position": [0.5] * n} for n in (1, 2)
+    ]
+    tree = {"temperature": 0.0, "batch_size": 1, "tree": [[0], [1]], "acceptance_by_position": [0.6]}
+    costs = [{"rows": 1, "context": 64, "greedy": True, "seconds": 0.01, "steps": STEPS}]
+    settings = [{"temperature": 0.0, "draft_length": 2}]
+    write_tuned(head, settings, measured=[*measured, tree], lookup=[0.2], costs=costs)
+    command = ["--target", str(target_folder), "--speculator", str(head), "--suite", str(text_file)]
+    sizes = ["--max_prompts", "2", "--max_new_tokens", "8", "--prompt_tokens", "8", "--batch_size", "1"]
+    out = tmp_path / "out"
+    assert regret.main([*command, *sizes, "--batch_size", "2", "--temperature", "0", "--output", str(out)]) == 0
+    report = json.loads((out / "regret.json").read_text())
+    assert [cell["batch_size"] for cell in report["cells"]] == [1, 2]
+    names = {"none", "n-gram 2", "n-gram 4", "n-gram 8", "1 token", "2 tokens", "a tree of 2 tokens, 1 deep", "auto"}
+    for cell in report["cells"]:
+        assert cell["tokens_per_second"].keys() == names
+        best = max(speed for name, speed in cell["tokens_per_second"].items() if name != "auto")
+        assert cell["auto_over_best"] == pytest.approx(cell["tokens_per_second"]["auto"] / best)
+    assert (out / "regret.png").stat().st_size > 1000
+    assert regret.main([*command, *sizes, "--temperature", "1", "--output", str(tmp_path / "other")]) == 2
+    assert "was not tuned at --temperature 1" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
