@@ -172,7 +172,7 @@ def draw(
 ) -> Tensor:  # [B]
     """One token a row by inversion: the first whose cumulative distribution exceeds `uniform` times the total."""
     cumulative = probs.double().cumsum(-1)
-    token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # Rounding can put the last bound a hair below the total; the last token of positive probability takes that sliver.
-    last = cumulative.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(token, last)
+    total = cumulative[:, -1]
+    # Rounding can put the product at the total, which no bound exceeds.
+    place = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, place[:, None], right=True)[:, 0].clamp(max=cumulative.shape[-1] - 1)
