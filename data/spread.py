@@ -56,7 +56,8 @@ async def spread(
             if not left:
                 raise
             with tqdm.external_write_mode(sys.stderr):
-                tell(f"{error}; {server.url} is left out, and its rows are done by {len(left)} other(s)")
+                others = f"{len(left)} other{'s' if len(left) > 1 else ''}"
+                tell(f"{error}; {server.url} is left out, and its rows are done by {others}")
 
     async def serve(server: Server) -> None:
         while True:
