@@ -24,7 +24,7 @@ from speculator.gguf import read_config
 from speculator.kv_cache import BUCKETS
 from speculator.tables import markdown_table
 from train.config import HERE, RunConfig, StageConfig
-from train.place import Place
+from train.place import Gpu, Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
 
 _NEW_TOKENS = 64  # of each prompt at an evaluation, see `eval.run.real_acceptance`
@@ -212,6 +212,17 @@ class Plan:
                 found[name] = (each, 0.0) if self.dtype.itemsize == 2 else (0.0, each)
         return found
 
+    def token_at_peak(self, name: str) -> float | None:
+        """Seconds for the operations of a stage's token, at its GPU's peak; None where that is not known."""
+        if self.place.gpu is None:
+            return None
+        tokens = self._steps(name) * self._rows(name) * self.lengths[name]
+        return self._at_peak(self.place.gpu, *self.operations()[name]) / tokens
+
+    @staticmethod
+    def _at_peak(gpu: Gpu, half: float, single: float) -> float:
+        return half / gpu.half / 1e12 + single / gpu.single / 1e12
+
     def traffic(self) -> dict[str, float]:
         """Of each process: the least bytes that are read and written: weights, and the optimiser's state."""
         config, shapes, found = self.config, self.shapes, {}
@@ -298,7 +309,7 @@ class Plan:
             times = ("", "")
             if gpu:
                 times = (
-                    _time(half / gpu.half / 1e12 + single / gpu.single / 1e12),
+                    _time(self._at_peak(gpu, half, single)),
                     _time(traffic[name] / gpu.bandwidth / 1e12),
                 )
             rows.append((name, f"{tokens:,}", f"{(half + single) / 1e15:,.2f}", f"{traffic[name] / 1e12:,.2f}", *times))
@@ -354,3 +365,14 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
     except UserError:
         return
     made.refuse_too_large()
+
+
+def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
+    """Of `Plan`, for a stage that runs here; None also where the run can't be planned."""
+    place = Place.of(HERE, processes)
+    if place.gpu is None:
+        return None
+    try:
+        return Plan(config, target_config(config), place).token_at_peak(name)
+    except UserError:
+        return None

@@ -27,6 +27,7 @@ from speculator.sealed import damage, seal
 from speculator.target import Target
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
+from train.plan import token_at_peak
 from train.trainer import Collator, SpeculatorTrainer, arguments
 from train.vocabulary import describe
 
@@ -68,6 +69,7 @@ def train_stage(
     trainer = SpeculatorTrainer(
         model=start(),
         target=target,
+        token_at_peak=token_at_peak(config, name, state.num_processes),
         loss=config.loss,
         decode=lambda head: real_acceptance(target, head, suite, seed=config.seed),
         keep=settings.save_total_limit,

@@ -21,7 +21,7 @@ from train.checkpoint import METRIC, planned, rotate, writing
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise
-from train.timing import Stopwatch
+from train.progress import Pace, ProgressLine
 
 
 class Collator:
@@ -63,6 +63,7 @@ class SpeculatorTrainer(Trainer):
 
     Args:
         target: the model to draft for.
+        token_at_peak: seconds for a token's operations at the device's peak; None where that is not known.
         loss: weights of the losses.
         decode: gives the real figures of the head as it is now, from the decoding loop; called at each evaluation.
         keep: how many checkpoints, the best among them; None keeps all.
@@ -72,6 +73,7 @@ class SpeculatorTrainer(Trainer):
         self,
         *,
         target: Target,
+        token_at_peak: float | None = None,
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
         keep: int | None = None,
@@ -85,8 +87,8 @@ class SpeculatorTrainer(Trainer):
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
-        self._step_time, self._target_time = Stopwatch(self.args.device), Stopwatch(self.args.device)
-        self.add_callback(StepTime(self._step_time))
+        self.pace = Pace(self.args.device, token_at_peak)
+        self.add_callback(self.pace)
         self.add_callback(StopWhenAsked(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -101,7 +103,10 @@ class SpeculatorTrainer(Trainer):
     ) -> Any:
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         length = labels.shape[-1]
-        with self._target_time if model.training else nullcontext(), self.target.taps.recorded(self._taps) as states:
+        with (
+            self.pace.of_target(input_ids) if model.training else nullcontext(),
+            self.target.taps.recorded(self._taps) as states,
+        ):
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
         measure = Measure(
             labels,
@@ -145,7 +150,7 @@ class SpeculatorTrainer(Trainer):
         if "loss" in logs and "learning_rate" in logs:
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
-            logs["step_over_target"] = self._step_time.take() / self._target_time.take()
+            logs |= self.pace.figures(self.state, self.args.world_size)
         super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,41 +246,6 @@ class StopWhenAsked(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size == 1 and stop_asked():
             control.should_save = control.should_training_stop = True
-
-
-class StepTime(TrainerCallback):
-    """Times optimiser steps: all forward and backward passes of one, and the update."""
-
-    def __init__(self, stopwatch: Stopwatch):
-        self.stopwatch = stopwatch
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.stopwatch.__enter__()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.stopwatch.__exit__()
-
-
-class ProgressLine(ProgressCallback):
-    """The progress bar, and one line per log that says what matters."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if self.training_bar is None or not logs or "train_runtime" in logs:
-            return
-        prefix = "eval_" if "eval_loss" in logs else ""
-        heads = [f"{v:.2f}" for k, v in logs.items() if k.startswith(f"{prefix}head") and k.endswith("/accuracy")]
-        parts = [
-            f"{'eval' if prefix else 'step'} {state.global_step:>5}/{state.max_steps}",
-            f"loss {logs[f'{prefix}loss']:.3f}",
-            f"head accuracy {' '.join(heads)}",
-            f"simulated tokens/step {logs[f'{prefix}simulated_tokens_per_step']:.2f}",
-        ]
-        if prefix:
-            real, sampled = logs["eval_tokens_per_step"], logs["eval_tokens_per_step_sampled"]
-            parts.append(f"real tokens/step {real:.2f} greedy, {sampled:.2f} at temperature 1")
-        else:
-            parts.append(f"lr {logs['learning_rate']:.1e} | step/target {logs['step_over_target']:.1f}")
-        self.training_bar.write(" | ".join(parts))
 
 
 def on_one_gpu(made: TrainingArguments) -> TrainingArguments:

@@ -95,7 +95,7 @@ def weights(folder: Path) -> bytes:
 
 def history(folder: Path) -> list[dict]:
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    timing = ("runtime", "per_second", "step_over_target")
+    timing = ("runtime", "per_second", "step_over_target", "seconds_left", "share_of_peak")
     return [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in entries]
 
 

@@ -105,7 +105,7 @@ def finished(command, tmp_path_factory) -> Path:
 def state_of(folder: Path, step: int, stage: str = "stage1") -> tuple[dict, list[dict]]:
     checkpoint = folder / stage / f"checkpoint-{step}"
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    timing = ("runtime", "per_second", "step_over_target")
+    timing = ("runtime", "per_second", "step_over_target", "seconds_left", "share_of_peak")
     clean = [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in history]
     return load_file(checkpoint / "model.safetensors"), clean
 
