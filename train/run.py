@@ -104,7 +104,7 @@ def _run(config: RunConfig) -> None:
     own_prompts = own_prompts_of(read, target) if continues else None
     count = None if own_prompts is None else len(own_prompts)
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
-    head = new_head(config, target, train_rows)
+    heads = [new_head(config, target, train_rows)]  # whoever trains it takes it out: it need not outlive its stage
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
     if state.is_main_process:
@@ -113,7 +113,8 @@ def _run(config: RunConfig) -> None:
     head_folder = folder / "speculator"
     if not is_published(head_folder):
         measured_on = (validation_rows, suites["validation"])
-        best = train_stage("stage1", config, target, lambda: head, train_rows, *measured_on)
+        best = train_stage("stage1", config, target, heads.pop, train_rows, *measured_on)
+        gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
             own_text = generate_own_text(config, target, best, own_prompts)
             checks.batch("stage2", config.stage2, len(own_text), state.num_processes)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import yaml
 
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES
+from train import run
 from train.config import parse
 from train.dry_run import rehearse
 from train.folder import claim, refuse_foreign
@@ -56,6 +58,24 @@ def test_a_recipe_runs(recipe, capsys):
     stage = config.stage1
     tokens = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * config.data.seq_length
     assert f"= {tokens:,} per optimiser step; {stage.max_steps:,} steps = {tokens * stage.max_steps:,} in all" in text
+
+
+def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
+    trained, train_stage = [], run.train_stage
+
+    def watched(name, config, target, start, *rest):
+        assert [head() for head in trained] == [None] * len(trained)
+
+        def noted():
+            head = start()
+            trained.append(weakref.ref(head))
+            return head
+
+        return train_stage(name, config, target, noted, *rest)
+
+    monkeypatch.setattr(run, "train_stage", watched)
+    rehearsed(ROOT / "configs" / "code.yaml")
+    assert len(trained) == 2
 
 
 def test_what_runs_is_the_configured_head_and_distribution_on_the_named_family():
