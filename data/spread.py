@@ -47,12 +47,13 @@ async def spread(
     for item in items:
         queue.put_nowait(item)
     left = list(servers)
+    failed: list[BaseException] = []
 
     async def unless_gone(server: Server, job: Coroutine[Any, Any, None]) -> None:
         try:
             await job
         except GoneError as error:
-            left.remove(server)
+            left[:] = [each for each in left if each is not server]
             if not left:
                 raise
             with tqdm.external_write_mode(sys.stderr):
@@ -60,11 +61,14 @@ async def spread(
                 tell(f"{error}; {server.url} is left out, and its rows are done by {others}")
 
     async def serve(server: Server) -> None:
-        while True:
+        # A cancel may be lost (wait_for, before Python 3.12), so it is not all that ends a worker.
+        while server in left and not failed:
             item = await queue.get()
             try:
                 await work(server, item)
-            except BaseException:
+            except BaseException as error:
+                if not isinstance(error, GoneError | asyncio.CancelledError):
+                    failed.append(error)
                 queue.put_nowait(item)  # before it counts as done, or the queue would count as finished
                 raise
             finally:
@@ -76,9 +80,12 @@ async def spread(
     tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(queue.join())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if failed:
+            raise failed[0]
         if not tasks[1].done():
             tasks[0].result()
     finally:
+        left.clear()
         await _end(tasks)
 
 
