@@ -178,15 +178,14 @@ def use_all_cores() -> None:
 
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
-    """The packed rows of one split, of validation as many as are looked at."""
-    seen = config.eval.validation_rows * config.data.seq_length
+    """The packed rows of one split."""
     with writing(cache_folder()):
         return token_rows(
             config.data.sources,
             split,
             target.tokenizer,
             config.data.seq_length,
-            max_tokens=config.data.max_tokens if split == "train" else seen,
+            max_tokens=config.data.max_tokens if split == "train" else None,
             max_package_bytes=config.data.max_package_bytes,
             max_bad_rows=config.data.max_bad_rows,
         )

@@ -6,12 +6,11 @@ import shutil
 import pytest
 from chat_templates import CHATML
 
-from data import prepare
 from eval.suites import load_suite
 from speculator.errors import UserError
 from speculator.target import Target
 from train.config import parse
-from train.run import _run, own_prompts_of, prompts_of, rows
+from train.run import _run, own_prompts_of, prompts_of
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +54,6 @@ def test_prompts_of_a_run_are_those_of_a_suite_of_its_chats(chat_target, tmp_pat
     own = own_prompts_of(config, target)
     assert own.left_out > 15
     assert all(target.tokenizer.decode(prompt).count("<|im_start|>assistant") == 1 for prompt in own)
-
-
-def test_of_the_validation_split_only_the_rows_that_are_looked_at_are_tokenised(chat_target, tmp_path, monkeypatch):
-    target, source = Target.load(str(chat_target)), chats(tmp_path / "chats.jsonl", long=False)
-    read, documents = [], prepare.token_documents
-    monkeypatch.setattr(prepare, "token_documents", lambda *a, **k: (read.append(1) or d for d in documents(*a, **k)))
-
-    def made(count: int) -> tuple[list[dict], int]:
-        read.clear()
-        config = config_of(chat_target, source, tmp_path / "run", "--eval.validation_rows", str(count))
-        return list(rows(config, target, "validation")), len(read)
-
-    (few, some), (whole, all_of_them) = made(3), made(999)
-    assert len(few) == 3
-    assert few == whole[:3] != whole
-    assert some < all_of_them
 
 
 @pytest.mark.parametrize(
