@@ -53,6 +53,7 @@ _VALUES: dict[Any, st.SearchStrategy] = {
     bool: st.booleans(),
     str: st.from_regex(r"[a-z]{1,12}", fullmatch=True),
     list[str]: st.lists(st.from_regex(r"[a-z]{1,12}", fullmatch=True), min_size=1, max_size=3),
+    list[int]: st.lists(st.integers(2, 1000), min_size=1, max_size=3),
     list[float]: st.lists(st.floats(0.01, 2), min_size=1, max_size=3, unique=True),
 }
 

@@ -97,7 +97,6 @@ GENERATES = [
     *flags(
         "head",
         HEAD,
-        (["--ngram"], "not allowed"),
         (["--draft_length", "0"], "draft"),
         (["--draft_length", "4"], "4"),
         (["--draft_length", "1000000000000"], "draft"),

@@ -149,7 +149,15 @@ def sampled_p_value(drafter, sampling, rule=None, rows: int = 20_000, batch: int
 WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, top_p=0.8, min_p=0.02, seed=7)]
 
 
-@pytest.mark.parametrize(("number", "name"), [each for each in enumerate(drafters()) if "auto" not in each[1]])
+SLOW = "mixed-attention-candidates"
+SAMPLED = [
+    pytest.param(number, name, marks=[pytest.mark.soak] if name == SLOW else [], id=name)
+    for number, name in enumerate(drafters())
+    if "auto" not in name
+]
+
+
+@pytest.mark.parametrize(("number", "name"), SAMPLED)
 def test_sampled_text_follows_the_enumerated_distribution(number, name):
     assert sampled_p_value(name, WARPERS[number % 3]) > 1e-4
 
@@ -171,7 +179,9 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
     assert sampled_p_value(name, WARPERS[0], rule=rule) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["head-chain", "head-tree", "attention-chain", "mixed-head-chain"])
+@pytest.mark.parametrize(
+    "name", ["head-chain", "head-tree", "attention-chain", pytest.param("mixed-head-chain", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(name, WARPERS[1], rows=1500, batch=batch) > 1e-4
