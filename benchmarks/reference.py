@@ -49,9 +49,14 @@ def run(flags: argparse.Namespace) -> None:
     folder = flags.output or Path("runs", "rehearsal" if flags.rehearse else "reference")
     published = flags.publish or (folder / "published" if flags.rehearse else ROOT / "docs" / "reference")
     if recipe == "chat":
-        refuse((flags.minutes is not None or bool(flags.source), "--minutes and --source are of --recipe code"))
+        suites = flags.suite or list(reference_chat.SUITES)
+        missing = [suite for suite in suites if suite.endswith(".jsonl") and not Path(suite).exists()]
+        refuse(
+            (flags.minutes is not None or bool(flags.source), "--minutes and --source are of --recipe code"),
+            (missing and not flags.list, f"no {', '.join(missing)} here: Spec-Bench is {reference_chat.SPEC_BENCH}"),
+        )
         scale = reference_chat.REHEARSAL if flags.rehearse else reference_chat.FULL
-        table = reference_chat.phases(folder, scale, flags.suite or list(reference_chat.SUITES))
+        table = reference_chat.phases(folder, scale, suites)
         patterns = reference_chat.PUBLISHED
     else:
         scale = reference_code.REHEARSAL if flags.rehearse else reference_code.FULL
@@ -66,7 +71,7 @@ def run(flags: argparse.Namespace) -> None:
     if flags.list:
         phases.show(table)
     else:
-        phases.run(table, flags.phase, folder, published, patterns)
+        phases.run(table, flags.phase, published, patterns)
 
 
 if __name__ == "__main__":

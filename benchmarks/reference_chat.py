@@ -6,10 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.phases import Phase, shown
+from benchmarks.phases import Phases, shown
 
 SUITES = ("spec_bench.jsonl", "openai/gsm8k/main:test", "openai/openai_humaneval:test")
-"""Spec-Bench is https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl."""
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl"
+"""The first of them, to be put where the command is given."""
 HEADS = ("mlp", "eagle3")
 PUBLISHED = (
     "text/manifest.json",
@@ -44,7 +45,7 @@ FULL = Scale(
 _STAGE = "--stage1.max_steps 2 --stage1.warmup_steps 1 --stage1.eval_steps 2 --stage1.save_steps 2"
 REHEARSAL = Scale(
     questions=(2, 2, 2),
-    text="--max_rows 8 --max_prompt_tokens 12 --max_new_tokens 12 --batch_size 4",
+    text="--max_rows 1024 --max_prompt_tokens 24 --max_new_tokens 24 --batch_size 64",
     answers="--max_new_tokens 8",
     model="--tiny",
     head=(
@@ -54,22 +55,18 @@ REHEARSAL = Scale(
 )
 
 
-def phases(folder: Path, scale: Scale, suites: list[str]) -> list[Phase]:
+def phases(folder: Path, scale: Scale, suites: list[str]) -> Phases:
     """What is done, in this order."""
-    found: list[Phase] = []
-
-    def add(name: str, product: str, *command: str | int | Path, online: bool = False) -> None:
-        found.append(Phase(name, folder / product, [str(word) for word in command], online))
-
+    found = Phases(folder)
     model, text = folder / "model", folder / "text"
-    add("model", "model", "-m", "benchmarks.chat_model", *scale.model.split(), "--output", model, online=True)
+    found.add("model", "model", "-m", "benchmarks.chat_model", *scale.model.split(), "--output", model, online=True)
     writing = ["-m", "data", "generate", "--target", model, "--sources", "self", "--temperature", "0", "1"]
-    add("text", "text/manifest.json", *writing, "--dtype", "float32", *scale.text.split(), "--output", text)
+    found.add("text", "text/manifest.json", *writing, "--dtype", "float32", *scale.text.split(), "--output", text)
     for head in HEADS:
         recipe = [shown("train.py"), "--config", shown(f"configs/smollm2-135m-{head}.yaml")]
         where = ["--target.name_or_path", model, "--data.sources", json.dumps([str(text)])]
         report = f"{head}/eval/report.json"
-        add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)
+        found.add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)
     most = [*scale.questions, *[scale.questions[-1]] * len(suites)]
     for number, suite in enumerate(suites):
         for head in HEADS:
@@ -77,5 +74,5 @@ def phases(folder: Path, scale: Scale, suites: list[str]) -> list[Phase]:
             how += ["--suite", suite, "--max_prompts", most[number], *scale.answers.split()]
             place = f"eval-{head}-{number + 1}"
             how += ["--baseline", "hf_prompt_lookup", "--output", folder / place]
-            add(place, f"{place}/report.json", "-m", "eval", *how, online=True)
+            found.add(place, f"{place}/report.json", "-m", "eval", *how, online=True)
     return found

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.phases import Phase, shown
+from benchmarks.phases import Phases, shown
 
 PUBLISHED = (
     "quality.json",
@@ -76,38 +76,38 @@ REHEARSAL = Scale(
 )
 
 
-def phases(folder: Path, scale: Scale, minutes: float, sources: list[str]) -> list[Phase]:
+def phases(folder: Path, scale: Scale, minutes: float, sources: list[str]) -> Phases:
     """What is done, in this order: first what the rest needs, then the figures, the most wanted first."""
-    found: list[Phase] = []
-
-    def add(name: str, product: str, *command: str | int | Path) -> None:
-        found.append(Phase(name, folder / product, [str(word) for word in command]))
-
+    found = Phases(folder)
     tokenizer, target, run, draft_model = (folder / name for name in ("tokenizer", "target", "run", "draft_model"))
     text = [word for source in sources for word in ("--source", source)]
     model = ["-m", "benchmarks.language_model", *text, *scale.text.split()]
-    add("tokenizer", "tokenizer", *model, "--only_tokenizer", "--output", tokenizer)
+    found.add("tokenizer", "tokenizer", *model, "--only_tokenizer", "--output", tokenizer)
     model += ["--tokenizer", str(tokenizer)]
-    add("target", "target", *model, *scale.target.split(), "--minutes", f"{minutes:g}", "--output", target)
+    found.add("target", "target", *model, *scale.target.split(), "--minutes", f"{minutes:g}", "--output", target)
     recipe = [shown("train.py"), "--config", shown("configs/reference.yaml"), "--data.sources", json.dumps(sources)]
     where = ["--target.name_or_path", target, "--output_dir", run]
-    add("speculator", "run/eval/report.json", *recipe, *where, *scale.speculator.split())
+    found.add("speculator", "run/eval/report.json", *recipe, *where, *scale.speculator.split())
     how = [shown("examples/stdlib_target/measure.py"), "--target", target, *scale.quality.split()]
-    add("quality", "quality.json", *how, "--output", folder / "quality.json")
+    found.add("quality", "quality.json", *how, "--output", folder / "quality.json")
     evaluate = scale.evaluate.split()
     for size, prompts in scale.batches.items():
         how = ["--target", target, "--speculator", run / "speculator", "--batch_size", size, *evaluate]
         report, tuned = f"batch{size}", f"tuned-batch{size}.json"
-        add(report, f"{report}/report.json", "-m", "eval", *how, "--max_prompts", prompts, "--output", folder / report)
+        found.add(
+            report, f"{report}/report.json", "-m", "eval", *how, "--max_prompts", prompts, "--output", folder / report
+        )
         how = ["tune", *how, "--max_prompts", prompts // 2]
-        add(f"tuned-{report}", tuned, "-m", "eval", *how, "--output", folder / tuned)
-    add("draft_model", "draft_model", *model, *scale.draft_model.split(), "--output", draft_model)
+        found.add(f"tuned-{report}", tuned, "-m", "eval", *how, "--output", folder / tuned)
+    found.add("draft_model", "draft_model", *model, *scale.draft_model.split(), "--output", draft_model)
     how = ["--target", target, "--draft_model", draft_model, *evaluate, *scale.peers.split()]
-    add("peers", "peers.json", "-m", "benchmarks.peers", *how, "--output", folder)
+    found.add("peers", "peers.json", "-m", "benchmarks.peers", *how, "--output", folder)
     for preset in scale.steps:
         how = ["--preset", preset, *scale.step.split()]
-        add(f"step-{preset}", f"step-{preset}.json", "-m", "benchmarks.step", *how, "--output", folder)
+        found.add(f"step-{preset}", f"step-{preset}.json", "-m", "benchmarks.step", *how, "--output", folder)
     for preset in scale.training:
         how = ["--preset", preset, "--runs", 5]
-        add(f"training-{preset}", f"training-{preset}.json", "-m", "benchmarks.training", *how, "--output", folder)
+        found.add(
+            f"training-{preset}", f"training-{preset}.json", "-m", "benchmarks.training", *how, "--output", folder
+        )
     return found

@@ -79,5 +79,4 @@ def complete(model: Any, name: str) -> None:
     model.config.name_or_path = name
     model.config.get_text_config().max_position_embeddings = known["context_length"]
     model.generation_config.eos_token_id = known["eos_token_ids"]
-    if hasattr(model.config, "quantization_config"):  # the weights are dequantised
-        del model.config.quantization_config
+    model.hf_quantizer.remove_quantization_config(model)  # the weights are dequantised

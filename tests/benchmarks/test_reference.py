@@ -173,6 +173,7 @@ def test_a_phase_that_fails_ends_the_run_in_a_line(tmp_path, monkeypatch, capsys
         (["--output", "a_file"], "can't make the folder a_file"),
         (["--suite", "x.jsonl"], "--suite is of --recipe chat"),
         (["--recipe", "chat", "--minutes", "3"], "--minutes and --source are of --recipe code"),
+        (["--recipe", "chat"], "no spec_bench.jsonl here: Spec-Bench is https://"),
     ],
 )
 def test_wrong_input_is_one_line(flags, message, tmp_path, monkeypatch, capsys):

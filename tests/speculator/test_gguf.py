@@ -67,6 +67,17 @@ def test_the_weights_count_as_no_quantised_ones(file):
     assert not hasattr(target.config, "quantization_config")
 
 
+def test_it_is_saved_as_any_other_model(file, tmp_path):
+    target = Target.load(str(file))
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        again = Target.load(str(tmp_path))
+        assert torch.equal(again.logits(again.hidden(tokens)), target.logits(target.hidden(tokens)))
+    assert again.eos_token_ids == target.eos_token_ids
+
+
 @pytest.mark.parametrize(
     ("field", "message"),
     [
