@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig, TrainingArguments
 from transformers.utils import logging
 
-from benchmarks.training import _height
+from benchmarks.training import peak_bytes
 from speculator.checkpoints.loading import bind
 from speculator.heads import ARCHITECTURES
 from speculator.tables import markdown_table
@@ -131,7 +131,7 @@ def measured(config: LlamaConfig, run: RunConfig) -> dict[str, float]:
         target.logits(target.hidden(torch.zeros(1, 64, dtype=torch.long)))  # makes the copies
         weights = sum(tensor.nbytes for tensor in (*target.model.parameters(), *target.model.buffers()))
         own = sum(weight.nbytes for weight in head.parameters())
-        height = _height(trainer.train, torch.device("cpu"))
+        height = peak_bytes(trainer.train, torch.device("cpu"))
     moments = [v for state in trainer.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return {
         TARGET: weights,

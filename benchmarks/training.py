@@ -75,16 +75,16 @@ def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:
         labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
         if chunked:
             measure = Measure(labels, hidden, lm_head, LOSSES[loss])
-            height = _height(lambda: head(hidden[:, :tokens], ids[:, 1:-1], measure)["objective"].backward(), device)  # noqa: B023
+            height = peak_bytes(lambda: head(hidden[:, :tokens], ids[:, 1:-1], measure)["objective"].backward(), device)  # noqa: B023
         else:
             log_p = lm_head if LOSSES[loss].kl else None
-            height = _height(lambda: naive(head, hidden, ids, labels, log_p).backward(), device)  # noqa: B023
+            height = peak_bytes(lambda: naive(head, hidden, ids, labels, log_p).backward(), device)  # noqa: B023
         gradients = sum(parameter.grad.nbytes for parameter in head.parameters() if parameter.grad is not None)
         rows.append({"loss": loss, "chunked": chunked, "bytes": height - gradients})
     return rows
 
 
-def _height(work: Callable[[], None], device: torch.device) -> int:
+def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
     """The most bytes that `work` had allocated at once; what it leaves behind counts."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -181,7 +181,7 @@ def step_over_bound(preset: str, runs: int) -> list[dict]:
             target, weights, batch.rows_at_once, batch.length, n_predict=batch.n_predict, inner_dim=inner
         )
         training.step()  # makes the moments, so that they count as held and not as this step's
-        peak = training.held + _height(training.step, target.device)
+        peak = training.held + peak_bytes(training.step, target.device)
         operations = _operations(training.step)
         seconds = median(clock(training.step)[0] for _ in range(runs))
         rows.append(

@@ -5,7 +5,7 @@ ends its turn. What the assistant wrote is found by prefix rendering, with the t
 conversation up to a turn, and the same with that turn, differ by what the model would have written.
 
 A special token that a text or a completion spells is text. In a chat it is special, whoever wrote it: a template's own
-can't be told from those of its messages, and a server reads the same.
+can't be known from those of its messages, and a server reads the same.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBa
             raise RowError(
                 document["where"],
                 f"{kind} at message {number + 1}: it writes a turn otherwise when others follow (thinking left out, a "
-                "date, a turn rewritten), so what the assistant wrote can't be told; give the tokenizer a template "
+                "date, a turn rewritten), so what the assistant wrote can't be found; give the tokenizer a template "
                 "that only appends",
                 kind,
             )

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and inputs that are read only if they can be."""
+"""Files and folders that appear whole or not at all, inputs that are read only if they can be, the user's cache."""
 
 from __future__ import annotations
 
@@ -6,22 +6,46 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from safetensors import SafetensorError
 
 from speculator.errors import UserError, first_line, refuse
+
+_WAIT = 60  # seconds for who measures
 
 
 def cache_folder() -> Path:
     """$SPECULATOR_CACHE, or `speculator` under the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     return Path(os.environ.get("SPECULATOR_CACHE", Path(home) / "speculator"))
+
+
+@contextmanager
+def kept(kind: str, name: str) -> Iterator[dict[str, Any]]:
+    """An object of the user's cache folder: what is put into it is in it the next time, where that can be.
+
+    Who asks for it meanwhile waits. A damaged one is empty.
+    """
+    file = cache_folder() / kind / (re.sub(r"[^\w.+]+", "-", name) + ".json")
+    content: dict[str, Any] = {}
+    with ExitStack() as stack:
+        with suppress(OSError, UserError):
+            make_folder(file.parent)
+            stack.enter_context(FileLock(f"{file}.lock", timeout=_WAIT))
+        with suppress(OSError, ValueError):
+            stored = json.loads(file.read_text())
+            content |= stored if isinstance(stored, dict) else {}
+        yield content
+        with suppress(OSError, UserError):
+            write_json(file, content)
 
 
 def write_text(path: Path, text: str) -> None:

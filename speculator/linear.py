@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speculator.files import cache_folder
-from speculator.stored import kept
+from speculator.files import cache_folder, kept
 
 # Multiplications below which a call costs more than its product, unless it was timed.
 _SMALL = 2**18
@@ -105,9 +104,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
         weight, packs = self._parameters.get("weight"), self.packs  # `self.weight` is looked for elsewhere first
-        if weight is None or weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()):
-            return super().forward(input)
-        if not _fits(input, weight) or torch.compiler.is_compiling():
+        trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
+        if weight is None or trained or not _fits(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
         rows = input.numel() // weight.shape[1]
         if packs and 0 < rows <= TIMED_ROWS[-1]:

@@ -1,22 +1,16 @@
-"""What is stored: a checkpoint folder's weights, looked at before any is loaded; what a machine has measured."""
+"""The weight files of a checkpoint folder: which they are, and a look at what they claim before any of it is loaded."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import cache_folder, make_folder, parse_json, read_text, write_json
+from speculator.files import parse_json, read_text
 
 CONFIG = "config.json"
-_WAIT = 60  # seconds for who measures
 # In the order in which transformers prefers them. An index lists the files of a checkpoint that was cut in several.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -30,26 +24,6 @@ def read_object(file: Path) -> dict[str, Any]:
     read = parse_json(read_text(file), str(file))
     refuse((not isinstance(read, dict), f"{file}: not a JSON object"))
     return read
-
-
-@contextmanager
-def kept(kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """An object of the user's cache folder: what is put into it is in it the next time, where that can be.
-
-    Who asks for it meanwhile waits. A damaged one is empty.
-    """
-    file = cache_folder() / kind / (re.sub(r"[^\w.+]+", "-", name) + ".json")
-    content: dict[str, Any] = {}
-    with ExitStack() as stack:
-        with suppress(OSError, UserError):
-            make_folder(file.parent)
-            stack.enter_context(FileLock(f"{file}.lock", timeout=_WAIT))
-        with suppress(OSError, ValueError):
-            stored = json.loads(file.read_text())
-            content |= stored if isinstance(stored, dict) else {}
-        yield content
-        with suppress(OSError, UserError):
-            write_json(file, content)
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:

@@ -21,9 +21,10 @@ from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
+from speculator.files import kept
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
-from speculator.stored import kept, read_object
+from speculator.stored import read_object
 from speculator.target import Target
 
 TUNED = "decoding.json"
@@ -80,7 +81,7 @@ def automatic(
     if found is None or not found.choices(temperatures):
         return None
     table, warmest = found.table(file, target, head, temperatures, batch_size), max(temperatures)
-    alone = tuned_shapes(folder, target, head, [warmest])[warmest]
+    alone = _shapes(found, file, target, head, [warmest], 1)[warmest]
     return AutoDrafter(head, found.choices(temperatures), found.lookup, table.cost, alone)
 
 
@@ -96,7 +97,13 @@ def tuned_shapes(
     file, temperatures = Path(folder) / TUNED, list(temperatures)
     if not file.is_file():
         return dict.fromkeys(temperatures)
-    here, found = place(target, batch_size), _read(file, head)
+    return _shapes(_read(file, head), file, target, head, temperatures, batch_size)
+
+
+def _shapes(
+    found: _Tuned, file: Path, target: Target, head: Speculator, temperatures: Sequence[float], batch_size: int
+) -> dict[float, Shape | None]:
+    here = place(target, batch_size)
     there = found.place | {"batch_size": batch_size if batch_size in found.settings else min(found.settings)}
     shapes = {each: _shape(found.settings[there["batch_size"]], each) for each in temperatures}
     if there == here or not any(shapes.values()):
@@ -107,7 +114,7 @@ def tuned_shapes(
         return {each: best(found.choices([each]), table.cost, kinds[each], batch_size) for each in temperatures}
     _log.warning(
         f"{file} was measured {_named(there)}, and this is {_named(here)}: the head drafts a chain of "
-        f"{head.n_predict}. To measure here: python -m eval tune --target {target.name} --speculator {folder} "
+        f"{head.n_predict}. To measure here: python -m eval tune --target {target.name} --speculator {file.parent} "
         f"--batch_size {batch_size}"
     )
     return dict.fromkeys(temperatures)

@@ -175,7 +175,7 @@ def exit_code(main, argv: list[str]) -> int:
 
 
 class Oracle(Drafter):
-    """Drafts what it was told the text will be: every token right, or every token wrong. Prompts come in order."""
+    """Drafts what it was given as the text: every token right, or every token wrong. Prompts come in order."""
 
     name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
 

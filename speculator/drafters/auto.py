@@ -27,7 +27,7 @@ class Copied:
         length: the most tokens; 0: no draft.
     """
 
-    width, offered = 1, 0
+    width, offered, levels = 1, 0, 0
     rules: tuple[str, ...] = ("walk", "block", "token", *LOSSY)
 
     def __init__(self, length: int):
@@ -37,11 +37,9 @@ class Copied:
 
     def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         source.skip(pending, texts)  # type: ignore[attr-defined]
-        return (
-            copied([tokens[: self.depth] for tokens in self.found], pending.device)
-            if self.depth
-            else Draft.none(pending)
-        )
+        if not self.depth:
+            return Draft.none(pending)
+        return copied([tokens[: self.depth] for tokens in self.found], pending.device)
 
 
 class AutoDrafter(HeadDrafter):

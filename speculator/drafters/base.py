@@ -55,7 +55,7 @@ class Drafter:
     """What a head or a model drafts; None where a drafter has a form of its own."""
 
     def choose(self, requests: Sequence[Request]) -> Any:
-        """The shape of the next step's draft, for the rows of these requests: by what they have been told."""
+        """The shape of the next step's draft, for the rows of these requests: by what was decoded of them."""
         return self.shape
 
     def forget(self) -> None:

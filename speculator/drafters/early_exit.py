@@ -25,7 +25,7 @@ class EarlyExitDrafter(Drafter):
         shape: what is drafted; a number is a chain of so many tokens.
 
     Raises:
-        UserError: the target's layers can't be told apart, or it has not more than so many.
+        UserError: the target's layers are not found one by one, or it has not more than so many.
     """
 
     name = "early_exit"

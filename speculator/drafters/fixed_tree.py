@@ -41,7 +41,8 @@ class FixedTree:
         if not nodes:
             raise UserError("tree: no nodes")
         self.paths = tuple(nodes)
-        self.depth, self.nodes = len(nodes[-1]), len(nodes)
+        self.depth = self.levels = len(nodes[-1])
+        self.nodes = len(nodes)
         self.offered = self.nodes
         self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
         self.width = 1 + max(path[-1] for path in nodes)

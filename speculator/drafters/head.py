@@ -12,7 +12,6 @@ from torch import Tensor
 from speculator.draft import Draft, gather_at, take_at
 from speculator.drafters.attention import AttentionSource
 from speculator.drafters.base import Drafter, Texts
-from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import AttentionHead, RecurrentHead, Speculator
@@ -49,9 +48,8 @@ class HeadDrafter(Drafter):
 
     def reshape(self, shape: Shape) -> None:
         recurrent, known = isinstance(self.head, RecurrentHead), self.head.n_predict
-        levels = shape.inner.depth if isinstance(shape, Mixed) else shape.depth
-        if recurrent and shape.offered and levels > known:
-            raise UserError(f"draft length {levels} is not in 1..{known}, what the head can draft")
+        if recurrent and shape.levels > known:
+            raise UserError(f"draft length {shape.levels} is not in 1..{known}, what the head can draft")
         # Of more children some would be tokens that the head gives probability 0.
         if shape.width > self.head.config.output_size:
             raise UserError(

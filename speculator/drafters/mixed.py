@@ -36,7 +36,7 @@ class Mixed:
     def __init__(self, inner: Shape, length: int):
         check_length(length)
         self.inner, self.length = inner, length
-        self.depth, self.nodes = inner.depth + length, inner.nodes + length
+        self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
         self.width, self.offered = inner.width + 1, inner.offered
         check_nodes(self.nodes)
         # A chain's other rules take no tree.

@@ -25,6 +25,8 @@ class Shape(Protocol):
     """How a draft is built from next-token distributions."""
 
     depth: int
+    levels: int
+    """So many of the depth the source drafts: a path from elsewhere may go deeper."""
     nodes: int
     width: int
     """The most children of a token."""
@@ -74,7 +76,7 @@ class Chain:
 
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
         check_length(length)
-        self.depth = self.nodes = self.offered = length
+        self.depth = self.levels = self.nodes = self.offered = length
         self.width = 1
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
@@ -122,7 +124,8 @@ class Candidates:
     def __init__(self, branches: Sequence[int], replacement: bool = False):
         self.branches = _checked(branches)
         self.replacement = replacement
-        self.depth, self.width = len(self.branches), max(self.branches)
+        self.depth = self.levels = len(self.branches)
+        self.width = max(self.branches)
         self.nodes = self.offered = sum(accumulate(self.branches, mul))
         check_nodes(self.nodes)
         self.rules: tuple[str, ...] = ("multi-candidate-replacement" if replacement else "multi-candidate", *LOSSY)
@@ -192,7 +195,8 @@ class Tree:
 
     def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
         self.branches, self.beam = _checked(branches), beam
-        self.depth, self.width = len(self.branches), max(self.branches)
+        self.depth = self.levels = len(self.branches)
+        self.width = max(self.branches)
         self.nodes = nodes
         self.rules: tuple[str, ...] = ("walk", *LOSSY)
         self.offered, width = 0, 1
@@ -220,7 +224,8 @@ class Paths:
 
     def __init__(self, branches: Sequence[int], paths: int):
         self.branches, self.paths = _checked(branches), paths
-        self.depth, self.width = len(self.branches), max(self.branches)
+        self.depth = self.levels = len(self.branches)
+        self.width = max(self.branches)
         self.nodes = paths * self.depth
         self.offered = sum(accumulate(self.branches, mul))
         self.rules: tuple[str, ...] = ("walk", *LOSSY)

@@ -1,4 +1,4 @@
-"""Every file that a command reads back, cut, flipped, deleted or replaced: refused, told, or the same result.
+"""Every file that a command reads back, cut, flipped, deleted or replaced: refused, named, or the same result.
 
 Weights of a target or a head from elsewhere carry no checksums, so a bit that flips in them can't be seen: those are
 cut, deleted and replaced only. What this project writes for itself (runs, caches, generated rows) is flipped as well.

@@ -130,7 +130,7 @@ def test_a_mask_of_another_form_is_refused(monkeypatch, chunk):
 
 
 def test_a_window_of_the_mask_alone_reaches_attention(monkeypatch):
-    """As PhiMoE has it: the layers are told nothing."""
+    """As PhiMoE has it: the layers are given nothing."""
 
     def windowed(config, **given):
         config.sliding_window = 24

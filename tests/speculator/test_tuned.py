@@ -1,4 +1,4 @@
-"""`generate` drafts as `tune` found best, unless it is told how."""
+"""`generate` drafts as `tune` found best, unless a flag says how."""
 
 import pytest
 import torch

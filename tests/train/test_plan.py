@@ -1,4 +1,4 @@
-"""What a run will need, told before it begins: against what it then takes."""
+"""What a run will need, said before it begins: against what it then takes."""
 
 import json
 from dataclasses import replace

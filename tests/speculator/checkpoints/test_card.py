@@ -1,4 +1,4 @@
-"""The model card says what the folder and its run say, and nothing that it was not told."""
+"""The model card says what the folder and its run say, and nothing that these do not."""
 
 import copy
 import json
