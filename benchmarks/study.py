@@ -1,10 +1,11 @@
 """What each part of the recipe is worth: one factor at a time on the embedded target, every arm at its own best rate.
 
-    python -m benchmarks.study [--table recipes|architectures|refused] [--steps 1200] --output runs/study
+    python -m benchmarks.study [--table recipes|architectures|attention|refused] [--steps 1200] --output runs/study
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of the grid
 for seed 0 on validation prompts; the table shows held-out prompts, over all seeds. The target's hidden states are
-computed once. A result is a file: what is there is not done again, so a study that was cut off goes on.
+computed once. A result is a file, with its head beside it: what is there is not done again, so a study that was cut off
+goes on.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from datasets import Dataset
@@ -28,13 +30,14 @@ from transformers.utils import logging as transformers_logging
 
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
-from eval.run import real_acceptance
+from eval.metrics import acceptance
 from eval.suites import Suite, from_text
-from speculator import HeadDrafter, MLPSpeculator
+from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate
 from speculator.checkpoints import load_any
+from speculator.drafters.topology import Shape
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
-from speculator.heads import MLPSpeculatorConfig, Speculator
+from speculator.heads import Eagle3Speculator, MLPSpeculatorConfig, Speculator
 from speculator.tables import markdown_table
 from speculator.target import Target
 from train.checks import own_sampling
@@ -50,6 +53,11 @@ RATES = (5e-3, 1e-2, 2e-2)
 SEEDS = (0, 1, 2)
 PROMPTS = {"validation": 32, "held-out": 64}
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
+DRAFTS: dict[str, tuple[float, Shape]] = {
+    "T=0": (0.0, Chain(4)),
+    "T=1": (1.0, Chain(4)),
+    "T=0, tree of 16": (0.0, Tree([4, 3, 2, 1], 16)),
+}
 
 HARD = LossConfig(cross_entropy=1.0, kl=0.0)
 KL = LossConfig(kl=1.0)
@@ -70,8 +78,12 @@ class Arm:
     """The last part of the budget goes to the target's own text, half of it greedy, half at temperature 1."""
     refused_weight: float | None = None
     """The head drafts the target's own text, and so often counts a token there that took a refused draft's place."""
-    architecture: str = "mlp"
-    inner_dim: int = 0
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Settings of the head."""
+    frozen_output: bool = False
+    """The output matrix stays as it was initialised."""
+    part: float = 1.0
+    """Of the budget that is used."""
 
 
 PUBLISHED = Arm("published", HARD, bf16_weights=True, weight_decay=0.1, rates=(1e-3,))
@@ -87,17 +99,41 @@ ARMS = [
 
 
 INDEPENDENT = "independent"
+EAGLE3 = Arm("EAGLE-3", KL, rates=(2.5e-3, 5e-3, 1e-2), shape={"architecture": "eagle3"})
+"""Starts from the target's output matrix, and has fewer weights than the others."""
 ARCHITECTURES = [
-    Arm("independent heads", KL, architecture=INDEPENDENT),
     Arm("MLP", KL),
-    Arm("LSTM", KL, architecture="lstm", inner_dim=171),  # as many weights as the MLP's
-    Arm("EAGLE-3", KL, architecture="eagle3"),  # starts from the target's output matrix, and has fewer weights
+    Arm("independent heads", KL, shape={"architecture": INDEPENDENT}),
+    Arm("LSTM", KL, shape={"architecture": "lstm", "inner_dim": 171}),  # as many weights as the MLP's
+    EAGLE3,
+]
+
+
+def _varied(name: str, frozen_output: bool = False, part: float = 1.0, **shape: Any) -> Arm:
+    return dataclasses.replace(
+        EAGLE3,
+        name=name,
+        rates=EAGLE3_RATE,
+        frozen_output=frozen_output,
+        part=part,
+        shape={"architecture": "eagle3", **shape},
+    )
+
+
+EAGLE3_RATE = (5e-3,)
+ATTENTION = [
+    _varied("EAGLE-3, four steps"),
+    *(_varied(f"{steps} step{'s' * (steps > 1)}", n_predict=steps) for steps in (1, 3, 5, 7)),
+    _varied("without fc_norm and norm_output", fc_norm=False, norm_output=False),
+    _varied("norm_before_residual", norm_before_residual=True),
+    _varied("output matrix frozen", frozen_output=True),
+    _varied("half of the rows", part=0.5),
 ]
 
 OWN = Arm("counts once", KL, "target", rates=(1e-2,), on_policy=0.25, refused_weight=1.0)
 REFUSED = [OWN, *(dataclasses.replace(OWN, name=f"counts {w} times", refused_weight=float(w)) for w in (2, 4))]
 
-TABLES = {"recipes": ARMS, "architectures": ARCHITECTURES, "refused": REFUSED}
+TABLES = {"recipes": ARMS, "architectures": ARCHITECTURES, "attention": ATTENTION, "refused": REFUSED}
 LONGER = {"recipes": (ARMS[0], ARMS[2], ARMS[4], ARMS[6])}
 """Those that are trained on four times the tokens too, for one seed."""
 
@@ -166,15 +202,18 @@ class Remembered:
 
 
 def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator:
-    if arm.architecture == INDEPENDENT:
+    if arm.shape.get("architecture") == INDEPENDENT:
         torch.manual_seed(seed)
         return Independent(
             MLPSpeculatorConfig(
                 vocab_size=target.vocab_size, emb_dim=target.hidden_size, n_predict=4, tie_weights=False
             )
         )
-    shape = SpeculatorConfig(architecture=arm.architecture, inner_dim=arm.inner_dim, initialise=arm.initialise)  # type: ignore[arg-type]
-    return new_head(RunConfig(speculator=shape, seed=seed), target, rows)
+    shape = SpeculatorConfig(initialise=arm.initialise, **arm.shape)
+    head = new_head(RunConfig(speculator=shape, seed=seed), target, rows)
+    if arm.frozen_output:
+        cast(Eagle3Speculator, head).lm_head.requires_grad_(False)
+    return head
 
 
 def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, head: Speculator) -> Speculator:
@@ -198,9 +237,15 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, h
 
 
 def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
-    """tokens_per_step at temperatures 0 and 1, the latter with sampled drafts."""
-    figures = real_acceptance(target, head, suite, seed=0, max_new_tokens=NEW_TOKENS)
-    return {"0": figures["tokens_per_step"], "1": figures["tokens_per_step_sampled"]}
+    """Tokens per step: of sampled chains and, at temperature 0, of a tree too."""
+    found = {}
+    for column, (temperature, shape) in DRAFTS.items():
+        made = generate(
+            target, HeadDrafter(head, shape), suite.prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS
+        )
+        steps = [step for row in made.steps for step in row]
+        found[column] = acceptance(steps, shape.depth)["tokens_per_step"]
+    return found
 
 
 class Study:
@@ -251,13 +296,17 @@ class Study:
 
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:
         """tokens_per_step of one head on both splits; trained now unless its file is there."""
-        steps = budget * self.steps
+        steps = round(budget * self.steps * arm.part)
         file = self.folder / f"{arm.name} {rate:g} {steps} steps seed {seed}.json".replace(" ", "_")
         if not file.exists():
+            began = time.monotonic()
             head = self._trained(arm, rate, seed, steps)
+            seconds = time.monotonic() - began
+            head.save_pretrained(file.with_suffix(""))
             splits = ["held-out", *["validation"] * (len(arm.rates) > 1)]  # the latter to choose a rate by
             figures = {split: measure(head, self.target, self.suites[split]) for split in splits}
-            write_text(file, json.dumps({"arm": arm.name, "rate": rate, "seed": seed, "budget": budget} | figures))
+            about = {"arm": arm.name, "rate": rate, "seed": seed, "budget": budget, "seconds": seconds}
+            write_text(file, json.dumps(about | figures))
             print(f"{file.name}: {figures}", file=sys.stderr)
         return json.loads(file.read_text())
 
@@ -275,12 +324,13 @@ class Study:
     def row(self, arm: Arm, seeds: tuple[int, ...], budget: int = 1) -> dict[str, Any]:
         """One line of the table: means over seeds, and their spread."""
         rate = self.best_rate(arm)
-        results = [self.result(arm, rate, seed, budget)["held-out"] for seed in seeds]
-        columns = {name: [result[name] for result in results] for name in results[0]}
+        results = [self.result(arm, rate, seed, budget) for seed in seeds]
+        columns = {name: [result["held-out"][name] for result in results] for name in results[0]["held-out"]}
         return {
             "arm": arm.name,
             "budget": budget,
-            "tokens": budget * self.steps * LENGTH,
+            "tokens": round(budget * self.steps * arm.part) * LENGTH,
+            "seconds": mean(result["seconds"] for result in results),
             "rate": rate,
             "seeds": len(seeds),
             **{name: (mean(values), stdev(values) if len(values) > 1 else 0.0) for name, values in columns.items()},
@@ -289,13 +339,14 @@ class Study:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; accepted tokens against the first row of the same budget."""
-    header = ("recipe", "tokens", "rate", "T=0", "T=1", f"accepted, against {rows[0]['arm']}")
+    header = ("recipe", "tokens", "seconds", "rate", *DRAFTS, f"accepted, against {rows[0]['arm']}")
     lines = []
     for row in rows:
         first = next(r for r in rows if r["budget"] == row["budget"])
-        gains = [f"{(row[t][0] - 1) / (first[t][0] - 1) - 1:+.0%}" for t in ("0", "1")]
-        cells = [f"{row[t][0]:.2f} ± {row[t][1]:.2f}" for t in ("0", "1")]
-        lines.append((row["arm"], f"{row['tokens']:,}", f"{row['rate']:g}", *cells, " / ".join(gains)))
+        gains = [f"{(row[t][0] - 1) / (first[t][0] - 1) - 1:+.0%}" for t in DRAFTS]
+        cells = [f"{row[t][0]:.2f} ± {row[t][1]:.2f}" for t in DRAFTS]
+        told = f"{row['tokens']:,}", f"{row['seconds']:.0f}", f"{row['rate']:g}"
+        lines.append((row["arm"], *told, *cells, " / ".join(gains)))
     return markdown_table(header, lines) + "\n"
 
 
