@@ -12,7 +12,7 @@ from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
-from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3, eagle3_layer
 from speculator.heads.attention import Memory
 from speculator.heads.eagle3_config import default_taps
 
@@ -286,6 +286,19 @@ def sees_its_siblings(head: Eagle3Speculator) -> None:
     head._level = wrong
 
 
+def reads_its_neighbour(head: Eagle3Speculator) -> None:
+    level = head._level
+
+    def wrong(memory, u, residual):
+        own = memory.keys, memory.values
+        memory.keys, memory.values = (x.roll(1, 0) for x in own)
+        logits = level(memory, u, residual)
+        memory.keys, memory.values = own
+        return logits
+
+    head._level = wrong
+
+
 def keeps_the_draft(memory: Memory, drafted: int) -> None:
     memory.lengths += drafted
     memory.longest += drafted
@@ -297,7 +310,8 @@ WRONG = {
             lambda head: setattr(head, "_position", lambda memory: (memory.lengths - 1)[:, None])
         )
     },
-    "another row's key seen": {"drafting": lambda: changed(sees_its_siblings)},
+    "a sibling's key seen": {"drafting": lambda: changed(sees_its_siblings)},
+    "another row's key seen": {"drafting": lambda: changed(reads_its_neighbour)},
     "taps off by one": {"shift": 1},
     "fed back from the wrong side of the norm": {
         "drafting": lambda: changed(lambda head: setattr(head.config, "norm_output", False))
@@ -306,13 +320,45 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_a_drafting_form_that_is_wrong_is_seen(fault):
+@pytest.mark.parametrize(
+    ("levels", "fault"),
+    [
+        *(pytest.param(CHAIN, fault, id=f"chain, {fault}") for fault in WRONG if "sibling" not in fault),
+        *(pytest.param(LEVELS, fault, id=f"tree, {fault}") for fault in WRONG),
+    ],
+)
+def test_a_drafting_form_that_is_wrong_is_seen(levels, fault):
     wrong = dict(WRONG[fault])
     after = {"after": wrong.pop("after")} if "after" in wrong else {}
     if "drafting" in wrong:
         wrong["drafting"] = wrong["drafting"]()
-    assert Rounds(**wrong).gap(LEVELS, **after) > 1e-3
+    assert Rounds(**wrong).gap(levels, **after) > 1e-3
+
+
+@pytest.mark.parametrize("fault", ["positions not advanced", "another row's key seen", "fed back before the norm"])
+def test_a_training_form_that_is_wrong_is_seen(fault, monkeypatch):
+    head = head_of()
+    taps, tokens = inputs(head)
+    expected = written_out(head, taps, tokens, DOCUMENTS)
+    enter, right = head._enter, eagle3_layer.attend_own
+    if fault == "positions not advanced":
+        places = torch.arange(DOCUMENTS.shape[1]).repeat(2)
+        monkeypatch.setattr(head, "_enter", lambda g, tokens, positions: enter(g, tokens, places))
+    elif fault == "another row's key seen":
+        monkeypatch.setattr(
+            eagle3_layer,
+            "attend_own",
+            lambda *given: right(*given[:4], *(own.roll(1, 1) for own in given[4:])),
+        )
+    else:
+        head.config.norm_output = False
+    with torch.no_grad():
+        gaps = [
+            (head.lm_head(x) - y).abs().max()
+            for x, y in zip(head.unrolled(taps, tokens, DOCUMENTS), expected, strict=True)
+        ]
+    assert gaps[0] < 1e-10
+    assert all(gap > 1e-3 for gap in gaps[1:])
 
 
 def test_another_documents_keys_would_be_seen_in_training(monkeypatch):
