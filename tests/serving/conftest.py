@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,16 @@ def start_in(tmp_path):
                 pass
 
 
+def digest_of(name: str, more: tuple[str, ...] = ()) -> str:
+    """Of a name and the sources that a check runs; `more` are folders beside those of all."""
+    digest = hashlib.sha256(name.encode())
+    for folder in ("speculator", "integrations", "tests/serving", *more):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".txt", ".toml"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
 @pytest.fixture
 def say(request):
     """`say(line)` prints a figure. What passed with these very sources is not run again: its figures are shown."""
@@ -72,12 +84,8 @@ def say(request):
     if not root:
         yield lines.append
         return
-    digest = hashlib.sha256(request.node.nodeid.encode())
-    for folder in ("speculator", "integrations", "tests/serving"):
-        for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in (".py", ".txt", ".toml"):
-                digest.update(file.read_bytes())
-    passed = Path(root).resolve() / "passed" / digest.hexdigest()[:32]
+    digest = digest_of(request.node.nodeid, getattr(request.module, "SOURCES", ()))
+    passed = Path(root).resolve() / "passed" / digest
     if passed.exists():
         pytest.skip(f"passed before: {passed.read_text()}")
 
@@ -89,6 +97,25 @@ def say(request):
     if getattr(request.node, "whole", False):
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.write_text("; ".join(lines))
+
+
+@pytest.fixture
+def train(request):
+    """`train(flags)` runs train.py and gives the run's folder: kept, and gone on with where it was cut off."""
+    environment("vllm")  # without it there is nothing to serve by
+
+    def run(flags: list[str]) -> Path:
+        folder = Path(os.environ["SPECULATOR_SERVING"]).resolve() / "trained"
+        made = folder / digest_of(" ".join(flags), request.module.SOURCES)
+        for other in folder.glob("*"):
+            if other != made:
+                shutil.rmtree(other)
+        command = [sys.executable, "train.py", "--output_dir", str(made), *flags]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0
+        return made
+
+    return run
 
 
 @pytest.hookimpl(wrapper=True)

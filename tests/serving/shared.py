@@ -1,9 +1,11 @@
-"""What the tests with vLLM share: the embedded target, texts, and how vLLM is run."""
+"""What the tests with vLLM share: the embedded target, how vLLM is run, and what our decoder accepts."""
 
 import json
 from pathlib import Path
 
 import torch
+
+from speculator import HeadDrafter, generate
 
 TARGET = Path(__file__).parents[2] / "examples" / "stdlib_target"
 ENVIRONMENT = {
@@ -32,3 +34,25 @@ def draft_from(head, rows: list[list[int]]) -> None:
     used = {token for row in rows for token in row}
     rest = sorted(set(range(head.config.vocab_size)) - used)
     head.draft_tokens.copy_(torch.tensor(sorted(used) + rest[: len(head.draft_tokens) - len(used)]).sort().values)
+
+
+def our_steps(target, head, length: int, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+    """How many tokens each step of our decoder accepts, of each text: steps that begin within so many new tokens."""
+    longer = [count + length + 1 for count in counts]
+    made = generate(target, HeadDrafter(head, length), prompts, max_new_tokens=longer, eos_token_ids=())
+    kept = []
+    for steps, count in zip(made.steps, counts, strict=True):
+        kept.append([])
+        done = 1
+        for step in steps:
+            if done >= count:
+                break
+            assert not step.cut
+            done += step.accepted + 1
+            kept[-1].append(step.accepted)
+    return kept
+
+
+def per_position(steps: list[list[int]], length: int) -> list[int]:
+    """How many steps accept each position of a draft."""
+    return [sum(accepted > position for text in steps for accepted in text) for position in range(length)]

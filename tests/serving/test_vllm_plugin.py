@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving.shared import ENVIRONMENT, TARGET, draft_from, vllm_runs
+from serving.shared import ENVIRONMENT, TARGET, draft_from, our_steps, per_position, vllm_runs
 
-from speculator import HeadDrafter, Target, generate
+from speculator import Target, generate
 from speculator.checkpoints import layout_of, save
 from speculator.heads import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
 
@@ -112,23 +112,6 @@ def eagle(folder: Path, length: int) -> dict:
     return {"method": "eagle", "model": str(folder), "num_speculative_tokens": length}
 
 
-def accepted(target, head, length: int, prompts, counts: list[int]) -> list[int]:
-    """How many texts' steps accept each position of a draft in our decoder, up to so many new tokens of each text."""
-    longer = [count + length + 1 for count in counts]
-    made = generate(target, HeadDrafter(head, length), prompts, max_new_tokens=longer, eos_token_ids=())
-    positions = [0] * length
-    for steps, count in zip(made.steps, counts, strict=True):
-        done = 1
-        for step in steps:
-            if done >= count:
-                break
-            assert not step.cut
-            done += step.accepted + 1
-            for position in range(step.accepted):
-                positions[position] += 1
-    return positions
-
-
 @torch.no_grad()
 def our_drafts(target, head, length: int, row: list[int]) -> dict[tuple[int, int], list[int]]:
     """The draft behind each token of a text, by its position and the token after it."""
@@ -155,7 +138,7 @@ def test_in_process(tmp_path, run_in, target, prompts, texts, runs, plain, serve
             unknown += not here
             drafted += bool(here)
             same += draft in here
-    ours = accepted(target, head, length, prompts, FEW)
+    ours = per_position(our_steps(target, head, length, prompts, FEW), length)
     say(f"{sum(map(len, runs))} requests in 3 runs: text identical; {same} of {drafted} drafts equal, {unknown} unused")
     say(f"accepted per position: vLLM {made[0]['accepted']}, with cached prefixes {made[1]['accepted']}, ours {ours}")
     say(f"prefix cache hits {made[1]['prefix_cache_hits']}, preemptions {made[2]['num_preemptions']}")
@@ -210,7 +193,7 @@ def test_over_http(start_in, target, prompts, texts, served, say):
     metrics = asked(port, "metrics").splitlines()
     found = [line for line in metrics if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{")]
     theirs = [int(float(line.split()[-1])) for line in found]
-    ours = accepted(target, head, length, prompts, FEW)
+    ours = per_position(our_steps(target, head, length, prompts, FEW), length)
     say(f"{len(prompts)} requests at a time: text identical; accepted per position {theirs}, ours {ours}")
     assert theirs == ours
 

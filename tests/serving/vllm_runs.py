@@ -30,7 +30,8 @@ def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_T
 def counters(llm: LLM) -> dict:
     found = {metric.name.removeprefix("vllm:"): metric for metric in llm.get_metrics()}
     accepted = found.get("spec_decode_num_accepted_tokens_per_pos")
-    numbers = {name: found[name].value for name in ("num_preemptions", "prefix_cache_hits") if name in found}
+    names = ("num_preemptions", "prefix_cache_hits", "spec_decode_num_drafts")
+    numbers = {name: found[name].value for name in names if name in found}
     return {"accepted": accepted.values if accepted else [], **numbers}
 
 

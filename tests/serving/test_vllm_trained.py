@@ -1,0 +1,75 @@
+"""vLLM 0.32 with a head that train.py made: on held-out prompts it accepts at each position what our decoder does."""
+
+import copy
+from itertools import pairwise
+
+from serving.shared import TARGET, our_steps, per_position, vllm_runs
+
+from data.sources import PYTHON_SOURCES
+from eval.metrics import paired_bootstrap, shown
+from eval.suites import held_out
+from speculator import Target, generate, load_head
+from speculator.__main__ import main
+
+SOURCES = ("train", "data", "eval")
+PROMPTS, NEW, LENGTH = 40, 96, 3
+SETTINGS = {  # over those of configs/quickstart.yaml
+    "speculator.architecture": "eagle3",
+    "speculator.n_predict": LENGTH,
+    "speculator.draft_vocab_size": 2000,
+    "data.max_tokens": 400_000,
+    "stage1.max_steps": 400,
+    "stage1.learning_rate": 2e-3,
+    "stage1.warmup_steps": 40,
+    "stage1.eval_steps": 100,
+    "stage1.save_steps": 100,
+    "stage2.max_steps": 0,
+    "eval.validation_prompts": 4,
+    "eval.tune_prompts": 0,
+    "eval.max_prompts": 1,
+    "eval.max_new_tokens": 16,
+    "report_to": "none",
+}
+
+
+def counted(steps: list[list[int]]) -> list[int]:
+    """Drafts, and how many of them were accepted at each position."""
+    return [sum(map(len, steps)), *per_position(steps, LENGTH)]
+
+
+def rates(counts: list[int]) -> list[float]:
+    """How often each position is accepted where the one before it was."""
+    return [after / max(before, 1) for before, after in pairwise(counts)]
+
+
+def within(found: list[float], intervals: list[dict]) -> bool:
+    return all(each["low"] <= rate <= each["high"] for rate, each in zip(found, intervals, strict=True))
+
+
+def test_vllm_accepts_what_our_decoder_accepts(tmp_path, run_in, say, train):
+    run = train([f"--{name}={value}" for name, value in SETTINGS.items()])
+    flags = ["--speculator", str(run / "speculator"), "--format", "eagle3", "--output", str(tmp_path / "head")]
+    assert main(["export", *flags]) == 0
+    target = Target.load(str(TARGET), dtype="float32")
+    prompts = held_out(PYTHON_SOURCES, target.tokenizer, 64, PROMPTS).prompts
+    texts = generate(target, None, prompts, max_new_tokens=NEW, eos_token_ids=()).tokens
+    runs = [[{"prompt": prompt, "max_new_tokens": NEW} for prompt in prompts]]
+    speculative = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": LENGTH}
+    (theirs,) = vllm_runs(run_in, tmp_path, runs, speculative, engine={"max_model_len": 512, "max_num_seqs": 8})
+    same = sum(a == b for a, b in zip(texts, theirs["texts"], strict=True))
+
+    head = load_head(run / "speculator", target)
+    steps = our_steps(target, head, LENGTH, prompts, [NEW] * PROMPTS)
+    ours, counts = counted(steps), [int(theirs["spec_decode_num_drafts"]), *map(int, theirs["accepted"])]
+    intervals = [paired_bootstrap(steps, lambda some, i=i: rates(counted(some))[i]) for i in range(LENGTH)]
+    say(f"{same} of {PROMPTS} texts identical; drafts and accepted per position: vLLM {counts}, ours {ours}")
+    by_position = ", ".join(f"{rate:.3f}" for rate in rates(counts))
+    say(f"acceptance by position: vLLM {by_position}, ours {', '.join(shown(each, '.3f') for each in intervals)}")
+    assert len(prompts) == same == PROMPTS
+    assert within(rates(counts), intervals)
+    assert counts == ours
+
+    # An interval that would hold anything shows nothing: a head fed back otherwise than it was trained is outside.
+    wrong = copy.deepcopy(head)
+    wrong.config.norm_output = False
+    assert not within(rates(counted(our_steps(target, wrong, LENGTH, prompts, [NEW] * PROMPTS))), intervals)
