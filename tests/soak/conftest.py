@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 from bad_inputs.conftest import cache, here, world  # noqa: F401
-from soak.running import finish, train_argv
+from soak.running import HEADS, finish, train_argv
 
 
 def pytest_collection_modifyitems(items):
@@ -22,8 +23,18 @@ def _no_hub():
 
 
 @pytest.fixture(scope="session")
-def whole(world, cache, tmp_path_factory) -> Path:  # noqa: F811
-    """A run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    finish(["train.py", *train_argv(world, folder)], cache)
-    return folder
+def undisturbed(world, cache, tmp_path_factory):  # noqa: F811
+    """`undisturbed(architecture)`: a run of such a head that nothing disturbed."""
+
+    @functools.cache
+    def run(architecture: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        finish(["train.py", *train_argv(world, folder, **HEADS[architecture])], cache)
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(undisturbed) -> Path:
+    return undisturbed("mlp")

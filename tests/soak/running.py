@@ -40,6 +40,15 @@ SETTINGS: dict[str, Any] = {
     "speculator.initialise": "random",
     **{f"{stage}.{name}": value for stage in ("stage1", "stage2") for name, value in STAGE.items()},
 }
+HEADS: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "eagle3": {
+        "speculator.architecture": "eagle3",
+        "speculator.taps": "[0, 1]",
+        "speculator.draft_vocab_size": 100,
+        "stage1.learning_rate": 2e-3,
+    },
+}
 _COUNTED = ("steps", "tokens_per_step", "acceptance_by_position", "accepted_lengths", "identical_to_greedy", "prompts")
 
 

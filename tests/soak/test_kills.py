@@ -1,4 +1,4 @@
-"""Forty kills at random moments: every command goes on to the result of an undisturbed one, bit for bit."""
+"""Fifty kills at random moments: every command goes on to the result of an undisturbed one, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from soak.running import finish, kill, outcome, rows_of, sha, start, train_argv
+from soak.running import HEADS, finish, kill, outcome, rows_of, sha, start, train_argv
 
-CHAINS = 6
+CHAINS = [(0, "mlp"), (1, "mlp"), (2, "mlp"), (3, "mlp"), (4, "mlp"), (5, "mlp"), (6, "eagle3"), (7, "eagle3")]
 PREPARES, GENERATIONS, EXPORTS, EVALUATIONS = 2, 3, 2, 1
 
 
@@ -40,11 +40,12 @@ def phases(run: Path, cache: Path) -> dict[str, tuple[Callable[[], bool], float]
     }
 
 
-@pytest.mark.parametrize("chain", range(CHAINS))
-def test_a_run_killed_in_every_phase_ends_as_if_undisturbed(chain, world, whole, tmp_path):
+@pytest.mark.parametrize(("chain", "architecture"), CHAINS)
+def test_a_run_killed_in_every_phase_ends_as_if_undisturbed(chain, architecture, world, undisturbed, tmp_path):
+    whole = undisturbed(architecture)
     draw = random.Random(chain)
     run, cache = tmp_path / "run", tmp_path / "cache"
-    argv = ["train.py", *train_argv(world, run)]
+    argv = ["train.py", *train_argv(world, run, **HEADS[architecture])]
     killed = 0
     for phase, (begun, length) in phases(run, cache).items():
         killed += kill_after(argv, cache, begun, draw.uniform(0, length), f"chain {chain}, {phase}")

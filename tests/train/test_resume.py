@@ -136,29 +136,64 @@ def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
     assert history(folder / "stage1/checkpoint-16") == history(finished / "stage1/checkpoint-16")
 
 
-def test_an_attention_head_goes_on_bit_identically_in_either_stage(run, tmp_path, monkeypatch, capfd):
-    """Stopped in the middle of both stages; the target's own text is drafted by the head of stage 1."""
-    settings = {"speculator.architecture": "eagle3", "speculator.taps": "[0, 1]", "speculator.draft_vocab_size": 100}
-    settings |= {"stage1.max_steps": 8, "stage1.learning_rate": 2e-3}
-    settings |= {f"stage2.{name}": settings.get(f"stage1.{name}", SETTINGS.get(f"stage1.{name}")) for name in STAGE}
-    settings |= {f"stage2.generate.{name}": count for name, count in OWN_TEXT.items()}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert run(whole, **settings) == 0
-    # It is asked after each step and each evaluation: in the second call seven times more in stage 1.
-    for stage, calls in (("stage1", 3), ("stage2", 10)):
+ATTENTION = {"speculator.architecture": "eagle3", "speculator.taps": "[0, 1]", "speculator.draft_vocab_size": 100}
+ATTENTION |= {"stage1.max_steps": 8, "stage1.learning_rate": 2e-3}
+ATTENTION |= {f"stage2.{name}": ATTENTION.get(f"stage1.{name}", SETTINGS.get(f"stage1.{name}")) for name in STAGE}
+ATTENTION |= {f"stage2.generate.{name}": count for name, count in OWN_TEXT.items()}
+
+
+@pytest.fixture(scope="module")
+def attention(run, tmp_path_factory) -> Path:
+    """A finished run of an attention head; the target's own text is drafted by the head of stage 1."""
+    folder = tmp_path_factory.mktemp("runs") / "attention"
+    assert run(folder, **ATTENTION) == 0
+    return folder
+
+
+class Killed(BaseException):
+    """Ends a run at once, in this process."""
+
+
+@pytest.mark.parametrize(
+    "killed", [pytest.param(False, id="SIGTERM"), pytest.param(True, id="killed", marks=pytest.mark.soak)]
+)
+def test_an_attention_head_goes_on_bit_identically_in_either_stage(
+    run, attention, tmp_path, monkeypatch, capfd, killed
+):
+    """Stopped in the middle of both stages, with a checkpoint of the last step or without."""
+    stopped = tmp_path / "stopped"
+
+    def stop(calls: int) -> None:
         asked = iter(range(1, 100))
-        monkeypatch.setattr(trainer, "stop_asked", lambda asked=asked, calls=calls: next(asked) >= calls)
-        assert run(stopped, **settings) == 143
-        assert f"goes on from {stopped}/{stage}/checkpoint-3" in capfd.readouterr().err
+
+        def stop_asked() -> bool:
+            now = next(asked) >= calls
+            if now and killed:
+                raise Killed
+            return now
+
+        monkeypatch.setattr(trainer, "stop_asked", stop_asked)
+
+    # It is asked after each step and each evaluation: in the second call seven times more in stage 1 if that goes on
+    # from step 3, and five times if from step 4, the last checkpoint that a killed run has.
+    for stage, calls in (("stage1", 7 if killed else 3), ("stage2", 12 if killed else 10)):
+        stop(calls)
+        if killed:
+            with pytest.raises(Killed):
+                run(stopped, **ATTENTION)
+            assert sorted(checkpoint.numbered(stopped / stage)) == [4]
+        else:
+            assert run(stopped, **ATTENTION) == 143
+            assert f"goes on from {stopped}/{stage}/checkpoint-3" in capfd.readouterr().err
         monkeypatch.undo()
         if stage == "stage1":
             assert not (stopped / "stage2").exists()
-    assert run(stopped, **settings) == 0
+    assert run(stopped, **ATTENTION) == 0
     for name in ("stage1/checkpoint-8", "stage1/speculator", "stage2/checkpoint-8", "speculator"):
-        assert weights(stopped / name) == weights(whole / name), name
+        assert weights(stopped / name) == weights(attention / name), name
     for stage in ("stage1", "stage2"):
-        assert history(stopped / stage / "checkpoint-8") == history(whole / stage / "checkpoint-8")
-    losses = [entry["loss"] for entry in history(whole / "stage2" / "checkpoint-8") if "loss" in entry]
+        assert history(stopped / stage / "checkpoint-8") == history(attention / stage / "checkpoint-8")
+    losses = [entry["loss"] for entry in history(attention / "stage2" / "checkpoint-8") if "loss" in entry]
     assert losses
 
 
