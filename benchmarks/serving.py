@@ -58,7 +58,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        words = shlex.split(command.format(port=port))
+        words = shlex.split(command.replace("{port}", str(port)))
         self.process = subprocess.Popen(
             words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
