@@ -20,30 +20,35 @@ from tqdm import tqdm
 from benchmarks import common
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, suite_of
-from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, Target, load_head
+from speculator import Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.device import synchronize
 from speculator.drafters import Drafter
 from speculator.drafters.auto import AutoDrafter
+from speculator.drafters.controller import best
 from speculator.errors import UserError, refuse, run_command
 from speculator.files import make_folder
 from speculator.tables import markdown_table
 from speculator.tuned import automatic, described
 
 _COPIES = (2, 4, 8)
+_BESIDE = 4
 
 
-def decoders(auto: AutoDrafter) -> dict[str, Drafter | None]:
-    """Every fixed choice, and the one that goes on choosing."""
+def decoders(auto: AutoDrafter, greedy: bool, rows: int) -> dict[str, Drafter | None]:
+    """Every fixed choice, of the mixed ones that of the head's fastest draft, and the one that goes on choosing."""
     heads: dict[str, Drafter | None] = {}
     for choice in auto.choices:
         name = described(choice.shape)
         heads[f"{name}, another" if name in heads else name] = HeadDrafter(auto.head, choice.shape)
+    fastest = HeadDrafter(auto.head, best(auto.choices, auto.cost, greedy, rows))
+    heads[f"{described(fastest.shape)}, n-gram {_BESIDE}"] = MixedDrafter(fastest, NgramDrafter(_BESIDE))
     return {"none": None, **{f"n-gram {n}": NgramDrafter(n) for n in _COPIES}, **heads, "auto": auto}
 
 
 def measure(target: Target, auto: AutoDrafter, suite: Suite, temperature: float, count: int, batch_size: int) -> dict:
     """Tokens per second of each decoder in a cell."""
-    engines = {name: Engine(target, drafter, slots=batch_size) for name, drafter in decoders(auto).items()}
+    every = decoders(auto, Sampling(temperature).greedy, batch_size)
+    engines = {name: Engine(target, drafter, slots=batch_size) for name, drafter in every.items()}
     tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
     eos = target.eos_token_ids if suite.chat else ()
     for engine in engines.values():  # the first pass through a shape allocates

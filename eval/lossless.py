@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,10 +29,14 @@ from speculator import Drafter, Target, generate
 from speculator.cli import drafting
 from speculator.device import dtype_name
 from speculator.draft import Draft
+from speculator.drafters import HeadDrafter
+from speculator.drafters.auto import AutoDrafter
+from speculator.drafters.topology import Shape
 from speculator.errors import OneLineParser, refuse_below
 from speculator.files import check_file, write_json
 from speculator.slots import common_prefix
 from speculator.tables import markdown_table
+from speculator.tuned import automatic
 from speculator.verify import RULES
 
 
@@ -63,12 +67,28 @@ class Recorder(Drafter):
 
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
+        self._describe()
+        if drafter and drafter.taps:  # beside them the last state, which the logits are made of
+            self.taps, self.overlap = (*drafter.taps, len(target.taps.layers)), drafter.overlap
+
+    def _describe(self):
+        drafter = self.drafter
         self.draft_length = drafter.draft_length if drafter else 0
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
         self.room = drafter.room if drafter else 0
-        if drafter and drafter.taps:  # beside them the last state, which the logits are made of
-            self.taps, self.overlap = (*drafter.taps, len(target.taps.layers)), drafter.overlap
+        self.shape = drafter.shape if drafter else None
+
+    @property
+    def widest(self):
+        return self.drafter.widest if self.drafter else 0
+
+    def choose(self, requests):
+        return self.drafter.choose(requests) if self.drafter else None
+
+    def reshape(self, shape):
+        self.drafter.reshape(shape)
+        self._describe()
 
     def open(self, slots, capacity):
         self.drafter = self.drafter and self.drafter.open(slots, capacity)
@@ -276,6 +296,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: wrong input.
     """
+    arguments.temperature = arguments.temperature or [0.0, 1.0]
     check_flags(arguments)
     refuse_below(arguments, samples=100, sampled_prompts=1)
     drafting.check(arguments, required=True)
@@ -283,14 +304,19 @@ def run(arguments: argparse.Namespace) -> int:
     target = load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)
+    auto = _chosen_as_it_goes(arguments, target, drafter)
     suite = suite_of(arguments, arguments.suite, target)
-    temperatures, rule = arguments.temperature or [0.0, 1.0], arguments.rule
+    temperatures, rule = arguments.temperature, arguments.rule
     warm = [temperature for temperature in temperatures if temperature > 0]
     sampled = suite.prompts[: arguments.sampled_prompts]
     checks: list[Check] = []
-    if 0.0 in temperatures:
-        checks += greedy_checks(target, drafter, suite.prompts, arguments.max_new_tokens, rule)
-    checks += sampled_checks(target, drafter, sampled, warm, arguments.samples, rule, arguments.seed) if warm else []
+    for who, prefix in ((drafter, ""), (auto, "auto: ")):
+        own: list[Check] = []
+        if who and 0.0 in temperatures:
+            own += greedy_checks(target, who, suite.prompts, arguments.max_new_tokens, rule)
+        if who and warm:
+            own += sampled_checks(target, who, sampled, warm, arguments.samples, rule, arguments.seed)
+        checks += [replace(check, name=prefix + check.name) for check in own]
     failed = [f"{check.name} at temperature {check.temperature:g}" for check in checks if not check.passed]
     verdict = f"NOT LOSSLESS: {'; '.join(failed)}" if failed else "LOSSLESS"
     rule = rule or drafter.rules[0]
@@ -308,6 +334,20 @@ def run(arguments: argparse.Namespace) -> int:
         report = {"schema": 1, "lossless": not failed, "rule": rule, "dtype": dtype, "settings": settings}
         write_json(arguments.output, {**report, "checks": [asdict(check) for check in checks]})
     return int(bool(failed))
+
+
+def _chosen_as_it_goes(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AutoDrafter | None:
+    """What decodes where no flag says how, if the head was tuned: it chooses as for a row alone, so that it drafts."""
+    if not isinstance(drafter, HeadDrafter) or drafting.shaped(arguments):
+        return None
+    auto = automatic(arguments.speculator, target, drafter.head, arguments.temperature, 1)
+    if auto is None:
+        return None
+
+    def alone(what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
+        return auto.cost(what, greedy, 1, longest)
+
+    return AutoDrafter(auto.head, auto.choices, auto.lookup, alone, auto.alone)
 
 
 def table(checks: list[Check]) -> str:

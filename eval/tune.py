@@ -26,20 +26,18 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, load_targe
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.costs import Costs, measure, measure_table, walk
-from speculator.drafters.auto import Copied
 from speculator.drafters.topology import Chain
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
-from speculator.tuned import CONTEXTS, SIZES, TUNED, described, named, place, shape_of, written
+from speculator.tuned import CONTEXTS, LONGEST_CHAIN, SIZES, TUNED, described, named, place, shape_of, telling, written
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
 _RANK_STEPS = 16  # of each prompt
 _COST_BLOCKS = 3
 _TREES = 2  # how many go into the final round, beside the one that verifies as many tokens as the longest chain
-_LONGEST_CHAIN = 8
 _COST_SHARE = 0.2  # of the time that tuning takes, for measuring what steps cost at other numbers of rows
 
 
@@ -122,7 +120,7 @@ def tune(
     eos = target.eos_token_ids if suite.chat else set()
     acceptance = rank_acceptance(target, head, suite.prompts, sampling, eos=eos)
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
-    shapes = [*(Chain(length) for length in range(1, min(head.n_predict, _LONGEST_CHAIN) + 1)), *trees]
+    shapes = [*(Chain(length) for length in range(1, min(head.n_predict, LONGEST_CHAIN) + 1)), *trees]
     drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
     engines: Engines = {}
     decoders = [decoder_of(target, key, each, engines) for key, each in ({"none": None} | drafters).items()]
@@ -161,14 +159,12 @@ def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: floa
     """What steps of a head cost with some of the shapes that were decoded, by rows and length of the texts."""
     contexts = [context for context in CONTEXTS if context == CONTEXTS[0] or 2 * context <= target.context_length]
     contexts[0] = min(contexts[0], target.context_length // 2)
-    chains = [Copied(0), *(Chain(length) for length in sorted({1, min(head.n_predict, _LONGEST_CHAIN)}))]
     entries = []
     kinds = sorted({Sampling(each["temperature"]).greedy for each in rows})
     for greedy in kinds:
         own = [shape_of(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy]
-        trees = {shape.paths: shape for shape in own}
         sizes = [(size, context, greedy) for context, size in product(contexts, SIZES)]
-        entries += measure_table(target, head, [*chains, *trees.values()], sizes, seconds / len(kinds))
+        entries += measure_table(target, head, telling(head, own), sizes, seconds / len(kinds))
     return [written(entry) for entry in entries]
 
 

@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from speculator.cuda_graphs import Captured, capturable
 from speculator.device import synchronize
 from speculator.draft import Draft
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
+from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Shape
 from speculator.engine import Engine, Verified
 from speculator.heads import Speculator
@@ -174,19 +176,33 @@ class Entry:
     shapes: list[tuple[Shape, float, float]]
 
     def __post_init__(self):
-        chains = sorted((s.depth, draft, verify) for s, draft, verify in self.shapes if not isinstance(s, FixedTree))
+        own = [each for each in self.shapes if not isinstance(each[0], Mixed)]
+        chains = sorted((s.depth, draft, verify) for s, draft, verify in own if not isinstance(s, FixedTree))
         self._drafts = [(depth, draft) for depth, draft, _ in chains]
-        trees = [(s.nodes, verify) for s, _, verify in self.shapes if isinstance(s, FixedTree)]
+        trees = [(s.nodes, verify) for s, _, verify in own if isinstance(s, FixedTree)]
         self._passes = sorted({0: 1.0, **dict(trees), **{depth: verify for depth, _, verify in chains}}.items())
-        self._trees = {s.paths: draft + verify for s, draft, verify in self.shapes if isinstance(s, FixedTree)}
+        self._trees = {s.paths: (draft, verify) for s, draft, verify in own if isinstance(s, FixedTree)}
+        self._joining = 0.0  # a path to a draft: what is measured beyond the draft and the pass over as many tokens
+        mixed = [draft + verify - self.of(s) for s, draft, verify in self.shapes if isinstance(s, Mixed)]
+        self._joining = max(0.0, statistics.fmean(mixed)) if mixed else inf
 
     def of(self, what: Shape | int) -> float:
-        """A step with a draft of this shape, or of so many copied tokens, in plain steps."""
+        """A step with a draft of this shape, or of so many copied tokens, in plain steps.
+
+        A mixed one is infinite where none was measured.
+        """
         if isinstance(what, int):
             return _between(self._drafts, 0) + _between(self._passes, what)
+        if isinstance(what, Mixed):
+            return self._draft(what.inner) + _between(self._passes, what.nodes) + self._joining
         if isinstance(what, FixedTree) and what.paths in self._trees:
-            return self._trees[what.paths]
-        return _between(self._drafts, what.depth) + _between(self._passes, what.nodes)
+            return sum(self._trees[what.paths])
+        return self._draft(what) + _between(self._passes, what.nodes)
+
+    def _draft(self, shape: Shape) -> float:
+        if isinstance(shape, FixedTree) and shape.paths in self._trees:
+            return self._trees[shape.paths][0]
+        return _between(self._drafts, shape.depth)
 
 
 def _between(points: list[tuple[int, float]], x: int) -> float:
@@ -208,7 +224,8 @@ class CostTable:
     def cost(self, what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
         """See `Entry.of`: of the smallest number of rows that is enough, and of the length that is most alike."""
         octave = longest.bit_length()
-        key = (what, greedy, rows, octave)
+        known = (what.inner, what.length) if isinstance(what, Mixed) else what  # which are made anew by each controller
+        key = (known, greedy, rows, octave)
         if key not in self._known:
             self._known[key] = self._entry(greedy, rows, octave).of(what)
         return self._known[key]
@@ -240,6 +257,8 @@ def measure_table(
         measured, plain = [], []
         for shape in shapes:
             drafter, costs = HeadDrafter(head, shape), Costs()
+            if isinstance(shape, Mixed):
+                shape.found = [[0] * shape.depth] * rows
             for blocks in (1, _BLOCKS - 1):
                 if not costs.plain or time.perf_counter() - began < seconds:
                     measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, costs)

@@ -76,9 +76,10 @@ class Draft:
             full = torch.ones(count + 1, count + 1, dtype=torch.bool, device=self.tokens.device)
             return full.tril().expand(rows, -1, -1)
         known = torch.eye(count + 1, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
-        parent = torch.nn.functional.pad(self.before, (1, 0))[:, :, None].expand(-1, -1, count + 1)
-        for _ in range(self.depth):
-            known = known | known.gather(1, parent)
+        above = torch.nn.functional.pad(self.before, (1, 0))  # the parent, then its, then that one's second ...
+        for _ in range(self.depth.bit_length()):
+            known = known | known.gather(1, above[:, :, None].expand(-1, -1, count + 1))
+            above = above.gather(1, above)
         return known
 
     @cached_property

@@ -47,8 +47,9 @@ class Verified:
     hidden: Tensor  # [R, depth + 1, D] or the taps that the drafter reads
     drafted: Tensor  # [R] the depth of the draft
     accepted: Tensor  # [R] of its tokens
+    copied: Tensor  # [R] of these, how many a path from elsewhere gave that was hung on
     following: Tensor  # [R] the token after them
-    report: Tensor  # [R, depth + 3] for the host: the path, drafted, accepted, following
+    report: Tensor  # [R, depth + 4] for the host: the path, drafted, accepted, copied, following
 
 
 class Engine:
@@ -376,7 +377,7 @@ class Engine:
 
     # ---- one step of the selected rows: draft, verify, keep, tell
 
-    def _step(self, texts: Texts) -> Tensor:  # [R, depth + 3], see `Verified.report`
+    def _step(self, texts: Texts) -> Tensor:  # [R, depth + 4], see `Verified.report`
         draft, u = self.draft(texts)
         verified = self.verify(draft, u)
         self.keep(verified)
@@ -418,22 +419,24 @@ class Engine:
         else:
             last, rest = self.accept(self.sampling.probs(logits), draft, u)
             following = draw(rest, u[:, -1])
-        drafted, accepted = draft.lengths, last
+        drafted, accepted, copied = draft.lengths, last, torch.zeros_like(last)
         if draft.parents is not None:
             path = draft.path(last)
             self.cache.gather(path)
             tokens = tokens.gather(1, path)
             hidden = gather_at(hidden, path)
             drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
+            if draft.own is not None:
+                copied = (path > draft.own.lengths[:, None]).sum(-1)
             if self._most_logprobs is not None:
                 logits = gather_at(logits, path)
         self._scores = None
         if self._most_logprobs is not None:  # such a step is not captured
             given = tokens.roll(-1, 1).scatter(1, accepted[:, None], following[:, None])
             self._scores = score(logits, given, self._most_logprobs)
-        columns = (drafted, accepted, following)
+        columns = (drafted, accepted, copied, following)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
-        return Verified(tokens, hidden, drafted, accepted, following, report)
+        return Verified(tokens, hidden, drafted, accepted, copied, following, report)
 
     def keep(self, verified: Verified) -> None:
         """The pending token and the accepted ones are part of the text: the cache and the drafter learn of it."""
@@ -448,10 +451,10 @@ class Engine:
     def tell(self, report: list[list[int]], scores: list[list[Scores]] | None = None) -> None:
         """The host's part: texts grow, and may end."""
         for place, (request, row) in enumerate(zip(self._decoding, report, strict=False)):
-            *path, drafted, accepted, following = row
+            *path, drafted, accepted, copied, following = row
             if not request.finish_reason:  # another's `on_step` may have cancelled it
                 own = None if scores is None else scores[place]
-                request.take([*path[:accepted], following], drafted, own)
+                request.take([*path[:accepted], following], drafted, own, copied)
 
     @property
     def _taps(self) -> Sequence[int]:

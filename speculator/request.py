@@ -23,6 +23,8 @@ class Step:
     accepted: int
     emitted: int
     """Tokens that reached the text: accepted + 1, or fewer where the text's end cut the step."""
+    copied: int = 0
+    """Of the accepted ones those of a path that a lookup found, beside a model's own draft."""
 
     @property
     def cut(self) -> bool:
@@ -107,7 +109,13 @@ class Request:
         """End it here, from any thread or from `on_step`; its slot is free before the next step."""
         self.finish_reason = self.finish_reason or "cancelled"
 
-    def take(self, tokens: Sequence[int], drafted: int | None = None, scores: Sequence[Scores] | None = None) -> None:
+    def take(
+        self,
+        tokens: Sequence[int],
+        drafted: int | None = None,
+        scores: Sequence[Scores] | None = None,
+        copied: int = 0,
+    ) -> None:
         """Append what a step gave, up to the text's end; `drafted` is None for the prefill's token."""
         begin, start, accepted = len(self.text), len(self.prompt), len(tokens) - 1
         for token in tokens:
@@ -124,7 +132,7 @@ class Request:
         if self.logprobs is not None and scores is not None:
             self.scores += [replace(each, top=each.top[: self.logprobs]) for each in scores[: len(taken)]]
         if drafted is not None:
-            self.steps.append(Step(drafted, accepted, len(taken)))
+            self.steps.append(Step(drafted, accepted, len(taken), copied))
         if self.on_step:
             self.on_step(taken, min(accepted, len(taken)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from speculator.drafters.auto import AutoDrafter, Copied
 from speculator.drafters.controller import Choice, best
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
+from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.files import kept
@@ -31,6 +33,8 @@ TUNED = "decoding.json"
 SIZES = (1, 8, 32, 4, 2, 16)
 """Rows in flight for which costs are measured, the most telling first."""
 CONTEXTS = (64, 1024)
+LONGEST_CHAIN = 8
+_BESIDE = 4  # tokens of the path in the mixed draft whose cost is measured
 _SECONDS = 6.0  # that may go into measuring costs when decoding starts
 _log = logging.getLogger(__name__)
 
@@ -207,7 +211,9 @@ class _Tuned:
         kinds = sorted({Sampling(each).greedy for each in temperatures})
         sizes = [size for size in sorted(SIZES, reverse=True) if size < 2 * rows]
         wanted = [(size, min(CONTEXTS[0], target.context_length // 2), kind) for size in sizes for kind in kinds]
+        shapes = telling(head, [choice.shape for choice in self.choices(temperatures)])
         facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()}"
+        facts += json.dumps([named(shape) for shape in shapes])
         name = f"{here['hardware']} {here['dtype']} torch {torch.__version__} "
         name += hashlib.sha256(facts.encode()).hexdigest()[:16]
         with kept("steps", name) as stored:
@@ -218,8 +224,6 @@ class _Tuned:
                 if set(wanted) <= set(asked):
                     return CostTable(entries)
             _log.warning(f"{file}: costs of steps are measured on this machine, once")
-            shapes: list[Shape] = [Copied(0), *(Chain(length) for length in sorted({1, head.n_predict}))]
-            shapes += [choice.shape for choice in self.choices(temperatures) if isinstance(choice.shape, FixedTree)]
             entries += measure_table(target, head, shapes, wanted, _SECONDS)
             stored.update(asked=wanted, entries=[written(entry) for entry in entries])
         return CostTable(entries)
@@ -253,8 +257,18 @@ def _read(file: Path, head: Speculator) -> _Tuned:
     return _Tuned(there, settings or {batch_size: []}, measured, lookup, entries)
 
 
+def telling(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
+    """Shapes whose costs tell those of all these, of chains, of copies, and of any of them with a path beside it."""
+    longest = min(head.n_predict, LONGEST_CHAIN)
+    chains: list[Shape] = [Copied(0), *(Chain(length) for length in sorted({1, longest}))]
+    trees = {shape.paths: shape for shape in shapes if isinstance(shape, FixedTree)}
+    return [*chains, *trees.values(), Mixed(Chain(longest), _BESIDE)]
+
+
 def shape_of(read: dict[str, Any]) -> Shape:
     """What `named` gave."""
+    if read.get("beside"):
+        return Mixed(shape_of({**read, "beside": None}), read["beside"])
     if read.get("tree"):
         return FixedTree(read["tree"])
     return Chain(read["draft_length"]) if read["draft_length"] else Copied(0)
@@ -262,6 +276,8 @@ def shape_of(read: dict[str, Any]) -> Shape:
 
 def named(shape: Shape) -> dict[str, Any]:
     """A shape as `decoding.json` has it."""
+    if isinstance(shape, Mixed):
+        return {**named(shape.inner), "beside": shape.length}
     if isinstance(shape, FixedTree):
         return {"tree": [list(path) for path in shape.paths]}
     return {"draft_length": shape.depth}

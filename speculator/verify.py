@@ -27,7 +27,7 @@ def _chosen(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B
     return probs.gather(2, tokens[:, :, None])[..., 0]
 
 
-def _deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
+def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
     """The end of the longest path whose every token is accepted."""
     accept = accept & draft.drafted
     if draft.parents is None:
@@ -56,7 +56,7 @@ def greedy(
     draft: Draft,
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
     """Temperature 0: keep the longest path that the target would have chosen. Gives (last, the next token)."""
-    last = _deepest(draft.tokens == best.gather(1, draft.before), draft)
+    last = deepest(draft.tokens == best.gather(1, draft.before), draft)
     return last, best.gather(1, last[:, None])[:, 0]
 
 
@@ -72,7 +72,7 @@ def token(
     """
     q = _draft_probs(p, draft)
     accept = u[:, : draft.depth] * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
-    last = _deepest(accept, draft)
+    last = deepest(accept, draft)
     return last, _residual(take_at(p, last), take_at(q, last))
 
 
@@ -206,7 +206,7 @@ def typical_lossy(
     entropy = -(p * p.clamp_min(_TINY).log()).sum(-1)
     least = (share * torch.exp(-entropy)).clamp_max(threshold)
     rows = torch.arange(len(p), device=p.device)[:, None]
-    last = _deepest(p[rows, draft.before, draft.tokens] > least[rows, draft.before], draft)
+    last = deepest(p[rows, draft.before, draft.tokens] > least[rows, draft.before], draft)
     return last, take_at(p, last)
 
 

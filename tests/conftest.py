@@ -10,6 +10,7 @@ import signal
 import tarfile
 import textwrap
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +46,7 @@ from speculator.draft import Draft
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
 from speculator.drafters.auto import AutoDrafter
 from speculator.drafters.controller import Choice
+from speculator.drafters.mixed import Mixed
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.sampling import RowSampling
 from speculator.target import Target
@@ -152,7 +154,7 @@ def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
 
 
 def auto_drafter(head: Speculator, cost=None) -> AutoDrafter:
-    """One that drafts trees, copies and chains in turn, and nothing where these do not pay."""
+    """One that drafts trees, a path beside them, copies and chains in turn, and nothing where these do not pay."""
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     shapes = [*(Chain(n) for n in range(1, head.n_predict + 1)), FixedTree([(0,), (1,), (0, 0)])]
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
@@ -160,6 +162,8 @@ def auto_drafter(head: Speculator, cost=None) -> AutoDrafter:
     def uneven(what, greedy, rows, longest):
         if isinstance(what, int):
             return (2.0, 0.5, 2.0)[longest % 3]
+        if isinstance(what, Mixed):
+            return 0.4 if longest % 6 == 3 and what.length <= 2 else inf
         tree = what.nodes > what.depth
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * what.nodes)[longest % 3]
 

@@ -442,6 +442,19 @@ BREAKS = {
 }
 
 
+RESTS = {
+    "token": chain_rests(block=False),
+    "block": chain_rests(block=True),
+    "multi-candidate": recursive_rests,
+}
+
+
+def at_rows(draft: Draft, index: torch.Tensor) -> Draft:
+    """These rows of a draft."""
+    tensors = ("tokens", "lengths", "probs", "parents")
+    return replace(draft, **{each: value[index] for each in tensors if (value := getattr(draft, each)) is not None})
+
+
 def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, Rule]) -> None:
     """Let the engine's and the shapes' draws, and the accept rules, fall out as `pick` says, not by their uniforms."""
 
@@ -456,17 +469,21 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
         def one_row(p: torch.Tensor, draft: Draft, i: int) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = tuple(draft.tokens[i].tolist())
             parents = tuple(range(-1, len(tokens) - 1)) if draft.parents is None else tuple(draft.parents[i].tolist())
-            distributions = None if draft.probs is None else list(draft.probs[i])
+            own = draft.own or draft
+            distributions = None if own.probs is None else list(own.probs[i])
             case = Case(tokens, parents, distributions, 1.0, int(draft.lengths[i]))
             table = {case.path(node): p[0, node + 1] for node in range(-1, len(tokens))}
-            breaks = BREAKS[name](World(p.shape[-1], draft.depth, table, {}), case)
+            find = BREAKS[name]
+            if draft.own is not None:
+                case.own, find = draft.own.tokens.shape[1], and_walk_breaks(find, RESTS[name])
+            breaks = find(World(p.shape[-1], draft.depth, table, {}), case)
             breaks += [set() for _ in range(len(tokens) + 1 - len(breaks))]
             cells = list(product(*(_cells(each) for each in breaks)))
             u = torch.tensor([[middle for middle, _ in cell] for cell in cells], dtype=torch.float64)
             index = torch.full((len(cells),), i)
-            tensors = ("tokens", "lengths", "probs", "parents")
-            rows = {each: value[index] for each in tensors if (value := getattr(draft, each)) is not None}
-            last, rest = rule(p.expand(len(cells), -1, -1), replace(draft, **rows), u)
+            many = at_rows(draft, index)
+            many.own = draft.own and at_rows(draft.own, index)
+            last, rest = rule(p.expand(len(cells), -1, -1), many, u)
             chances: dict[tuple, float] = {}
             outcomes = list(zip(last.tolist(), map(tuple, rest.tolist()), strict=True))
             for each, cell in zip(outcomes, cells, strict=True):

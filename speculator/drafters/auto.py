@@ -1,4 +1,4 @@
-"""A head, a lookup or nobody drafts: whichever is the fastest next."""
+"""A head, a lookup, both or nobody drafts: whichever is the fastest next."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from torch import Tensor
 
 from speculator.draft import Draft
 from speculator.drafters.base import LogitsSource, Texts
-from speculator.drafters.controller import Choice, Controller, Cost, best
+from speculator.drafters.controller import COPIED, Choice, Controller, Cost, best
 from speculator.drafters.head import HeadDrafter
+from speculator.drafters.mixed import Mixed
 from speculator.drafters.ngram import NgramDrafter, copied
 from speculator.drafters.topology import LOSSY, Shape
 from speculator.heads import Speculator
 from speculator.request import Request
 from speculator.sampling import RowSampling
 from speculator.verify import RULES
-
-_COPIED = 8  # tokens of a lookup at most
 
 
 class Copied:
@@ -66,11 +65,13 @@ class AutoDrafter(HeadDrafter):
         cost: Cost,
         alone: Shape | None = None,
     ):
-        self.choices, self._given = choices, (lookup, cost)
+        self.choices, self.lookup, self.cost = choices, lookup, cost
         self.fixed: Shape | None = None
         self.alone = alone or best(choices, cost, False, 1)
-        self._copies = {length: Copied(length) for length in range(_COPIED + 1)}
-        self._shapes = [*(choice.shape for choice in choices), *self._copies.values(), *([alone] if alone else [])]
+        self._copies = {length: Copied(length) for length in range(COPIED + 1)}
+        mixed = [choice.beside(COPIED).shape for choice in choices]
+        own = [*(choice.shape for choice in choices), *([alone] if alone else [])]
+        self._shapes: list[Shape] = [*own, *mixed, *self._copies.values()]
         super().__init__(head, self._copies[0])
         for shape in self._shapes:
             self.source.reshape(shape)  # room for each
@@ -84,22 +85,22 @@ class AutoDrafter(HeadDrafter):
 
     def open(self, slots: int, capacity: int) -> AutoDrafter:
         opened = super().open(slots, capacity)
-        opened._copies = {length: Copied(length) for length in range(_COPIED + 1)}
+        opened._copies = {length: Copied(length) for length in range(COPIED + 1)}
         opened.forget()
         return opened
 
     def forget(self) -> None:
-        self._controller = Controller(self.choices, *self._given)
-        self._lookup = NgramDrafter(_COPIED)
+        self._controller = Controller(self.choices, self.lookup, self.cost)
+        # A path that is followed in a head's draft goes on behind it.
+        self._ngrams = NgramDrafter(COPIED + max((choice.shape.depth for choice in self.choices), default=0))
 
     def choose(self, requests: Sequence[Request]) -> Shape:
         if self.fixed is not None:
             self._controller.lose_sight()
             return self.fixed
-        found = self._lookup.look([request.text for request in requests])
+        found = self._ngrams.look([request.text for request in requests])
         chosen = self._controller.choose(requests, found)
-        if isinstance(chosen, Choice):
-            return chosen.shape
-        copies = self._copies[chosen]
-        copies.found = [tokens for _, tokens in found]
-        return copies
+        shape = chosen.shape if isinstance(chosen, Choice) else self._copies[chosen]
+        if isinstance(shape, Copied | Mixed):
+            shape.found = [tokens for _, tokens in found]
+        return shape

@@ -7,14 +7,22 @@ reads no clock: the same requests in the same order, with the same costs, are de
 How often a draft is accepted depends on the text. Tuning measured it on some text; on others the log-odds of all depths
 are taken to be shifted by as much, which is estimated for each request and for all of them: a Kalman filter on a shift
 that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0.
+
+A mixed step accepts what the head's draft does, and then goes on along the copied path where that has agreed so far.
+Both sources are right on easy tokens, so how often a copied token is right where the head's was refused is a shift of
+its own. Any step in which the head drafts shows it, mixed or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from math import exp, log
+from operator import mul
 
+from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Shape
 from speculator.request import Request
 
@@ -23,6 +31,7 @@ _ROW, _ALL = 1 / 200, 1 / 1000  # how much of the way home a shift goes in a ste
 _DOUBT = 1 / 15  # how much of the way to not being known its variance goes
 _PROBES = 0.01  # the share of the time that goes into trying a head that does not seem to pay
 _RAREST, _OFTENEST = 512, 16  # steps between two of them
+COPIED = 8  # tokens of a lookup at most, alone or beside a head's draft
 _STEP, _MOST = 0.25, 8.0  # shifts are looked up in a table
 _BUCKETS = round(2 * _MOST / _STEP) + 1
 
@@ -39,7 +48,7 @@ class Shift:
 
     def observe(self, logit: float, accepted: bool) -> None:
         """A token of a draft, accepted or refused, whose measured log-odds are `logit`."""
-        chance = 1 / (1 + exp(-logit - self.mean))
+        chance = _chance(logit + self.mean)
         self.variance = self.variance / (1 + self.variance * chance * (1 - chance))
         self.mean += self.variance * (accepted - chance)
 
@@ -66,12 +75,24 @@ class Choice:
     shape: Shape
     acceptance: dict[Greedy, Sequence[float]]
     logits: dict[Greedy, list[float]] = field(init=False)
+    ends: dict[Greedy, list[list[float]]] = field(init=False)
+    """By the shift's bucket: how often 0, 1, ... of its tokens are accepted."""
     expected: dict[Greedy, list[float]] = field(init=False)
     """Tokens of a step by the shift's bucket."""
 
     def __post_init__(self):
         self.logits = {kind: [_logit(chance) for chance in given] for kind, given in self.acceptance.items()}
-        self.expected = {kind: _table(logits) for kind, logits in self.logits.items()}
+        shifts = [bucket * _STEP - _MOST for bucket in range(_BUCKETS)]
+        self.ends = {kind: [_ends(logits, shift) for shift in shifts] for kind, logits in self.logits.items()}
+        self.expected = {
+            kind: [sum(map(mul, range(1, len(ends) + 1), ends)) for ends in table] for kind, table in self.ends.items()
+        }
+
+    def beside(self, length: int) -> Choice:
+        """The same with up to `length` tokens of a lookup's path in one tree."""
+        mixed = copy(self)
+        mixed.shape = Mixed(self.shape, length)
+        return mixed
 
 
 def _logit(chance: float) -> float:
@@ -79,15 +100,17 @@ def _logit(chance: float) -> float:
     return log(chance / (1 - chance))
 
 
-def _table(logits: Sequence[float]) -> list[float]:
-    table = []
-    for bucket in range(_BUCKETS):
-        tokens = reached = 1.0
-        for logit in logits:
-            reached /= 1 + exp(-logit - (bucket * _STEP - _MOST))
-            tokens += reached
-        table.append(tokens)
-    return table
+def _chance(logit: float) -> float:
+    return 1 / (1 + exp(-logit))
+
+
+def _ends(logits: Sequence[float], shift: float) -> list[float]:
+    ends, reached = [], 1.0
+    for logit in logits:
+        chance = _chance(logit + shift)
+        ends.append(reached * (1 - chance))
+        reached *= chance
+    return [*ends, reached]
 
 
 def best(choices: Sequence[Choice], cost: Cost, greedy: Greedy, rows: int) -> Shape | None:
@@ -100,24 +123,62 @@ def best(choices: Sequence[Choice], cost: Cost, greedy: Greedy, rows: int) -> Sh
     return max(rates, key=rates.__getitem__, default=None)
 
 
-class _Row:
+class _Shifts:
+    """Of the head's tokens, of a lookup's, and of these where the head's was refused against any of them."""
+
+    def __init__(self) -> None:
+        self.head, self.lookup, self.beside = self.all = Shift(), Shift(), Shift()
+
+
+class _Row(_Shifts):
     """What is known of a request."""
 
-    def __init__(self, heads: Shift, lookups: Shift):
-        self.head, self.lookup = Shift(), Shift()
-        self.head.mean, self.lookup.mean = heads.mean, lookups.mean
+    def __init__(self, of_all: _Shifts):
+        super().__init__()
+        for own, home in zip(self.all, of_all.all, strict=True):
+            own.mean = home.mean
         self.steps, self.length = 0, 0  # at the last decision
         self.copied: list[int] = []
         self.logit = 0.0
 
+    def look(self, request: Request, tokens: list[int], logit: float) -> None:
+        """Before a step: what a lookup gives now, and the measured log-odds of such a match."""
+        self.steps, self.length, self.copied, self.logit = len(request.steps), len(request.text), tokens, logit
+        self._right = _chance(logit + self.lookup.mean)
+        self._instead = _chance(logit + self.lookup.mean + self.beside.mean) / self._right
+        powers = accumulate(repeat(self._right, len(tokens)), mul)
+        self._runs = [*accumulate(powers, initial=0.0)]  # of so many copied tokens those accepted
+
+    def copying(self, width: int) -> float:
+        """Tokens of a step that copies."""
+        return 1 + self._runs[min(width, len(self.copied))]
+
+    @property
+    def most_beside(self) -> float:
+        """No path adds more to a head's tokens."""
+        return self._runs[-1] * max(1.0, self._instead)
+
+    def mixing(self, ends: Sequence[float], length: int) -> float:
+        """What a path adds to a head's tokens, of which 0, 1, ... are accepted with these chances."""
+        tokens, agreed, reached = 0.0, 1.0, 1.0
+        for same, chance in enumerate(ends[: len(self.copied)]):
+            run = chance * agreed * self._runs[min(length, len(self.copied) - same)]
+            if same + 1 == len(ends):
+                return tokens + run
+            tokens += run * self._instead
+            # Where the head is right a copied token is so the more often: of all as often as ever.
+            head, reached = 1 - chance / reached, reached - chance
+            agreed *= min(1.0, max(0.0, self._right * (1 - (1 - head) * self._instead) / head))
+        return tokens
+
 
 class Controller:
-    """Chooses before each step between no draft, the text copied from a lookup, and what a head can draft.
+    """Chooses before each step between no draft, the text copied from a lookup, what a head can draft, and both.
 
     Args:
         choices: what the head can draft.
         lookup: how often a copied token is accepted after a match of so many tokens (1, 2, ...), as measured.
-        cost: what steps cost.
+        cost: what steps cost; infinite: what was not measured is not done.
     """
 
     def __init__(
@@ -128,24 +189,25 @@ class Controller:
     ):
         self.choices, self._cost = choices, cost
         self._lookup = [_logit(chance) for chance in lookup]
-        self._copies: dict[tuple[float, int], list[float]] = {}
-        self._heads, self._lookups = Shift(), Shift()  # of all requests
+        lengths = [1 << i for i in range(COPIED.bit_length())]
+        self._mixed = {choice: {length: choice.beside(length) for length in lengths} for choice in choices}
+        self._all = _Shifts()  # of all requests
         self._rows: dict[Request, _Row] = {}
         self._last: Choice | int = 0
         self._idle = 0  # steps since the head drafted
 
     def choose(self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]]) -> Choice | int:
-        """What the head drafts in the next step, or how many tokens are copied at most; 0: no draft.
+        """What the head drafts in the next step, with a path beside it or without, or how many tokens are copied at
+        most; 0: no draft.
 
         Args:
             requests: those that decode; what became of the last decision is read from them.
             found: of each what a lookup gives now: the tokens matched, 0 for none, and those that follow.
         """
         self._learn()
-        self._rows = {request: self._rows.get(request) or _Row(self._heads, self._lookups) for request in requests}
+        self._rows = {request: self._rows.get(request) or _Row(self._all) for request in requests}
         for (request, row), (size, tokens) in zip(self._rows.items(), found, strict=True):
-            row.steps, row.length = len(request.steps), len(request.text)
-            row.copied, row.logit = tokens, self._lookup[min(size, len(self._lookup)) - 1] if size else 0.0
+            row.look(request, tokens, self._lookup[min(size, len(self._lookup)) - 1] if size else 0.0)
         self._last = self._best()
         return self._last
 
@@ -158,17 +220,28 @@ class Controller:
         kinds = [request.sampling.greedy for request in self._rows]
         greedy = all(kinds)
         rates: dict[Choice | int, float] = {0: 1.0}
-        width = max(len(row.copied) for row in self._rows.values())
+        most = max(len(row.copied) for row in self._rows.values())
+        width = min(most, COPIED)
         while width > 0:
-            tokens = sum(self._copying(row, width) for row in self._rows.values()) / count
+            tokens = sum(row.copying(width) for row in self._rows.values()) / count
             rates[width] = tokens / self._cost(width, greedy, count, longest)
             width //= 2
         places = list(zip(kinds, (row.head.bucket for row in self._rows.values()), strict=True))
         fitting = [choice for choice in self.choices if all(kind in choice.expected for kind in kinds)]
+        heads: dict[Choice, float] = {}
         for choice in fitting:
-            tokens = sum(choice.expected[kind][bucket] for kind, bucket in places) / count
-            rates[choice] = tokens / self._cost(choice.shape, greedy, count, longest)
+            heads[choice] = sum(choice.expected[kind][bucket] for kind, bucket in places) / count
+            rates[choice] = heads[choice] / self._cost(choice.shape, greedy, count, longest)
         best = max(rates, key=rates.__getitem__)
+        more = sum(row.most_beside for row in self._rows.values()) / count
+        for choice in fitting:
+            for length, mixed in self._mixed[choice].items():
+                cost = self._cost(mixed.shape, greedy, count, longest)
+                if (heads[choice] + more) / cost > rates[best]:
+                    rates[mixed] = (heads[choice] + self._mixing(choice, length, places)) / cost
+                    best = max(best, mixed, key=rates.__getitem__)
+                if length >= most:
+                    break
         self._idle = 0 if isinstance(best, Choice) else self._idle + 1
         if self._idle >= _OFTENEST and fitting:
             probe = min(fitting, key=lambda choice: self._cost(choice.shape, greedy, count, longest))
@@ -177,32 +250,30 @@ class Controller:
                 self._idle, best = 0, probe
         return best
 
-    def _copying(self, row: _Row, width: int) -> float:
-        """Tokens of a step that copies."""
-        count = min(width, len(row.copied))
-        if not count:
-            return 1.0
-        key = (row.logit, count)
-        if key not in self._copies:
-            self._copies[key] = _table([row.logit] * count)
-        return self._copies[key][row.lookup.bucket]
+    def _mixing(self, choice: Choice, length: int, places: Sequence[tuple[Greedy, int]]) -> float:
+        """What a path adds in the mean."""
+        rows = self._rows.values()
+        added = (row.mixing(choice.ends[kind][at], length) for row, (kind, at) in zip(rows, places, strict=True))
+        return sum(added) / len(rows)
 
     def _learn(self) -> None:
         """What became of the step before: of the head's draft if there was one, of a lookup's in any case."""
         for request, row in self._rows.items():
             if len(request.steps) == row.steps:
                 continue
-            row.head.return_to(self._heads.mean, _ROW)
-            row.lookup.return_to(self._lookups.mean, _ROW)
-            self._heads.return_to(0.0, _ALL)
-            self._lookups.return_to(0.0, _ALL)
+            for shift, home in zip(row.all, self._all.all, strict=True):
+                shift.return_to(home.mean, _ROW)
+                home.return_to(0.0, _ALL)
             step, said = request.steps[-1], request.text[row.length :]
+            pairs = list(zip(said, row.copied, strict=False))
+            right = next((i for i, (token, copied) in enumerate(pairs) if token != copied), len(pairs))
             if isinstance(self._last, Choice) and step.drafted:
-                for depth, logit in enumerate(self._last.logits[request.sampling.greedy][: step.accepted + 1]):
-                    row.head.observe(logit, depth < step.accepted)
-                    self._heads.observe(logit, depth < step.accepted)
-            for token, copied in zip(said, row.copied, strict=False):
-                row.lookup.observe(row.logit, token == copied)
-                self._lookups.observe(row.logit, token == copied)
-                if token != copied:
-                    break
+                own, logits = step.accepted - step.copied, self._last.logits[request.sampling.greedy]
+                for of in (row, self._all):
+                    for depth, logit in enumerate(logits[: own + 1]):
+                        of.head.observe(logit, depth < own)
+                    if own < len(logits) and own < len(pairs) and own <= right:
+                        of.beside.observe(row.logit + row.lookup.mean, own < right)
+            for of in (row, self._all):
+                for place in range(min(right + 1, len(pairs))):
+                    of.lookup.observe(row.logit, place < right)

@@ -15,6 +15,7 @@ from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.topology import LOSSY, Shape, check_length, check_nodes
 from speculator.kv_cache import KVCache
 from speculator.sampling import RowSampling
+from speculator.verify import deepest
 
 
 class Mixed:
@@ -61,13 +62,9 @@ def joined(
 ) -> Draft:
     """A draft with up to `length` tokens of a path from the root, those that it does not have itself."""
     # Follow the path in the draft to the verify position `at`, `same` tokens deep.
-    at = same = torch.zeros_like(counts)
-    moving = counts > 0
-    for depth in range(draft.depth):
-        child = (draft.before == at[:, None]) & (draft.tokens == path[:, depth, None]) & draft.drafted
-        moving = moving & child.any(-1) & (depth < counts)
-        at = torch.where(moving, child.to(torch.uint8).argmax(-1) + 1, at)
-        same = same + moving
+    depths = draft.depths[:, 1:]
+    at = deepest((draft.tokens == path.gather(1, depths - 1)) & (depths <= counts[:, None]), draft)
+    same = draft.depths.gather(1, at[:, None])[:, 0]
     steps = torch.arange(length, device=path.device)
     place = draft.lengths[:, None] + steps  # behind what each row really drafted
     return Draft(

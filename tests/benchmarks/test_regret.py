@@ -30,6 +30,7 @@ def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_pa
     report = json.loads((out / "regret.json").read_text())
     assert [cell["batch_size"] for cell in report["cells"]] == [1, 2]
     names = {"none", "n-gram 2", "n-gram 4", "n-gram 8", "1 token", "2 tokens", "a tree of 2 tokens, 1 deep", "auto"}
+    names.add("2 tokens, n-gram 4")
     for cell in report["cells"]:
         assert cell["tokens_per_second"].keys() == names
         best = max(speed for name, speed in cell["tokens_per_second"].items() if name != "auto")

@@ -3,10 +3,11 @@
 import copy
 import json
 import math
+import shutil
 
 import pytest
 import torch
-from conftest import CONFIGS, MisstatedHead, exit_code, tiny_head, tiny_model, tiny_tokenizer
+from conftest import CONFIGS, MisstatedHead, exit_code, tiny_head, tiny_model, tiny_tokenizer, write_tuned
 from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
@@ -190,6 +191,28 @@ def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags,
     assert report["rule"] == rule
     assert sum(line.endswith("| pass |") for line in lines) == len(report["checks"])
     assert [path.name for path in tmp_path.iterdir()] == ["checks.json"]
+
+
+def test_a_tuned_head_is_proved_as_it_decodes_too(folders, tmp_path, capsys):
+    """Chosen before each step: drafts, copies and both, at a cost that lets them all pay."""
+    head = tmp_path / "head"
+    shutil.copytree(folders / "head", head)
+    lengths = [(temperature, n) for temperature in (0.0, 1.0) for n in (1, 3)]
+    measured = [
+        {"temperature": t, "batch_size": 1, "draft_length": n, "acceptance_by_position": [0.6] * n} for t, n in lengths
+    ]
+    steps = [{"draft_length": n, "draft": 0.01, "verify": 1.0} for n in (0, 1, 3)]
+    steps.append({"draft_length": 3, "beside": 4, "draft": 0.01, "verify": 1.0})
+    costs = [{"rows": 1, "context": 64, "greedy": True, "seconds": 0.01, "steps": steps}]
+    settings = [{"temperature": 0.0, "draft_length": 2}, {"temperature": 1.0, "draft_length": 2}]
+    write_tuned(head, settings, measured=measured, lookup=[0.4], costs=costs)
+    assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
+    checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
+    names = [check["name"] for check in checks]
+    assert names == [*names[:6], *(f"auto: {name}" for name in names[:6])]
+    shares = [check["figures"]["drafted_share"] for check in checks if check["name"].startswith("auto: text")]
+    assert min(shares) > 0.02
+    assert capsys.readouterr().out.splitlines()[-1] == "LOSSLESS"
 
 
 def test_the_command_tells_a_lossy_rule_by_its_exit_code(folders, capsys):

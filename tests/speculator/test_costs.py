@@ -1,11 +1,14 @@
 """c and v are what the clock says of real steps, and predict what the loop does."""
 
+from math import inf
+
 import pytest
 import torch
 from conftest import Oracle, tiny_head, tiny_model
 
 from speculator import Chain, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
 from speculator.costs import Costs, CostTable, Entry, measure, measure_table, walk
+from speculator.drafters.mixed import Mixed
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -73,6 +76,13 @@ def test_a_cost_is_that_of_the_nearest_that_was_measured():
     assert entry.of(3) == pytest.approx(0.1 + 1.5), "copied tokens: the line of drafting meets 0 tokens at 0.1"
     assert entry.of(FixedTree([(0,), (1,)])) == pytest.approx(1.5)
     assert entry.of(other) == pytest.approx(0.3 + 1.25)
+    assert entry.of(Mixed(Chain(1), 2)) == inf, "none was measured"
+    chain, tree_and_path = Mixed(Chain(3), 2), Mixed(tree, 1)
+    mixing = Entry(1, 64, True, 0.01, [*shapes, (chain, 0.45, 2.1)])  # 5 tokens: 0.05 more to draft, 0.1 to verify
+    assert mixing.of(chain) == pytest.approx(2.55)
+    assert mixing.of(Mixed(Chain(1), 2)) == pytest.approx(0.2 + 1.5 + 0.15)
+    assert mixing.of(tree_and_path) == pytest.approx(0.25 + 1.5 + 0.15)
+    assert mixing.of(Chain(2)) == pytest.approx(0.3 + 1.25)
     table = CostTable([entry, *(Entry(rows, 64, True, 0.01, [(Chain(1), 0.0, rows)]) for rows in (4, 8))])
     costs = [table.cost(tree, True, rows, 100) for rows in (1, 3, 8, 20)]
     assert costs == pytest.approx([1.5, 7, 15, 15])
@@ -80,7 +90,7 @@ def test_a_cost_is_that_of_the_nearest_that_was_measured():
 
 def test_a_table_is_measured_until_its_time_is_over(target):
     sizes = [(2, 8, True), (1, 8, False)]
-    shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,)])]
+    shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,)]), Mixed(Chain(2), 2)]
     entries = measure_table(target, tiny_head(), shapes, sizes, seconds=60)
     assert [(entry.rows, entry.greedy) for entry in entries] == [(2, True), (1, False)]
     assert all(draft > 0 and verify > 0 for entry in entries for _, draft, verify in entry.shapes)

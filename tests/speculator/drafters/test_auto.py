@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from speculator import (
 from speculator.draft import Draft
 from speculator.drafters.auto import AutoDrafter
 from speculator.drafters.controller import Choice
+from speculator.drafters.mixed import Mixed
 from speculator.verify import RULES
 
 PROMPT, SAMPLING = [0, 1, 0, 2], Sampling(1.0, top_k=2)
@@ -44,16 +46,23 @@ def small():
 
 
 def distance(
-    small, monkeypatch, engine_class=Engine, drafter_class=AutoDrafter, rules=RULES, count=4, taken=None
+    small,
+    monkeypatch,
+    engine_class=Engine,
+    drafter_class=AutoDrafter,
+    rules=RULES,
+    count=4,
+    taken=None,
+    cost=None,
 ) -> float:
     """Total variation between what an engine says in all its runs and what the model says."""
     target, head = small
-    auto = auto_drafter(head)
+    auto = auto_drafter(head, cost)
 
     def decode(pick):
         with monkeypatch.context() as patch:
             branching(patch, pick, rules)
-            drafter = drafter_class(head, auto.choices, *auto._given)
+            drafter = drafter_class(head, auto.choices, auto.lookup, auto.cost)
             engine = engine_class(target, drafter, slots=1)
             request = engine.submit(PROMPT, SAMPLING, max_new_tokens=count)
             while engine.busy:
@@ -72,6 +81,19 @@ def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(small, monk
     taken: Counter = Counter()
     assert distance(small, monkeypatch, taken=taken) < 1e-12
     assert {("Copied", 0), ("Copied", 1), ("Chain", 1), ("FixedTree", 3)} <= taken.keys(), taken
+
+
+def both(what, greedy, rows, longest) -> float:
+    """A path of two beside a chain of one, then one of one beside a chain or a tree."""
+    if isinstance(what, Mixed):
+        return 0.3 if what.length == 1 + longest % 2 and what.inner.nodes in ((2, 3), (1,))[longest % 2] else inf
+    return 1.0
+
+
+def test_so_do_those_in_which_a_path_is_beside_the_heads_draft(small, monkeypatch):
+    taken: Counter = Counter()
+    assert distance(small, monkeypatch, taken=taken, cost=both, count=3) < 1e-12
+    assert taken.keys() >= {("Mixed", 3), ("Mixed", 4)}, taken
 
 
 def cut_to_what_passes(rule):
@@ -109,14 +131,25 @@ class DropsUnlikelyTokens(AutoDrafter):
         return draft
 
 
+class DropsWhatTheLookupDoesNotSay(AutoDrafter):
+    """Chooses the lookup's path alone after seeing that the head drew another token."""
+
+    def propose(self, pending, sampling, u, texts):
+        draft = super().propose(pending, sampling, u, texts)
+        if draft.own is not None and draft.lengths[0] > draft.own.lengths[0] and draft.before[0, -1] == 0:
+            return replace(draft, tokens=draft.tokens[:, -1:], lengths=draft.lengths * 0 + 1, parents=None, own=None)
+        return draft
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"rules": {name: cut_to_what_passes(rule) for name, rule in RULES.items()}},
         {"engine_class": DraftsAgain, "count": 3},
         {"drafter_class": DropsUnlikelyTokens},
+        {"drafter_class": DropsWhatTheLookupDoesNotSay, "cost": both, "count": 3},
     ],
-    ids=["cut to what passes", "drafts again", "drops unlikely tokens"],
+    ids=["cut to what passes", "drafts again", "drops unlikely tokens", "drops what the lookup does not say"],
 )
 def test_a_controller_that_peeks_fails(small, monkeypatch, wrong):
     assert distance(small, monkeypatch, **wrong) > 1e-3

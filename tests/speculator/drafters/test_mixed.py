@@ -255,15 +255,18 @@ def test_a_mixed_draft_accepts_what_either_source_would():
     right = ModelDrafter(Target(tiny_model().double(), None), target, 2)
     known = Corpus([prompt + tokens for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True)])
 
-    def per_step(drafter) -> float:
+    def per_step(drafter, own: int | None = None) -> float:
+        """With `own` tokens of the draft always accepted: what is beyond comes from the path."""
         made = generate(target, drafter, PROMPTS, max_new_tokens=41)
         assert made.tokens == plain.tokens
+        steps = [step for row in made.steps for step in row]
+        assert own is None or all(step.copied == max(0, step.accepted - own) for step in steps)
         return made.tokens_per_step
 
     lookup, wrong = NgramDrafter(2, corpus=known), NgramDrafter(2, max_ngram=0, corpus=Corpus([[0] * 9]))
-    assert per_step(MixedDrafter(right, wrong)) == per_step(right) == 3
-    assert per_step(MixedDrafter(HeadDrafter(tiny_head().double(), 2), lookup)) >= per_step(lookup) > 2
-    assert per_step(MixedDrafter(right, lookup)) > 4
+    assert per_step(MixedDrafter(right, wrong), own=2) == per_step(right) == 3
+    assert per_step(MixedDrafter(HeadDrafter(tiny_head().double(), 2), lookup)) >= per_step(lookup, own=41) > 2
+    assert per_step(MixedDrafter(right, lookup), own=2) > 4
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "paths", "cautious-chain", "fixed-tree", "model"])
