@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -33,6 +32,7 @@ from speculator.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig
 from train.initialise import parameters
+from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
@@ -65,7 +65,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     drafted, whole = config.speculator.draft_vocab_size, known.get_text_config().vocab_size if known else None
     if whole is not None and drafted > whole:
         raise UserError(f"speculator.draft_vocab_size {drafted} is more than the {whole} tokens of the target")
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    state = join()
     made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
     folder = Path(broadcast_object_list(made)[0])
     with interrupts.temporary(folder) if state.is_main_process else nullcontext():

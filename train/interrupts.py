@@ -57,6 +57,13 @@ def stop_asked() -> bool:
     return _stop.is_set()
 
 
+def wait_for_end(seconds: float) -> None:
+    """Give a launcher time to end this process by SIGTERM, also by one that was only noted so far."""
+    _saves.clear()
+    if _stop.wait(seconds):
+        os._exit(_CODES[signal.SIGTERM])
+
+
 @contextmanager
 def temporary(folder: Path) -> Iterator[None]:
     """A folder that goes in the end, an interrupted one too."""

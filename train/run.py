@@ -38,6 +38,7 @@ from train.dry_run import rehearse
 from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import new_head
 from train.plan import plan, refuse_too_large
+from train.processes import join, one_speaks
 from train.self_source import fresh_rows, written
 from train.stages import is_published, publish, train_stage
 
@@ -49,13 +50,13 @@ def main(config: RunConfig) -> int:
 
     def work() -> None:
         if config.plan:
-            state = PartialState(cpu=not torch.accelerator.is_available())
+            state = join()
             checks.settings(config)
             if state.is_main_process:
                 print(plan(config, state.num_processes))
             state.wait_for_everyone()
             return
-        with writing(Path(config.output_dir)):
+        with one_speaks(), writing(Path(config.output_dir)):
             rehearse(config, _run) if config.dry_run else _run(config)
 
     try:
@@ -77,7 +78,7 @@ def _leave_group() -> None:
 
 def _run(config: RunConfig) -> None:
     folder = Path(config.output_dir)
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    state = join()
     checks.settings(config)
     if state.is_main_process:
         refuse_foreign(folder, config)

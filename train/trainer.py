@@ -192,8 +192,9 @@ class SpeculatorTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     seal(folder)
-        except UserError:
-            shutil.rmtree(folder, ignore_errors=True)
+        except Exception:
+            if self.args.should_save:  # another process would take it from under the one that writes
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         if self.args.should_save and self.keep:
             rotate(stage, self.keep, self.state.best_global_step)

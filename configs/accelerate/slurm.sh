@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# sbatch configs/accelerate/slurm.sh --config configs/llama-3.1-8b-instruct.yaml --output_dir runs/NAME
+# From the folder of the checkout, with the environment active; what follows the script's name goes to train.py. The same
+# command goes on with a run that was cut off. A launcher on each node starts a process for each of its GPUs.
+#SBATCH --job-name=speculator
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+set -euo pipefail
+
+gpus=${SLURM_GPUS_ON_NODE:-8}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# A port of this job's own: jobs may share a node.
+port=$((20000 + SLURM_JOB_ID % 20000))
+export SPECULATOR_CACHE=${SPECULATOR_CACHE:-$PWD/runs/cache} # the nodes have to share it
+export gpus first port
+
+# The node's number is known on the node alone. A launcher that ends with an error takes those of the other nodes along.
+srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file configs/accelerate/two_nodes.yaml \
+  --num_machines "$SLURM_NNODES" --num_processes "$((SLURM_NNODES * gpus))" --machine_rank "$SLURM_NODEID" \
+  --main_process_ip "$first" --main_process_port "$port" train.py "$@"' train "$@"
