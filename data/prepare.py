@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally, tell
+from data.workers import sensible
 from speculator import chat
 from speculator.files import cache_folder, digest, make_folder, new_folder, write_text
 
@@ -38,6 +39,8 @@ def token_rows(
     max_tokens: int | None = None,
     max_package_bytes: int = 2_000_000,
     max_bad_rows: float = 0.0,
+    first_rows: int | None = None,
+    num_proc: int | None = None,
 ) -> Dataset:
     """Packed rows of one split of some sources, as `data.packing.pack` makes them.
 
@@ -49,12 +52,15 @@ def token_rows(
     Args:
         max_bad_rows: of the training split; rows that can't be used are passed over and shown on stderr, also by those
             who find the rows made. A larger share of them is an error; other splits are small, so they take any.
+        first_rows: make no more than so many, or than it takes to have a token to learn among them.
+        num_proc: processes that render and tokenise; default: `data.workers.sensible`. The rows are always the same.
 
     Raises:
         SourceError: a source that can't be read, too many bad rows, too little text for a single row, or a tokenizer
             without EOS.
     """
-    folder, manifest = _made(sources, split, tokenizer, length, max_tokens, max_package_bytes, max_bad_rows)
+    few = max_tokens, first_rows
+    folder, manifest = _made(sources, split, tokenizer, length, few, max_package_bytes, max_bad_rows, num_proc)
     Tally.of(manifest["bad_rows"], 0.0).show(_name(sources, split))
     return Dataset.load_from_disk(str(folder))
 
@@ -68,11 +74,12 @@ def save_rows(
     max_tokens: int | None = None,
     max_package_bytes: int = 2_000_000,
     max_bad_rows: float = 0.0,
+    num_proc: int | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write the rows of every split that fills one into a new `datasets` folder, which is a source like any other.
 
     Args:
-        sources, tokenizer, length, max_package_bytes, max_bad_rows: as for `token_rows`.
+        sources, tokenizer, length, max_package_bytes, max_bad_rows, num_proc: as for `token_rows`.
         output: the folder; written aside, then renamed.
         max_tokens: of each split at most this many.
 
@@ -89,7 +96,8 @@ def save_rows(
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
         try:
-            folder, manifest = _made(sources, split, tokenizer, length, max_tokens, max_package_bytes, max_bad_rows)
+            few = max_tokens, None
+            folder, manifest = _made(sources, split, tokenizer, length, few, max_package_bytes, max_bad_rows, num_proc)
         except TooLittleTextError:
             if split == "train":
                 raise
@@ -111,14 +119,15 @@ def _made(
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    max_tokens: int | None,
+    few: tuple[int | None, int | None],
     max_package_bytes: int,
     max_bad_rows: float,
+    num_proc: int | None,
 ) -> tuple[Path, dict[str, Any]]:
     """The cache folder of these rows, made if it is not there or damaged, and what its manifest says."""
     identity = {
         "sources": [[fingerprint(source.location), source.weight] for source in parse(sources)],
-        "arguments": [split, length, max_tokens, max_package_bytes],
+        "arguments": [split, length, *few, max_package_bytes],
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "chat_template": tokenizer.chat_template,
@@ -137,8 +146,15 @@ def _made(
                     tell(f"{folder}: prepared rows that do not match their checksums; they are made anew")
                     shutil.rmtree(folder)
                 tally = Tally(most)
-                documents = token_documents(sources, split, tokenizer, max_package_bytes=max_package_bytes, tally=tally)
-                manifest = _make(folder, documents, length, max_tokens, _name(sources, split), tally)
+                documents = token_documents(
+                    sources,
+                    split,
+                    tokenizer,
+                    max_package_bytes=max_package_bytes,
+                    tally=tally,
+                    processes=num_proc or sensible(),
+                )
+                manifest = _make(folder, documents, length, *few, _name(sources, split), tally)
     Tally.of(manifest["bad_rows"], most).judge(_name(sources, split))
     return folder, manifest
 
@@ -157,7 +173,13 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _make(
-    folder: Path, documents: Iterator[dict[str, Any]], length: int, max_tokens: int | None, what: str, tally: Tally
+    folder: Path,
+    documents: Iterator[dict[str, Any]],
+    length: int,
+    max_tokens: int | None,
+    first_rows: int | None,
+    what: str,
+    tally: Tally,
 ) -> dict[str, Any]:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
 
@@ -172,6 +194,8 @@ def _make(
             counts["tokens"] += length
             counts["tokens_with_loss"] += sum(row["loss_mask"])
             yield row
+            if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
+                break
         tally.judge(what)
         if not counts["rows"]:
             raise TooLittleTextError(f"{what} does not fill one row of {length} tokens")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby, islice
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from data.rows import RowError, SourceError
 from data.tally import Tally
+from data.workers import in_order
 from speculator.chat import RefusedError, chat_text
 from speculator.errors import UserError, first_line
 from speculator.gguf import located
@@ -51,7 +53,10 @@ def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **opti
 
 
 def render(
-    documents: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tally: Tally | None = None
+    documents: Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Tally | None = None,
+    processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Documents as rows {"id", "input_ids", "loss_mask"}; a row that was packed already comes as its documents.
 
@@ -60,31 +65,43 @@ def render(
 
     Args:
         tally: counts documents that can't be rendered; without it the first is raised.
+        processes: that render, some documents each at a time; the rows are the same however many. Documents are drawn
+            ahead, so of rows that end early more are read, and counted, than with one.
 
     Raises:
         SourceError: a document that can't be rendered; it names the row.
     """
     tally = tally or Tally()
-    for batch in _batches(documents):
-        # Tokenised together: the library does so on all cores.
-        tokens = iter(text_tokens([document["text"] for document in batch if "text" in document], tokenizer))
-        chats = _chats([document for document in batch if "messages" in document], tokenizer)
-        for document in batch:
-            try:
-                if "text" in document:
-                    ids = _ended(next(tokens), tokenizer)
-                    rendered = [(ids, [1] * len(ids))]
-                elif "messages" in document:
-                    rendered = [_all_or_raise(next(chats))]
-                elif "prompt" in document:
-                    rendered = [_completion(document, tokenizer)]
-                else:
-                    rendered = list(_given_tokens(document, tokenizer))
-            except RowError as error:
-                tally.add(error)
-                continue
-            for ids, mask in rendered:
-                yield {"id": document["id"], "input_ids": ids, "loss_mask": mask}
+    for rendered in in_order(partial(_rendered, tokenizer=tokenizer), _batches(documents), processes):
+        for each in rendered:
+            if isinstance(each, RowError):
+                tally.add(each)
+            else:
+                yield each
+
+
+def _rendered(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any] | RowError]:
+    """The rows of some documents, or what is wrong with one in its place."""
+    # Tokenised together: the library does so on all cores, in a process that is alone.
+    tokens = iter(text_tokens([document["text"] for document in batch if "text" in document], tokenizer))
+    chats = _chats([document for document in batch if "messages" in document], tokenizer)
+    made: list[dict[str, Any] | RowError] = []
+    for document in batch:
+        try:
+            if "text" in document:
+                ids = _ended(next(tokens), tokenizer)
+                rendered = [(ids, [1] * len(ids))]
+            elif "messages" in document:
+                rendered = [_all_or_raise(next(chats))]
+            elif "prompt" in document:
+                rendered = [_completion(document, tokenizer)]
+            else:
+                rendered = list(_given_tokens(document, tokenizer))
+        except RowError as error:
+            made.append(error)
+            continue
+        made += [{"id": document["id"], "input_ids": ids, "loss_mask": mask} for ids, mask in rendered]
+    return made
 
 
 def _batches(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

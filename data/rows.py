@@ -50,6 +50,10 @@ class RowError(SourceError):
     def __init__(self, where: str, said: str, kind: str | None = None):
         super().__init__(f"{where}: {said}")
         self.kind = kind or said
+        self._given = where, said, kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowError, self._given
 
 
 def content(row: Any, where: str) -> dict[str, Any]:

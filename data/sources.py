@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +83,6 @@ def documents(
     split: str | None,
     *,
     max_package_bytes: int = 2_000_000,
-    only: int | None = None,
     tally: Tally | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The documents of one split of some sources, one source after the other, without exact duplicates among all.
@@ -91,32 +91,62 @@ def documents(
         sources: as spelled above.
         split: "train", "validation" or "held-out"; None for all three.
         max_package_bytes: "python-sources" only: at most this much of each top-level package.
-        only: leave out the documents of all sources but this one.
         tally: counts the rows of the split, and passes over those that can't be read; without it the first is raised.
 
     Raises:
         SourceError: no such source, or an unreadable row.
     """
+    seen: set[bytes] = set()
+    for source in parse(sources):
+        yield from _documents(read(source.location, max_package_bytes), split, tally or Tally(), seen)
+
+
+def _documents(
+    rows: Iterator[dict[str, Any]],
+    split: str | None,
+    tally: Tally,
+    seen: set[bytes],
+    elsewhere: Callable[[bytes], bool] = lambda digest: False,
+) -> Iterator[dict[str, Any]]:
+    """The documents of one source.
+
+    Args:
+        seen: of those that came before, which this adds to.
+        elsewhere: tells of a digest whether it is another source's.
+    """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
-    tally = tally or Tally()
-    seen: set[bytes] = set()
-    for index, source in enumerate(parse(sources)[: None if only is None else only + 1]):
-        for row in read(source.location, max_package_bytes):
-            own = only in (None, index) and (split is None or row.get("split", split_of(row["id"])) == split)
-            tally.rows += own
-            if "fault" in row:
-                if own or not tally.most:
-                    tally.add(row["fault"])
-                continue
-            # Duplicates are dropped before the split, or a copy could sit on both sides of it. A row with a split of
-            # its own was cut out of documents that were compared.
-            digest = hashlib.sha256(_identity(row)).digest()
-            if ("split" not in row and digest in seen) or not row.get("text", "x").strip():
-                continue
-            seen.add(digest)
-            if own:
-                yield row
+    for row in rows:
+        own = split is None or row.get("split", split_of(row["id"])) == split
+        tally.rows += own
+        if "fault" in row:
+            if own or not tally.most:
+                tally.add(row["fault"])
+            continue
+        # Duplicates are dropped before the split, or a copy could sit on both sides of it. A row with a split of
+        # its own was cut out of documents that were compared.
+        digest = _digest(row)
+        if digest is None or ("split" not in row and (digest in seen or elsewhere(digest))):
+            continue
+        seen.add(digest)
+        if own:
+            yield row
+
+
+def _digest(row: dict[str, Any]) -> bytes | None:
+    """Of what a document holds; None where that is nothing."""
+    return hashlib.sha256(_identity(row)).digest()[:16] if row.get("text", "x").strip() else None
+
+
+def _first_places(locations: Sequence[str], max_package_bytes: int) -> dict[bytes, int]:
+    """Of all documents of these sources but the last the number of the first that has it."""
+    places: dict[bytes, int] = {}
+    for place, location in enumerate(locations[:-1]):
+        for row in read(location, max_package_bytes):
+            digest = None if "fault" in row else _digest(row)
+            if digest is not None:
+                places.setdefault(digest, place)
+    return places
 
 
 def _identity(row: dict[str, Any]) -> bytes:
@@ -136,6 +166,7 @@ def token_documents(
     *,
     max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
+    processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """The documents of one split as `data.rendering.render` gives them.
 
@@ -146,20 +177,33 @@ def token_documents(
         SourceError: no such source, or a row that can't be read or rendered, unless a `tally` counts these.
     """
     parts, weights = streams(sources, split, max_package_bytes, tally)
-    rendered = [render(stream, tokenizer, tally) for stream in parts]
+    each = max(1, processes // len(parts))
+    rendered = [render(stream, tokenizer, tally, each) for stream in parts]
     return interleave(rendered, weights, lambda document: len(document["input_ids"]))
 
 
 def streams(
     sources: Sequence[str], split: str | None, max_package_bytes: int, tally: Tally | None
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
-    """One stream of documents, or one per source where they have weights; and the weights."""
-    weights = [source.weight for source in parse(sources) if source.weight is not None]
-    # Which copy of a document stays must not depend on how sources are mixed: that differs from split to split.
-    places = range(len(weights)) if weights else [None]
-    return [
-        documents(sources, split, max_package_bytes=max_package_bytes, only=place, tally=tally) for place in places
-    ], weights or [1.0]
+    """One stream of documents, or one per source where they have weights; and the weights.
+
+    However many are mixed, a source is read once for its documents, and all but the last once more before that: which
+    copy of a document stays, the first source's, must not depend on how they are mixed, which differs by the split.
+    """
+    parsed = parse(sources)
+    weights = [source.weight for source in parsed if source.weight is not None]
+    if not weights:
+        return [documents(sources, split, max_package_bytes=max_package_bytes, tally=tally)], [1.0]
+    locations = [source.location for source in parsed]
+    places = cache(lambda: _first_places(locations, max_package_bytes))
+
+    def stream(place: int) -> Iterator[dict[str, Any]]:
+        rows = read(locations[place], max_package_bytes)
+        # The first needs to know nothing of the others, so that one source alone is read once.
+        earlier = (lambda digest: places().get(digest, place) < place) if place else (lambda digest: False)
+        return _documents(rows, split, tally or Tally(), set(), earlier)
+
+    return [stream(place) for place in range(len(parsed))], weights
 
 
 def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:

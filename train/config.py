@@ -109,6 +109,8 @@ class DataConfig:
     """python-sources: at most this much of each top-level package."""
     max_bad_rows: float = 0.05
     """Rows that can't be used are left out, counted and shown; a larger share of them is an error; 0 allows none."""
+    num_proc: int | None = None
+    """Processes that tokenise, whose number changes no row; default: one for each core, up to 8."""
     self: SelfConfig = field(default_factory=SelfConfig)
     """How the source self is written."""
 

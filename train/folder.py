@@ -24,7 +24,10 @@ _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+    """What a result depends on."""
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+    del settings["data"]["num_proc"]
+    return settings
 
 
 def refuse_foreign(folder: Path, config: RunConfig) -> None:

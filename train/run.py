@@ -179,7 +179,7 @@ def use_all_cores() -> None:
 
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
-    """The packed rows of one split."""
+    """The packed rows of one split, of validation those that are looked at."""
     with writing(cache_folder()):
         return token_rows(
             config.data.sources,
@@ -189,6 +189,8 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
             max_tokens=config.data.max_tokens if split == "train" else None,
             max_package_bytes=config.data.max_package_bytes,
             max_bad_rows=config.data.max_bad_rows,
+            first_rows=config.eval.validation_rows if split == "validation" else None,
+            num_proc=config.data.num_proc,
         )
 
 

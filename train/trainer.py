@@ -23,6 +23,9 @@ from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise
 from train.progress import Pace, ProgressLine
 
+_LOADERS = 2
+"""Processes that collate for a process with a GPU; a CPU has no core to spare."""
+
 
 class Collator:
     """Rows into tensors, with every head's labels: `labels` [B, N, S] is also what the Trainer counts.
@@ -266,6 +269,7 @@ def arguments(**fields: Any) -> TrainingArguments:
         label_names=["labels"],
         use_cpu=not torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,
+        dataloader_num_workers=_LOADERS if torch.accelerator.is_available() else 0,
         logging_nan_inf_filter=False,  # it would wait for the device at each pass, and hide what has to end the run
         **fields,
     )

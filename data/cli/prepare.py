@@ -12,6 +12,7 @@ from pathlib import Path
 from data.prepare import save_rows
 from data.rendering import load_tokenizer
 from data.tally import add_max_bad_rows
+from data.workers import PROCESSES
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import check_folder
 
@@ -40,6 +41,11 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--max_package_bytes", type=int, default=2_000_000, help="python-sources: at most this much of each package"
     )
+    parser.add_argument(
+        "--num_proc",
+        type=int,
+        help="processes that tokenise; the rows are the same; default: one for each core, up to 8",
+    )
     add_max_bad_rows(parser)
     parser.add_argument("--output", required=True, type=Path, help="a new folder")
     return parser
@@ -50,6 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_folder("--output", arguments.output)
     parent = arguments.output.absolute().parent
     refuse(
+        (arguments.num_proc not in (None, *PROCESSES), f"--num_proc must be in 1..{PROCESSES[-1]}"),
         (arguments.max_package_bytes < 1, "--max_package_bytes must be at least 1"),
         (arguments.output.exists(), f"--output {arguments.output} is there already: name a new folder"),
         (not parent.is_dir(), f"--output {arguments.output}: no folder {parent}"),
@@ -65,6 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         max_package_bytes=arguments.max_package_bytes,
         max_bad_rows=arguments.max_bad_rows,
+        num_proc=arguments.num_proc,
     )
     print(f"{'':12}{'documents':>12}{'rows':>12}{'tokens':>14}{'with loss':>11}")
     for split, count in counts.items():

@@ -139,6 +139,7 @@ FLAGS = [
             ([*PREPARE[2:], "--sources", "TEXT", "--max_tokens", "0"], "max_tokens"),
             ([*PREPARE[2:], "--sources", "TEXT", "--max_tokens", "-5"], "max_tokens"),
             ([*PREPARE[2:], "--sources", "TEXT", "--max_package_bytes", "-5"], "max_package_bytes"),
+            ([*PREPARE[2:], "--sources", "TEXT", "--num_proc", "0"], "num_proc"),
             ([*PREPARE[2:], "--sources", "TEXT", "--nonsense"], "nonsense"),
             ([*PREPARE[2:], "--sources", "TEXT", "--target", ""], "''|target"),
             ([*PREPARE[2:], "--sources", "TEXT", "--target", "nowhere"], "nowhere"),

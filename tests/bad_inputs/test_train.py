@@ -62,6 +62,7 @@ HUGE = {
     "speculator.draft_vocab_size": "1000000000",
     "data.seq_length": "1000000000000",
     "data.max_package_bytes": "-5",
+    "data.num_proc": "100000",
     "stage1.per_device_train_batch_size": "1000000000000",
     "stage1.gradient_accumulation_steps": "1000000000000",
     "stage2.generate.prompt_tokens": "1000000000000",

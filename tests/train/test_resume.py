@@ -7,6 +7,7 @@ import shutil
 import traceback
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -359,11 +360,23 @@ def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     made = trainer.arguments(output_dir=str(tmp_path), per_device_train_batch_size=3)
-    assert (made.n_gpu, made.train_batch_size) == (1, 3)
+    assert (made.n_gpu, made.train_batch_size, made.dataloader_num_workers) == (1, 3, 2)
     say_what_is_idle(PartialState())
     said = capsys.readouterr().err
     assert said.startswith("4 GPUs are visible, one process uses one; `accelerate launch --multi_gpu --num_processes 4")
     assert said.count("\n") == 1
+
+
+def test_batches_are_the_same_whoever_collates_them(tmp_path):
+    rows = datasets.Dataset.from_dict({"input_ids": [[7 * i + j for j in range(3 + i % 4)] for i in range(40)]})
+    rows.save_to_disk(str(tmp_path / "rows"))
+    rows = datasets.load_from_disk(str(tmp_path / "rows"))
+
+    def batches(workers: int) -> list[dict]:
+        loader = torch.utils.data.DataLoader(rows, 8, collate_fn=trainer.Collator(2), num_workers=workers)
+        return [{name: values.tolist() for name, values in batch.items()} for batch in loader]
+
+    assert batches(2) == batches(0)
 
 
 def test_a_first_sigterm_is_noted_while_training_and_only_then():

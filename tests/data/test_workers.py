@@ -1,0 +1,202 @@
+"""Work in several processes: the same results in the same order, and nobody left behind."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pytest
+from chat_templates import chat_tokenizer
+from conftest import tiny_tokenizer
+
+from data import rendering, sources, workers
+from data.prepare import token_rows
+from data.rows import RowError
+from data.sources import SourceError, documents, token_documents
+from data.tally import Tally
+from data.workers import in_order
+from speculator.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def early(monkeypatch, tmp_path):
+    """Processes from the second item on, a few documents an item."""
+    monkeypatch.setattr(workers, "_ALONE", 1)
+    monkeypatch.setattr(rendering, "_DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def slowly(item: int) -> tuple[int, int]:
+    time.sleep(0.02 if item % 3 == 0 else 0)
+    return item, os.getpid()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_results_come_in_the_order_of_the_items(processes):
+    results = list(in_order(slowly, range(40), processes))
+    assert [item for item, _ in results] == list(range(40))
+    used = {pid for _, pid in results}
+    assert len(used - {os.getpid()}) == (0 if processes == 1 else processes)
+    assert not multiprocessing.active_children()
+
+
+def test_no_more_is_drawn_ahead_than_there_are_processes():
+    drawn = []
+    results = in_order(slowly, (drawn.append(i) or i for i in range(100)), 3)
+    for count, _ in enumerate(results, start=1):
+        assert len(drawn) <= count + 3
+        if count == 20:
+            break
+    results.close()
+    assert not multiprocessing.active_children()
+
+
+def broken(item: int, error: Exception) -> int:
+    if item == 7:
+        raise error
+    return item
+
+
+def test_what_a_process_raises_is_raised_here():
+    row = RowError("file:3", "said of 5", "said of any")
+    results = in_order(partial(broken, error=row), range(20), 2)
+    found = []
+    with pytest.raises(RowError, match="file:3: said of 5") as error:
+        found += results
+    assert error.value.kind == "said of any"
+    with pytest.raises(ZeroDivisionError):
+        list(in_order(partial(broken, error=ZeroDivisionError()), range(20), 2))
+    assert not multiprocessing.active_children()
+
+
+def killed(item: int) -> int:
+    if item == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_a_process_that_is_killed_is_one_line():
+    with pytest.raises(UserError, match="was ended from outside"):
+        list(in_order(killed, range(20), 2))
+    assert not multiprocessing.active_children()
+
+
+def test_processes_end_with_one_that_is_killed():
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        for _, pid in in_order(slowly, range(10**9), 2):
+            os.write(writing, f"{pid}\n".encode())
+    found: set[int] = set()
+    with os.fdopen(reading) as stream:
+        os.close(writing)
+        while len(found) < 3:
+            found.add(int(stream.readline()))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        deadline = time.monotonic() + 5
+        while any(Path(f"/proc/{pid}").exists() for pid in found):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+# Rows
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def a_row(i: int) -> dict | str:
+    """Of every kind; every tenth is bad."""
+    chat = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"Here: {i} " * (i % 7 + 1)}]
+    rows = [{"text": f"def f{i}(): return {i}"}, {"messages": chat}, {"prompt": f"{i} is", "completion": f" {i}"}]
+    return {"messages": chat[1:]} if i % 10 == 0 else rows[i % 3]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_and_bad_ones_are_the_same_however_many_processes(tmp_path, monkeypatch, capsys, mixed):
+    given = [
+        write(tmp_path / f"{name}.jsonl", [a_row(i) for i in range(start, start + 150)]) + weight * mixed
+        for name, start, weight in (("a", 0, "@0.7"), ("b", 100, "@0.3"))
+    ]
+    seen = []
+    for processes in (1, 2, 3):
+        monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / f"cache{processes}"))
+        made = token_rows(given, "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes)
+        said = [
+            line for line in capsys.readouterr().err.splitlines() if "Generating" not in line and "Saving" not in line
+        ]
+        seen.append((made.to_dict(), said))
+    assert "can't be used" in seen[0][1]
+    assert len(seen[0][0]["input_ids"]) > 50
+    # Weights end one source before its end; what is read ahead of that, and counted, is more for more processes.
+    seen = [rows for rows, _ in seen] if mixed else seen
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_rows_in_another_order_would_be_seen(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.jsonl", [{"text": f"row {i}"} for i in range(60)])
+    expected = list(token_documents([source], None, tiny_tokenizer()))
+    monkeypatch.setattr(rendering, "in_order", lambda work, items, _: map(work, reversed(list(items))))
+    assert list(token_documents([source], None, tiny_tokenizer(), processes=2)) != expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_however_many_sources_are_mixed_each_is_read_at_most_twice(tmp_path, monkeypatch, count):
+    """Rows 0..59 of the k-th are 20 k onwards, so each has some of the one before."""
+    given = [
+        write(tmp_path / f"{k}.jsonl", [{"text": f"row {i}"} for i in range(20 * k, 20 * k + 60)]) for k in range(count)
+    ]
+    whole = [document["text"] for document in documents(given, "train")]
+    read, times = sources.read, dict.fromkeys(given, 0)
+
+    def counted(location, *rest):
+        times[location] += 1
+        return read(location, *rest)
+
+    monkeypatch.setattr(sources, "read", counted)
+    streams, _ = sources.streams([f"{source}@1" for source in given], "train", 1, Tally())
+    assert [document["text"] for stream in streams for document in stream] == whole
+    assert [times[source] for source in given] == [2] * (count - 1) + [1]
+
+
+# The first rows
+
+
+def token_file(path: Path, learnt: list[int]) -> str:
+    """Documents of 16 tokens that are learnt or not."""
+    return write(path, [{"input_ids": [i % 300] * 16, "loss_mask": [mask] * 16} for i, mask in enumerate(learnt)])
+
+
+def test_the_first_rows_are_those_of_the_whole_and_the_rest_is_not_tokenised(tmp_path, monkeypatch):
+    source = token_file(tmp_path / "rows.jsonl", [1] * 400)
+    rendered, whole = [], rendering._rendered
+    monkeypatch.setattr(rendering, "_rendered", lambda batch, **rest: (rendered.append(batch), whole(batch, **rest))[1])
+    prepare = partial(token_rows, [source], "validation", tiny_tokenizer(), 16, num_proc=1)
+    few = prepare(first_rows=3).to_dict()
+    some, whole_split = len(rendered), prepare()
+    assert len(whole_split) > 10
+    assert few == whole_split.select(range(3)).to_dict()
+    assert some == 1 < len(rendered) - some
+
+
+def test_first_rows_with_nothing_to_learn_are_followed_up_to_one_that_has(tmp_path):
+    probe = token_file(tmp_path / "probe.jsonl", [1] * 400)
+    places = [int(row["id"].split(":")[1]) - 1 for row in documents([probe], "validation")]
+    masks = [0] * 400
+    masks[places[5]] = 1
+    (tmp_path / "rows").mkdir()
+    source = token_file(tmp_path / "rows" / "probe.jsonl", masks)
+    rows = token_rows([source], "validation", tiny_tokenizer(), 16, first_rows=3)
+    assert [any(mask) for mask in rows["loss_mask"]] == [False] * 5 + [True]
+    none = token_file(tmp_path / "none.jsonl", [0] * 400)
+    with pytest.raises(SourceError, match="leave no token to learn"):
+        token_rows([none], "validation", tiny_tokenizer(), 16, first_rows=3)
