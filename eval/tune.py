@@ -29,7 +29,7 @@ from speculator.costs import Costs, measure, measure_table, walk
 from speculator.drafters.topology import Chain
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
-from speculator.heads import Speculator
+from speculator.heads import AttentionHead, Speculator
 from speculator.tables import markdown_table
 from speculator.tuned import CONTEXTS, LONGEST_CHAIN, SIZES, TUNED, described, named, place, shape_of, telling, written
 
@@ -38,6 +38,8 @@ _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
 _RANK_STEPS = 16  # of each prompt
 _COST_BLOCKS = 3
 _TREES = 2  # how many go into the final round, beside the one that verifies as many tokens as the longest chain
+_DEEPEST_CHAIN = 12  # of a head that drafts deeper than it was trained
+_WHOLE = 0.05  # how often a chain as deep as that has to be accepted as a whole
 _COST_SHARE = 0.2  # of the time that tuning takes, for measuring what steps cost at other numbers of rows
 
 
@@ -120,7 +122,7 @@ def tune(
     eos = target.eos_token_ids if suite.chat else set()
     acceptance = rank_acceptance(target, head, suite.prompts, sampling, eos=eos)
     trees = _promising(target, head, acceptance, suite.prompts[:batch_size], sampling)
-    shapes = [*(Chain(length) for length in range(1, min(head.n_predict, LONGEST_CHAIN) + 1)), *trees]
+    shapes = [*chains(head, acceptance, max_new_tokens), *trees]
     drafters = {str(number): HeadDrafter(head, shape) for number, shape in enumerate(shapes)}
     engines: Engines = {}
     decoders = [decoder_of(target, key, each, engines) for key, each in ({"none": None} | drafters).items()]
@@ -136,6 +138,17 @@ def tune(
     whose = batches(suite, batch_size)
     pairs = (zip(whose[number], batch.tokens, strict=True) for number, batch in first.items())
     return found, [(suite.prompts[i], tokens) for batch in pairs for i, tokens in batch]
+
+
+def chains(head: Speculator, acceptance: Sequence[Sequence[float]], max_new_tokens: int) -> list[Chain]:
+    """Chains to try: as deep as the head was trained. One that drafts deeper does so while a chain is likely enough to
+    be accepted as a whole, each token behind those of `acceptance` as often as the last of these."""
+    longest = min(head.n_predict, LONGEST_CHAIN)
+    if isinstance(head, AttentionHead):
+        chance, last = prod(level[0] for level in acceptance[:longest]), acceptance[longest - 1][0]
+        while longest < min(_DEEPEST_CHAIN, max_new_tokens - 2) and chance * last >= _WHOLE:
+            longest, chance = longest + 1, chance * last
+    return [Chain(length) for length in range(1, longest + 1)]
 
 
 def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:

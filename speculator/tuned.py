@@ -24,7 +24,7 @@ from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.files import kept
-from speculator.heads import Speculator
+from speculator.heads import RecurrentHead, Speculator
 from speculator.sampling import Sampling
 from speculator.stored import read_object
 from speculator.target import Target
@@ -251,7 +251,7 @@ def _read(file: Path, head: Speculator) -> _Tuned:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
         raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
     for shape in [*shapes, *(shape for _, shape, _ in measured)]:
-        if shape is not None and shape.depth > head.n_predict:
+        if shape is not None and isinstance(head, RecurrentHead) and shape.depth > head.n_predict:
             raise UserError(f"{file} is for a head of {shape.depth} tokens: tune this one anew")
     there = {name: read.get(name) for name in ("hardware", "dtype")}
     return _Tuned(there, settings or {batch_size: []}, measured, lookup, entries)

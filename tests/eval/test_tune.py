@@ -8,8 +8,9 @@ import torch
 from conftest import tiny_head
 
 from eval.__main__ import main
-from eval.tune import best_tree, expected_tokens, lookup_acceptance, rank_acceptance
-from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, tuned_drafter
+from eval.suites import Suite
+from eval.tune import best_tree, chains, expected_tokens, lookup_acceptance, rank_acceptance, write_tuned
+from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, load_head, tuned_drafter
 from speculator.drafters.auto import AutoDrafter
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.tuned import place
@@ -110,6 +111,37 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
     drafter = tuned_drafter(folder, target, 1.0)
     assert isinstance(drafter, AutoDrafter)
     assert {choice.shape.nodes for choice in drafter.choices} >= {1, 2, 3}
+
+
+def test_chains_go_deeper_than_an_attention_head_was_trained_while_that_may_pay():
+    """0.6^5 is above 0.05 and 0.6^6 below."""
+
+    def deepest(head, rate: float, new_tokens: int = 100) -> int:
+        return len(chains(head, [[rate, 0.1], [rate], [rate]], new_tokens))
+
+    head = tiny_head(architecture="eagle3")
+    assert [deepest(head, rate) for rate in (0.3, 0.6, 0.9)] == [3, 5, 12]
+    assert deepest(head, 0.9, new_tokens=8) == 6, "a whole step has to fit"
+    assert deepest(tiny_head(), 0.9) == 3
+
+
+def test_a_chain_deeper_than_training_is_tuned_and_then_drafted(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.tune.rank_acceptance", lambda *given, **more: [[0.5], [0.5], [0.5]])
+    tiny_head(architecture="eagle3").save_pretrained(tmp_path)
+    suite, head = Suite("two", [[1, 2, 3, 4], [5, 6, 7, 8]]), load_head(tmp_path, target)
+    rows = write_tuned(target, head, suite, tmp_path / "decoding.json", temperatures=[0.0], max_new_tokens=16)
+    lengths = [row["draft_length"] for row in rows if row["tree"] is None]
+    assert lengths == [1, 2, 3, 4]
+    assert len(rows[3]["acceptance_by_position"]) == 4
+    drafter = tuned_drafter(tmp_path, target)
+    assert max(choice.shape.depth for choice in drafter.choices) == 4
+    tuned = json.loads((tmp_path / "decoding.json").read_text())
+    tuned["settings"] = [{"temperature": 0.0, "batch_size": 1, "draft_length": 4}]
+    (tmp_path / "decoding.json").write_text(json.dumps(tuned))
+    fixed = tuned_drafter(tmp_path, target, auto=False)
+    assert fixed.shape.depth == 4
+    plain = generate(target, None, suite.prompts, max_new_tokens=16).tokens
+    assert generate(target, fixed, suite.prompts, max_new_tokens=16).tokens == plain
 
 
 def test_lookups_are_right_as_often_as_the_text_repeats_itself():
