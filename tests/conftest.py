@@ -163,7 +163,7 @@ def auto_drafter(head: Speculator, cost=None) -> AutoDrafter:
         if isinstance(what, int):
             return (2.0, 0.5, 2.0)[longest % 3]
         if isinstance(what, Mixed):
-            return 0.4 if longest % 6 == 3 and what.length <= 2 else inf
+            return 0.3 if longest % 6 == 4 and what.length <= 2 else inf
         tree = what.nodes > what.depth
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * what.nodes)[longest % 3]
 
