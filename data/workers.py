@@ -52,25 +52,36 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: i
         busy: deque[Connection] = deque()
         for item in chain([first], items):
             if len(busy) < len(lines):
-                lines[len(busy)].send(item)
+                _send(lines[len(busy)], item)
                 busy.append(lines[len(busy)])
                 continue
             line = busy.popleft()
             made = _received(line)
-            line.send(item)  # before the result is used: the process goes on meanwhile
+            _send(line, item)  # before the result is used: the process goes on meanwhile
             busy.append(line)
             yield made
         while busy:
             yield _received(busy.popleft())
 
 
+def _gone() -> UserError:
+    return UserError(
+        "a process that prepares rows was ended from outside, for want of memory perhaps: take fewer with num_proc"
+    )
+
+
+def _send(line: Connection, item: Any) -> None:
+    try:
+        line.send(item)
+    except ConnectionError:
+        raise _gone() from None
+
+
 def _received(line: Connection) -> Any:
     try:
         made, error = line.recv()
     except (EOFError, ConnectionError):
-        raise UserError(
-            "a process that prepares rows was ended from outside, for want of memory perhaps: take fewer with num_proc"
-        ) from None
+        raise _gone() from None
     if error is not None:
         raise error
     return made
@@ -105,7 +116,7 @@ def _started(work: Callable[[Any], Any], processes: int) -> Iterator[list[Connec
         for line in lines:
             line.close()
         for process in started:
-            process.terminate()
+            process.kill()  # SIGTERM in one that has just begun would reach whoever watches ours
             process.join()
 
 

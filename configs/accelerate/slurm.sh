@@ -11,7 +11,7 @@
 set -euo pipefail
 
 gpus=${SLURM_GPUS_ON_NODE:-8}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 # A port of this job's own: jobs may share a node.
 port=$((20000 + SLURM_JOB_ID % 20000))
 export SPECULATOR_CACHE=${SPECULATOR_CACHE:-$PWD/runs/cache} # the nodes have to share it

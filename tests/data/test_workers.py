@@ -88,6 +88,22 @@ def test_a_process_that_is_killed_is_one_line():
     assert not multiprocessing.active_children()
 
 
+def test_the_end_of_processes_that_have_just_begun_is_no_signal_to_who_watches_ours():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
+    mine = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        for _ in range(10):
+            assert len(list(in_order(slowly, range(2), 8))) == 2
+    finally:
+        signal.signal(signal.SIGTERM, mine)
+        signal.set_wakeup_fd(before)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        assert stream.read() == b""
+
+
 def test_processes_end_with_one_that_is_killed():
     reading, writing = os.pipe()
     if not (child := os.fork()):
