@@ -94,7 +94,7 @@ def test_the_end_of_processes_that_have_just_begun_is_no_signal_to_who_watches_o
     before = signal.set_wakeup_fd(writing)
     mine = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        for _ in range(10):
+        for _ in range(3):
             assert len(list(in_order(slowly, range(2), 8))) == 2
     finally:
         signal.signal(signal.SIGTERM, mine)
@@ -147,10 +147,7 @@ def test_rows_and_bad_ones_are_the_same_however_many_processes(tmp_path, monkeyp
     for processes in (1, 2, 3):
         monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / f"cache{processes}"))
         made = token_rows(given, "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes)
-        said = [
-            line for line in capsys.readouterr().err.splitlines() if "Generating" not in line and "Saving" not in line
-        ]
-        seen.append((made.to_dict(), said))
+        seen.append((made.to_dict(), capsys.readouterr().err))
     assert "can't be used" in seen[0][1]
     assert len(seen[0][0]["input_ids"]) > 50
     # Weights end one source before its end; what is read ahead of that, and counted, is more for more processes.
