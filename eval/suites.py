@@ -16,6 +16,7 @@ from data.prompts import Room, prompts
 from data.readers import raw_rows
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
+from speculator.cli import drafting
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
 from speculator.sampling import Sampling
@@ -189,7 +190,7 @@ def from_text(
 
 def add_flags(parser: OneLineParser, max_prompts: int) -> None:
     """The flags of every measurement: a target, and how much it is asked."""
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    drafting.add_target_flags(parser)
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--max_prompts", type=int, default=max_prompts, help=f"of each suite; default: {max_prompts}")
     parser.add_argument("--prompt_tokens", type=int, default=64, help="of prompts that are cut from text; default: 64")
@@ -204,7 +205,7 @@ def load_target(arguments: argparse.Namespace) -> Target:
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return Target.load(arguments.target, dtype=arguments.dtype)
+    return drafting.load_target(arguments)
 
 
 def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:

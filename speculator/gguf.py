@@ -32,14 +32,14 @@ def located(name: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
 
 
-def read_config(name: str, **options: Any) -> PreTrainedConfig:
-    """The config of a hub id, a folder or a GGUF file, the weights left unread. No code that comes with it is run.
+def read_config(name: str, trust_remote_code: bool = False, **options: Any) -> PreTrainedConfig:
+    """The config of a hub id, a folder or a GGUF file, the weights left unread.
 
     Raises:
         UserError: of a GGUF file, as `metadata`.
         OSError, ValueError: as transformers.
     """
-    config = AutoConfig.from_pretrained(**located(name), **options, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(**located(name), **options, trust_remote_code=trust_remote_code)
     if is_gguf(name):
         config.get_text_config().max_position_embeddings = metadata(name)["context_length"]
     return config

@@ -134,8 +134,7 @@ def pack_linears(module: nn.Module, copies: dict[nn.Module, _Copy] | None = None
     Gives those that were changed. The first model with matrices of a shape times them, under a second in all; the
     choice is kept in the user's cache folder.
     """
-    # Weights made under inference mode don't say when they change.
-    parts: list = [p for p in module.modules() if type(p) is nn.Linear and not p.weight.is_inference()]
+    parts: list = [part for part in module.modules() if type(part) is nn.Linear and _is_plain(part.weight)]
     alike: dict[str, list[Tensor]] = defaultdict(list)
     for part in parts:
         part.__class__ = PackedLinear
@@ -147,6 +146,11 @@ def pack_linears(module: nn.Module, copies: dict[nn.Module, _Copy] | None = None
     for part in parts:
         part.packs = chosen.get(_shape(part.weight)) or None
     return parts
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight is numbers alone, neither quantised nor sharded, and says when it changes."""
+    return type(weight.data) is Tensor and not weight.is_inference()
 
 
 def unpack_linears(parts: Iterable[PackedLinear]) -> dict[nn.Module, _Copy]:

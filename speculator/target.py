@@ -22,7 +22,7 @@ from speculator.draft import Draft
 from speculator.errors import UserError, refuse
 from speculator.kv_cache import Form, KVCache, forms
 from speculator.linear import pack_linears
-from speculator.loading import read_target
+from speculator.loading import add_adapter, read_target
 from speculator.probing import neighbours_matter, original_context, read_windows
 from speculator.taps import Taps
 
@@ -120,6 +120,8 @@ class Target:
         revision: str | None = None,
         dtype: str = "auto",
         device: str | torch.device | None = None,
+        adapter: str | None = None,
+        trust_remote_code: bool = False,
     ) -> Target:
         """Load a hub id, a local folder or a GGUF file.
 
@@ -128,15 +130,22 @@ class Target:
             revision: hub branch, tag or commit.
             dtype: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16" or "float16".
             device: default: the accelerator if there is one, else the CPU.
+            adapter: hub id or folder of a PEFT adapter, which stays beside the weights as transformers loads it.
+            trust_remote_code: run the Python code that comes with the model.
+
+        A checkpoint that is quantised is read as transformers reads it, by the package that it names.
 
         Raises:
-            UserError: no such model, or no causal LM in it, or no such device here.
+            UserError: no such model or adapter, or no causal LM in it, or no such device here.
         """
         place = resolve_device(device)
         # bf16 on a CPU without bf16 units is slower than fp32 and only less exact.
         wanted = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-        tokenizer, model = read_target(name, revision, wanted)
-        return cls(model.to(place), tokenizer)
+        tokenizer, model = read_target(name, revision, wanted, place, trust_remote_code)
+        if adapter is not None:
+            add_adapter(model, adapter)
+            model.config.name_or_path = f"{name} --adapter {adapter}"
+        return cls(model, tokenizer)
 
     def _refuse_unsupported(self) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
@@ -194,12 +203,12 @@ class Target:
         inexact = f"{self.name}: {type(self.model).__name__} can't be verified exactly"
         refuse(
             (
-                not probe.gap < _PROBE_TOLERANCE[self.dtype],
+                not probe.gap < self._tolerance,
                 f"{inexact}: its logits through a preallocated cache differ from its own by {probe.gap:.2g} standard "
                 "deviations",
             ),
             (
-                not probe.moved < _PROBE_TOLERANCE[self.dtype],
+                not probe.moved < self._tolerance,
                 f"{inexact}: what it makes of a text depends on how long the other texts of a batch are",
             ),
             (
@@ -225,9 +234,14 @@ class Target:
                 gap = _gap(self.logits(self._hidden(texts, documents, *choice)).float(), alone)
             except (ImportError, RuntimeError, ValueError):  # not with this family
                 continue
-            if gap < _PROBE_TOLERANCE[self.dtype]:
+            if gap < self._tolerance:
                 return choice
         return None
+
+    @property
+    def _tolerance(self) -> float:
+        # Rounded activations, as some quantised models have, are as coarse as bfloat16's.
+        return _PROBE_TOLERANCE[torch.bfloat16 if getattr(self.model, "is_quantized", False) else self.dtype]
 
     def _has_window(self) -> bool:
         """Whether the config promises a sliding window that a text can outgrow."""
@@ -285,7 +299,8 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this target from others of its sizes: facts of its config and a few of its weights, in bfloat16.
+        """What tells this target from others of its sizes: facts of its config and a few of its weights, in bfloat16;
+        of an adapter a few as well.
 
         Neither path, dtype, device nor the library's version is in it; see `same_target`.
         """
@@ -294,12 +309,18 @@ class Target:
             part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if part
         ]
         samples = []
-        for table in tables:
+        for table in map(plain, tables):
             # Spread over the whole table by a multiplier without a common factor with its size.
             places = torch.arange(1, _SAMPLES + 1) * 2654435761 % table.numel()
             rows, columns = places // table.shape[1], places % table.shape[1]
             values = table.detach()[rows.to(table.device), columns.to(table.device)]
             samples += values.to(torch.bfloat16).view(torch.int16).tolist()
+        if getattr(self.model, "_hf_peft_config_loaded", False):
+            added = [weight for _, weight in sorted(self.model.get_adapter_state_dict().items())]
+            middles = torch.stack(
+                [weight.flatten()[weight.numel() // 2] for weight in added[:: -(-len(added) // _SAMPLES)]]
+            )
+            samples += middles.to(torch.bfloat16).view(torch.int16).tolist()
         return "-".join(map(str, facts)) + ":" + "".join(f"{value & 0xFFFF:04x}" for value in samples)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
@@ -380,6 +401,12 @@ def _gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
     """
     worst = (logits - expected).square().mean(-1).max().sqrt()
     return (worst / expected.std()).item()
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight as numbers alone, if it is quantised by a class of its own."""
+    dequantize = getattr(weight, "dequantize", None) if type(weight.data) is not Tensor else None
+    return weight.detach() if dequantize is None else dequantize()
 
 
 def same_target(one: str, other: str) -> bool:

@@ -37,6 +37,10 @@ class TargetConfig:
     """Hub branch, tag or commit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 on a CPU."""
+    adapter: str | None = None
+    """Hub id or local folder of a PEFT adapter of the target; needs the package peft."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target."""
 
 
 @dataclass

@@ -48,7 +48,8 @@ Stage = TypeVar("Stage", bound=StageConfig)
 def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     """Run the config on stand-ins in a temporary folder, and print what was done and how large the real run is.
 
-    Not tried: the target's and the sources' own files, whether they fit in memory, and `speculator.warm_start`.
+    Not tried: the files of the target, its adapter and the sources, whether they fit in memory, and
+    `speculator.warm_start`.
 
     Args:
         config: of the real run; all processes of a launch come here.
@@ -98,7 +99,9 @@ def _known_config(config: RunConfig) -> PreTrainedConfig | None:
     """The target's own config, where it is on this machine."""
     target = config.target
     try:
-        return read_config(target.name_or_path, revision=target.revision, local_files_only=True)
+        return read_config(
+            target.name_or_path, target.trust_remote_code, revision=target.revision, local_files_only=True
+        )
     except (OSError, ValueError):
         return None
 
@@ -164,7 +167,7 @@ def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
     drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
     return replace(
         config,
-        target=replace(config.target, name_or_path=str(folder / "target"), revision=None),
+        target=replace(config.target, name_or_path=str(folder / "target"), revision=None, adapter=None),
         speculator=replace(config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None, taps=None),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),

@@ -19,7 +19,7 @@ from speculator.target import Target
 from train.config import RunConfig, SpeculatorConfig
 from train.vocabulary import count_tokens, most_frequent
 
-_ABOUT = ("base_model_name_or_path", "base_model_fingerprint", "trained_length", "training_data")
+_ABOUT = ("base_model_name_or_path", "base_model_adapter", "base_model_fingerprint", "trained_length", "training_data")
 
 
 def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Speculator:
@@ -32,7 +32,8 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
         UserError: the head to start from can't be read, or has another shape; a shape that can't be.
     """
     wanted, model = config.speculator, target.model
-    about = (config.target.name_or_path, target.fingerprint, config.data.seq_length, config.data.sources)
+    named = config.target.name_or_path, config.target.adapter
+    about = (*named, target.fingerprint, config.data.seq_length, config.data.sources)
     more: dict[str, Any] = dict(zip(_ABOUT, about, strict=True))
     other = trained(wanted, target) if wanted.warm_start else None
     if other is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -93,7 +93,7 @@ def _run(config: RunConfig) -> None:
     use_all_cores()
     set_seed(config.seed)
     refuse_too_large(config, state.num_processes)
-    target = Target.load(config.target.name_or_path, revision=config.target.revision, dtype=config.target.dtype)
+    target = load_target(config)
     checks.fits_target(config, target)
     read = written(config, target)
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
@@ -129,7 +129,7 @@ def _run(config: RunConfig) -> None:
             write_tuned(
                 target,
                 best_head,
-                replace(suites["validation"].first(config.eval.tune_prompts), name="validation"),
+                dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation"),
                 head_folder / TUNED,
                 temperatures=config.eval.temperatures,
                 max_new_tokens=config.eval.max_new_tokens,
@@ -149,6 +149,12 @@ def _run(config: RunConfig) -> None:
         tracking.stop()
         write_card(head_folder)
         print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
+
+
+def load_target(config: RunConfig) -> Target:
+    """The target as configured."""
+    given = dataclasses.asdict(config.target)
+    return Target.load(given.pop("name_or_path"), **given)
 
 
 def fingerprints(

@@ -18,13 +18,13 @@ from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
 from data.tally import Tally, add_max_bad_rows
 from speculator.checkpoints.loading import load_head
+from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
 from speculator.files import check_folder
 from speculator.gguf import read_config
 from speculator.prompts import read_prompts
 from speculator.sampling import Sampling
-from speculator.target import Target
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> OneLineParser:
     """The flags."""
     parser = OneLineParser(prog="python -m data generate", description=__doc__)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    drafting.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="folder of a trained head that drafts; default: plain decoding")
     who.add_argument(
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
             **how,
         )
     else:
-        target = Target.load(arguments.target, dtype=arguments.dtype)
+        target = drafting.load_target(arguments)
         head = load_head(arguments.speculator, target) if arguments.speculator else None
         drafter = HeadDrafter(head, arguments.draft_length) if head else None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
@@ -145,6 +145,7 @@ def _check(arguments: argparse.Namespace) -> None:
         (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (own and arguments.sources != [SELF], f"--sources {SELF}: the target's own prompts come alone"),
+        (arguments.server is not None and arguments.adapter, "--adapter: a --server has its own model"),
         (own and arguments.server is not None, f"--sources {SELF} needs the target here, not a --server"),
         (
             arguments.server is not None and len(arguments.temperature) > 1,

@@ -69,6 +69,8 @@ def card(head: Speculator, record: dict[str, Any], report: dict[str, Any]) -> st
     base, name = config.base_model_name_or_path, None
     if base:
         name = config.base_model_name_or_path = _shown(base)
+    if config.base_model_adapter:
+        config.base_model_adapter = _shown(config.base_model_adapter)
     data = ModelCardData(
         base_model=base if base and _is_hub_id(base) else None,
         datasets=_hub_datasets(config.training_data or []) or None,
@@ -98,11 +100,17 @@ def _architecture(head: Speculator, config: SpeculatorConfig) -> list[str]:
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
         "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
         "form": config.describe(),
-        "target": config.base_model_name_or_path or "not recorded",
+        "target": _base(config, "not recorded"),
         "longest context trained on": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
         "training data": ", ".join(_shown(source) for source in config.training_data or []) or "not recorded",
     }
     return [markdown_table(("", ""), facts.items()), ""]
+
+
+def _base(config: SpeculatorConfig, otherwise: str) -> str:
+    """The target's name and its adapter's, as the commands take them."""
+    base, adapter = config.base_model_name_or_path or otherwise, config.base_model_adapter
+    return f"{base} --adapter {adapter}" if adapter else base
 
 
 def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
@@ -174,7 +182,8 @@ def _measured(report: dict[str, Any]) -> list[str]:
 
 def _use(head: Speculator, config: SpeculatorConfig) -> list[str]:
     """How to run it here and elsewhere; D is this folder, or what an export of it wrote."""
-    base = config.base_model_name_or_path or "BASE"
+    base, adapter = config.base_model_name_or_path or "BASE", config.base_model_adapter
+    more = f', adapter="{adapter}"' if adapter else ""
     served = []
     for layout in LAYOUTS:
         if layout.head is type(head) and layout.carries(config):
@@ -183,9 +192,9 @@ def _use(head: Speculator, config: SpeculatorConfig) -> list[str]:
                 served.append(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
     return [
         "## Use\n",
-        f"```\npython -m speculator generate --target {base} --speculator D --prompt ...\n```\n",
+        f"```\npython -m speculator generate --target {_base(config, 'BASE')} --speculator D --prompt ...\n```\n",
         "```python\nfrom speculator import HeadDrafter, Target, generate, load_head\n\n"
-        f'target = Target.load("{base}")\n'
+        f'target = Target.load("{base}"{more})\n'
         'drafter = HeadDrafter(load_head("D", target))\n'
         'generation = generate(target, drafter, [target.tokenizer("...")["input_ids"]])\n```\n',
         "D is this folder; of a repository, what `hf download` makes of it. Servers read other layouts: "

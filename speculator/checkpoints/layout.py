@@ -34,6 +34,7 @@ SHAPE: dict[str, type] = {
 }
 KEPT: dict[str, type] = {
     "base_model_name_or_path": str,
+    "base_model_adapter": str,
     "base_model_fingerprint": str,
     "trained_length": int,
     "training_data": list,

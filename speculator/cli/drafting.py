@@ -1,4 +1,4 @@
-"""The flags that say who drafts, in what shape, and by which rule drafts are accepted; shared by the commands."""
+"""The flags that say for which target who drafts, in what shape, and by which rule; shared by the commands."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
 _CHAIN = ("draft_length", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes", "paths", "replacement")
+
+
+def add_target_flags(parser: OneLineParser) -> None:
+    """Which target, but for its dtype and revision, which not all commands have."""
+    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
+
+
+def load_target(arguments: argparse.Namespace) -> Target:
+    """The target that the flags name.
+
+    Raises:
+        UserError: there is none, or it can't be decoded.
+    """
+    return Target.load(
+        arguments.target,
+        revision=getattr(arguments, "revision", None),
+        dtype=arguments.dtype,
+        adapter=arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
+    )
 
 
 def add_flags(parser: OneLineParser) -> None:

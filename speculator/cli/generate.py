@@ -22,7 +22,6 @@ from speculator.prompts import Prompt, continued, read_prompts
 from speculator.request import Request, check_prompts, tokens_per_step
 from speculator.sampling import Sampling
 from speculator.streaming import LEGEND, TextStream, decode
-from speculator.target import Target
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
 Submit = Callable[..., Request]
@@ -32,7 +31,7 @@ Submit = Callable[..., Request]
 def add_flags(parser: OneLineParser) -> None:
     """The command's flags, and `run` as its work."""
     parser.set_defaults(run=run)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    drafting.add_target_flags(parser)
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 
     drafting.add_flags(parser)
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     conversation = arguments.chat and arguments.prompt is None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
+    target = drafting.load_target(arguments)
     if target.tokenizer.chat_template is None and (arguments.chat or any(prompt.chat for _, prompt in rows)):
         raise UserError(f'{arguments.target} has no chat template, which --chat and rows with "messages" need')
     several = arguments.num_samples > 1

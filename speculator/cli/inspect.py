@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
         "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",
         "base model": config.base_model_name_or_path or "not recorded",
+        **({"adapter": config.base_model_adapter} if config.base_model_adapter else {}),
         "fingerprint": config.base_model_fingerprint or "not recorded",
         "trained length": f"{config.trained_length} tokens" if config.trained_length else "not recorded",
         "training data": ", ".join(map(str, config.training_data or [])) or "not recorded",

@@ -18,7 +18,6 @@ from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
-from speculator.target import Target
 from speculator.tuned import automatic, tuned_table
 
 HELP = "answer requests of OpenAI's interface"
@@ -32,7 +31,7 @@ _SWITCH_SECONDS = 0.001  # the engine's thread waits so long at most for the int
 def add_flags(parser: OneLineParser) -> None:
     """The command's flags, and `run` as its work."""
     parser.set_defaults(run=run)
-    parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    drafting.add_target_flags(parser)
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 
     drafting.add_flags(parser)
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     listening = _bind(arguments.host, arguments.port)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    target = Target.load(arguments.target, revision=arguments.revision, dtype=arguments.dtype)
+    target = drafting.load_target(arguments)
     drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
     table = None
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):

@@ -32,6 +32,7 @@ class SpeculatorConfig(PreTrainedConfig):
         n_predict: N, the number of steps.
         draft_vocab_size: V_d, how many tokens it drafts from; None for all. Which ones: `Speculator.draft_tokens`.
         base_model_name_or_path: the target that the head was trained for.
+        base_model_adapter: the PEFT adapter that the target had, if one.
         base_model_fingerprint: that target's `Target.fingerprint`.
         trained_length: the longest context, in tokens, that it was trained on.
         training_data: the sources that it was trained on.
@@ -48,6 +49,7 @@ class SpeculatorConfig(PreTrainedConfig):
     n_predict: int = 3
     draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
+    base_model_adapter: str | None = None
     base_model_fingerprint: str | None = None
     trained_length: int | None = None
     training_data: list[str] | None = None

@@ -57,6 +57,12 @@ def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture)
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
 
 
+def test_a_head_records_the_adapter_of_its_target(target):
+    wanted = config()
+    wanted.target.adapter = "org/lora"
+    assert new_head(wanted, target, ROWS).config.base_model_adapter == "org/lora"
+
+
 ATTENTION = {"architecture": "eagle3", "taps": [0, 1]}
 
 

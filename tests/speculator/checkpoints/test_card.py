@@ -159,6 +159,14 @@ def test_how_to_run_it_is_what_export_says(run, capsys):
     assert "loads in arctic-inference 0.3.0" in text
 
 
+def test_the_adapter_of_the_target_is_named(tmp_path):
+    named = {"base_model_name_or_path": "org/base", "base_model_adapter": "/home/somebody/lora"}
+    text = write_card(head_folder(tmp_path / "head", **named)).read_text()
+    assert "| target | org/base --adapter lora |" in text
+    assert "generate --target org/base --adapter lora --speculator D" in text
+    assert 'Target.load("org/base", adapter="lora")' in text
+
+
 def test_a_head_of_no_run_says_what_is_not_known(tmp_path):
     text = write_card(head_folder(tmp_path / "head")).read_text()
     assert "| target | not recorded |" in text
