@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from speculator.errors import UserError
 from speculator.files import digest, make_folder, new_folder, parse_json, read_text, write_text
+from speculator.sharding import Group
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
@@ -53,6 +54,7 @@ class Batches:
         rows: the prompts' indices, batch by batch.
         progress: show a bar over this process's share, if it is the main one.
         title: of the bar.
+        group: processes that make the same batches, because they hold one target; its first one writes.
 
     Raises:
         UserError: the folder holds something else, was made with another record, or is damaged or can't be written.
@@ -65,7 +67,9 @@ class Batches:
         rows: list[list[int]],
         progress: bool = True,
         title: str = "generating",
+        group: Group | None = None,
     ):
+        self._group = group
         self.folder, self.record, self.rows = folder, record, rows
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
@@ -102,8 +106,14 @@ class Batches:
 
     def todo(self) -> list[int]:
         """The unfinished batches of this process."""
-        share = range(state().process_index, len(self.rows), state().num_processes)
-        left = [] if self._manifest.exists() else [batch for batch in share if not self._is_kept(batch)]
+        group = self._group
+        first, step = (state().process_index, state().num_processes) if group is None else (group.index, group.count)
+        share = range(first, len(self.rows), step)
+        left: list[int] = []
+        if (group is None or group.leads) and not self._manifest.exists():
+            left = [batch for batch in share if not self._is_kept(batch)]
+        if group is not None:
+            left = group.agreed(left)
         total = sum(len(self.rows[batch]) for batch in share)
         self._bar.reset(total)
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
@@ -114,6 +124,8 @@ class Batches:
 
         The fact `refused`, of every new token 1 where it took a refused draft's place, becomes a column of the rows.
         """
+        if self._group is not None and not self._group.leads:
+            return
         self.begin()
         content = {"continuations": continuations, **facts}
         write_text(self._file(batch), json.dumps({**content, "sha256": self._sum(content)}))

@@ -174,7 +174,7 @@ def self_rows(
         **({"after": before} if before else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
-    if work.finished:
+    if target.agreed(work.finished):
         return work.conclude(lambda: ([], {}))
     passes: list[dict[str, Any]] = []
 

@@ -65,7 +65,7 @@ def generate_rows(
     many threads. The same call goes on in an unfinished folder, and gives the rows of a finished one.
 
     Args:
-        target: the model that decides; whole in every process.
+        target: the model that decides. The processes that hold it together make the same pieces.
         drafter: who proposes; None decodes plainly.
         prompts: token ids. The longest come first: what does not fit in memory fails soon.
         folder: where the rows and manifest.json come to lie; several processes share it.
@@ -87,12 +87,15 @@ def generate_rows(
 
     Raises:
         UserError: no prompt, an empty one or one that fills the context; a folder that was made otherwise; a target
-            that is sharded over processes.
+            that is sharded over processes in a way of its own.
     """
     refuse(
         (batch_size < 1, f"a batch size of {batch_size} is not at least 1"),
         (max_new_tokens < 1, f"max_new_tokens {max_new_tokens} is not at least 1"),
-        (_is_sharded(target.model), f"{target.name}: generating with a target sharded over processes is not supported"),
+        (
+            target.group is None and _is_sharded(target.model),
+            f"{target.name}: sharded over processes that are not known to decode the same rows: see Target.load",
+        ),
     )
     check_prompts(target, prompts)
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
@@ -121,7 +124,7 @@ def generate_rows(
         engine.forget()
         return engine.generate([prompts[row] for row in rows], own, max_new_tokens=count, **stopping)
 
-    with Batches(Path(folder), record, pieces, progress, title) as work:
+    with Batches(Path(folder), record, pieces, progress, title, target.group) as work:
         for piece in work.todo():
             clocks: dict[str, list[float] | None] = {"speculative": None, "same_loop": None}
             if piece in timed:
@@ -200,7 +203,7 @@ def identity(drafter: Drafter) -> str:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Every process decodes batches of its own, at a pace of its own, so no forward pass may need the others."""
+    """Processes decode batches of their own, at a pace of their own, so no forward pass may need the others."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()
     )

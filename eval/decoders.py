@@ -109,6 +109,9 @@ def decoders(
     for key, how in settings.items():
         if key != "hf_generate" and key not in baselines:
             continue
+        if target.group is not None and target.group.count > 1 and target.group.parallel == "fsdp":
+            skipped[key] = "transformers would wait for processes that hold other copies of the target"
+            continue
         if batch_size > 1 and key in _LONE:
             skipped[key] = "transformers does this for one prompt at a time"
             continue

@@ -237,13 +237,16 @@ def real_acceptance(
 ) -> dict[str, float]:
     """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
 
-    As in a report, answers of a chat end where the target ends them. Processes share the prompts.
+    As in a report, answers of a chat end where the target ends them. Processes share the prompts, those that hold one
+    target together one part.
     """
     state = PartialState()
     was_training = head.training
     drafter = HeadDrafter(head)  # puts the head in eval mode
     prompts, eos = suite.prompts, None if suite.chat else ()
-    start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
+    group = target.group
+    index, count = (state.process_index, state.num_processes) if group is None else (group.index, group.count)
+    start, stop = (len(prompts) * k // count for k in (index, index + 1))
     share = prompts[start:stop]
     figures = {}
     for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):

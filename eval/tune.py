@@ -242,6 +242,7 @@ def _promising(
         cost = costs.figures(1)
         step = cost["draft_over_decode"] + cost["verify_over_decode"]
         speeds[paths] = expected_tokens(acceptance, paths) / step
+    speeds = target.agreed(speeds)  # by the clock
     chosen = sorted(speeds, key=lambda paths: -speeds[paths])[:_TREES]
     alike = tuple(best_tree(acceptance, head.n_predict))
     return [FixedTree(paths) for paths in dict.fromkeys([*chosen, alike])]

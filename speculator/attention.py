@@ -113,6 +113,7 @@ def attention(
         bias: Tensor | None = _bias(seen, query.dtype).repeat(groups, 1)
     else:
         bias = mask(write, groups, sliding_window, query.dtype)
+        bias = bias if bias is None else bias.to(query.device)  # a layer may be elsewhere
     stacked = query.reshape(rows, key.shape[1], groups * width, size)
     if softcap is None and s_aux is None:
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=bias, scale=scaling)

@@ -105,9 +105,9 @@ class _Layer(CacheLayerMixin):
             keys[:, :, -write.width :] = key_states  # casts, as under autocast
             values[:, :, -write.width :] = value_states
         else:  # into the whole buffer: a row that is not decoding may be longer than those that are
-            rows = cache.index
-            self.selected[0][rows, :, write.slots] = key_states.transpose(1, 2).to(keys.dtype)
-            self.selected[1][rows, :, write.slots] = value_states.transpose(1, 2).to(values.dtype)
+            rows, slots = cache.index.to(keys.device), write.slots.to(keys.device)  # a layer may be elsewhere
+            self.selected[0][rows, :, slots] = key_states.transpose(1, 2).to(keys.dtype)
+            self.selected[1][rows, :, slots] = value_states.transpose(1, 2).to(values.dtype)
         return keys, values
 
     def select(self, start: int, stop: int) -> None:
@@ -229,10 +229,12 @@ class KVCache(Cache):
         """Put what the last write left at `path` to its front, in that order: the accepted tokens of a tree."""
         source, count = self.selected[:, None] + path, path.shape[1]
         for part in self._parts:
+            places = source.to(part.device)
             if self.lone:
-                part[:, :, :, self.longest : self.longest + count] = part.index_select(3, source[0])
+                part[:, :, :, self.longest : self.longest + count] = part.index_select(3, places[0])
             else:
-                part[:, self.index, :, self.write.block[:, :count]] = part[:, self.index, :, source]
+                rows, front = self.index.to(part.device), self.write.block[:, :count].to(part.device)
+                part[:, rows, :, front] = part[:, rows, :, places]
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Rows of at most `longest` tokens change places: row source[i] becomes row destination[i]."""

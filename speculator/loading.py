@@ -6,13 +6,14 @@ import re
 import warnings
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from speculator.errors import UserError, refuse
 from speculator.gguf import complete, is_gguf, located
+from speculator.sharding import Group
 from speculator.stored import CONFIG, check_headers, read_object
 
 ADAPTER = "adapter_config.json"
@@ -20,9 +21,16 @@ _MOST_LAYERS, _MOST_PARTS = 2000, 10**6  # that a config may ask for: more would
 
 
 def read_target(
-    name: str, revision: str | None, dtype: str, place: torch.device, trust_remote_code: bool = False
+    name: str,
+    revision: str | None,
+    dtype: str,
+    place: torch.device | Literal["auto"] | Group,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """Tokenizer and model of a hub id or folder. Code that comes with a model is not run unless it is trusted.
+
+    Args:
+        place: a device; "auto": all that are here; or the processes among which it is sharded.
 
     Raises:
         UserError: whatever is wrong with them.
@@ -38,11 +46,16 @@ def read_target(
                 _check_folder(folder, trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(**where, **own)
             config = AutoConfig.from_pretrained(**where, **own)
-            if place.type != "cpu" and getattr(config, "quantization_config", None):
+            if isinstance(place, Group):
+                place.check(name, config.get_text_config())
+                where["distributed_config"] = place.config()
+            elif place == "auto":
+                where["device_map"] = place
+            elif place.type != "cpu" and getattr(config, "quantization_config", None):
                 where["device_map"] = {"": place}  # some lay out their weights where they are to run, and stay there
             loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, dtype=dtype, output_loading_info=True)
         model, found = loaded
-        if "device_map" not in where:
+        if isinstance(place, torch.device) and "device_map" not in where:
             model = model.to(place)
         if is_gguf(name):
             complete(model, name)

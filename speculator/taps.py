@@ -30,6 +30,7 @@ class Taps:
         lists = {name: each for name, each in found.items() if isinstance(each, nn.ModuleList)}
         self._name, self.layers = next(iter(lists.items()), ("", nn.ModuleList()))
         self._stream = getattr(model.config.get_text_config(), "altup_active_idx", None)
+        self._mine: Callable[[Tensor], Tensor] = lambda states: states
 
     @contextmanager
     def recorded(
@@ -45,7 +46,7 @@ class Taps:
 
         def hook(k: int) -> Callable[..., None]:
             def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[k] = self._own(args[0] if args else kwargs["hidden_states"])
+                seen[k] = self._mine(self._own(args[0] if args else kwargs["hidden_states"]))
 
             return note
 
@@ -72,6 +73,15 @@ class Taps:
             yield
         finally:
             setattr(self._decoder, self._name, self.layers)
+
+    @contextmanager
+    def of(self, mine: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Of the passes that are made inside, which others' rows may be in, keep what this makes of the states."""
+        before, self._mine = self._mine, mine
+        try:
+            yield
+        finally:
+            self._mine = before
 
     def _own(self, states: Tensor) -> Tensor:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]

@@ -20,10 +20,12 @@ from speculator.device import resolve_device
 from speculator.documents import Layout, in_one_row, masked, packed
 from speculator.draft import Draft
 from speculator.errors import UserError, refuse
+from speculator.gguf import is_gguf
 from speculator.kv_cache import Form, KVCache, forms
 from speculator.linear import pack_linears
 from speculator.loading import add_adapter, read_target
 from speculator.probing import neighbours_matter, original_context, read_windows
+from speculator.sharding import Group, make_whole, whole
 from speculator.taps import Taps
 
 _log = logging.getLogger(__name__)
@@ -76,12 +78,16 @@ class Target:
     Args:
         model: a transformers causal LM whose layers are attention.
         tokenizer: its tokenizer.
+        group: the processes that hold it together; None: it is whole in this one.
 
     The model is changed: frozen, in eval mode, its matrix products made fast for few rows (`speculator.linear`), and
     attending through `speculator.attention`, which knows no padding; batches go through this class.
 
     Attributes:
         original_attention: what the model attended through before, as `set_attn_implementation` takes it.
+        fingerprint: what tells this target from others of its sizes: facts of its config and a few of its weights, in
+            bfloat16; of an adapter a few as well. Neither path, dtype, device nor the library's version is in it; see
+            `same_target`.
         document_attention: what it reads rows of several documents through, and how they are given to it, seen to be
             exact in a probe at load; None where nothing was.
         taps: the residual stream between its layers, for heads that read it.
@@ -94,14 +100,16 @@ class Target:
         UserError: the model's layers are not attention, or its logits through this class are not its own.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: Group | None = None):
+        self.model, self.group = model.eval().requires_grad_(False), group
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
         self.original_attention = own_attention(model)
         self.context_length = self._context()
         _ = self.eos_token_ids  # refused now rather than at the first text's end
+        if group is not None and group.parallel == "tp":
+            make_whole(model.get_output_embeddings())
         pack_linears(self.model)
         self._body, self._given = model.base_model, _Given()
         self.taps = Taps(model)
@@ -111,6 +119,7 @@ class Target:
         self._forms: dict[tuple[torch.dtype, torch.device], list[tuple[Form, ...]]] = {}
         self._refuse_unsupported()
         self._refuse_inexact(self._probe())
+        self.fingerprint = self._fingerprint()
 
     @classmethod
     def load(
@@ -122,6 +131,8 @@ class Target:
         device: str | torch.device | None = None,
         adapter: str | None = None,
         trust_remote_code: bool = False,
+        parallel: str = "none",
+        parallel_size: int = 0,
     ) -> Target:
         """Load a hub id, a local folder or a GGUF file.
 
@@ -132,20 +143,33 @@ class Target:
             device: default: the accelerator if there is one, else the CPU.
             adapter: hub id or folder of a PEFT adapter, which stays beside the weights as transformers loads it.
             trust_remote_code: run the Python code that comes with the model.
+            parallel: "none"; "tp" or "fsdp", sharded over processes, see `Group`, all of which have to come here; or
+                "device_map", layer by layer over the devices that this process sees, as accelerate spreads it.
+            parallel_size: of a group; 0: all processes.
 
         A checkpoint that is quantised is read as transformers reads it, by the package that it names.
 
         Raises:
-            UserError: no such model or adapter, or no causal LM in it, or no such device here.
+            UserError: no such model or adapter, or no causal LM in it, or no such device here; it can't be sharded so.
         """
+        group = Group(parallel, parallel_size) if parallel in ("tp", "fsdp") else None
+        refuse(
+            (parallel_size and group is None, f"parallel_size {parallel_size} is of parallel tp or fsdp"),
+            (
+                group is not None and adapter is not None,
+                f"parallel {parallel}: merge the adapter into the weights first",
+            ),
+            (group is not None and is_gguf(name), f"parallel {parallel}: a GGUF file is read whole by every process"),
+        )
         place = resolve_device(device)
         # bf16 on a CPU without bf16 units is slower than fp32 and only less exact.
         wanted = "float32" if dtype == "auto" and place.type == "cpu" else dtype
-        tokenizer, model = read_target(name, revision, wanted, place, trust_remote_code)
+        where: Any = "auto" if parallel == "device_map" else group or place
+        tokenizer, model = read_target(name, revision, wanted, where, trust_remote_code)
         if adapter is not None:
             add_adapter(model, adapter)
             model.config.name_or_path = f"{name} --adapter {adapter}"
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, group)
 
     def _refuse_unsupported(self) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
@@ -185,7 +209,8 @@ class Target:
             following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
             verify = self.logits(self.extend(cache, following)).float()
             asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
-            self.capturable = not asks and len({weight.device for weight in self.model.parameters()}) == 1
+            places = {weight.device for weight in self.model.parameters()}
+            self.capturable = not asks and len(places) == 1 and self.group is None
             moved = neighbours_matter(self._body, self.context_length, self.device)
             self.document_attention = self._choose_document_attention(texts)
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
@@ -267,6 +292,15 @@ class Target:
             return original
         return length or 2**31
 
+    def agree(self, *tensors: Tensor | None) -> None:
+        """Let what the next pass depends on be the same in all processes that hold this target, in place."""
+        if self.group is not None:
+            self.group.agree(*tensors)
+
+    def agreed(self, value: Any) -> Any:
+        """What the first of them says."""
+        return value if self.group is None else self.group.agreed(value)
+
     @property
     def device(self) -> torch.device:
         return self.model.device
@@ -297,23 +331,17 @@ class Target:
         refuse((any(type(each) is not int for each in listed), f"{self.name}: eos_token_id is {ids!r}, no token id"))
         return set(listed)
 
-    @property
-    def fingerprint(self) -> str:
-        """What tells this target from others of its sizes: facts of its config and a few of its weights, in bfloat16;
-        of an adapter a few as well.
-
-        Neither path, dtype, device nor the library's version is in it; see `same_target`.
-        """
+    def _fingerprint(self) -> str:
         facts = [self.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
         tables = [
             part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if part
         ]
         samples = []
-        for table in map(plain, tables):
+        for table in map(whole, tables):
             # Spread over the whole table by a multiplier without a common factor with its size.
             places = torch.arange(1, _SAMPLES + 1) * 2654435761 % table.numel()
             rows, columns = places // table.shape[1], places % table.shape[1]
-            values = table.detach()[rows.to(table.device), columns.to(table.device)]
+            values = table[rows.to(table.device), columns.to(table.device)]
             samples += values.to(torch.bfloat16).view(torch.int16).tolist()
         if getattr(self.model, "_hf_peft_config_loaded", False):
             added = [weight for _, weight in sorted(self.model.get_adapter_state_dict().items())]
@@ -351,9 +379,18 @@ class Target:
         return self._hidden(tokens, documents, *self.document_attention)
 
     def _hidden(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
-        with attending(self.model, attention):
+        (rows, length), own = tokens.shape, slice(None)
+        if self.group is not None and self.group.parallel == "tp":  # whose pass has to be of the same rows everywhere
+            tokens, documents = self.group.gathered(tokens), self.group.gathered(documents)
+            begin = self.group.rank * (len(tokens) // self.group.size)
+            own = slice(begin, begin + rows)
+
+        def mine(states: Tensor) -> Tensor:
+            return states.view(*tokens.shape, -1)[own, :length].to(self.device)
+
+        with attending(self.model, attention), self.taps.of(mine):
             output = self._body(**layout(self.model, tokens, documents), use_cache=False)
-        return output.last_hidden_state.view(*tokens.shape, -1)
+        return mine(output.last_hidden_state)
 
     @torch.no_grad()
     def extend(
@@ -373,7 +410,7 @@ class Target:
         with cache.writing(tokens.shape[1], tree, base) as positions:
             positions = positions.clamp(max=self.context_length - 1)
             output = self._body(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
-        return output.last_hidden_state
+        return output.last_hidden_state.to(self.device)  # the last layers may lie elsewhere
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
@@ -383,7 +420,7 @@ class Target:
         forward runs with its body stubbed out, which keeps scaling and soft-capping.
         """
         if self._output is not None:
-            return self._output(hidden)
+            return self._output(hidden).to(hidden.device)
         self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
         prefix = self.model.base_model_prefix
         setattr(self.model, prefix, self._given)
@@ -391,7 +428,7 @@ class Target:
             logits = self.model(inputs_embeds=self._given.hidden, use_cache=False).logits
         finally:
             setattr(self.model, prefix, self._body)
-        return logits.view(*hidden.shape[:-1], -1)
+        return logits.view(*hidden.shape[:-1], -1).to(hidden.device)
 
 
 def _gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
@@ -401,12 +438,6 @@ def _gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
     """
     worst = (logits - expected).square().mean(-1).max().sqrt()
     return (worst / expected.std()).item()
-
-
-def plain(weight: Tensor) -> Tensor:
-    """A weight as numbers alone, if it is quantised by a class of its own."""
-    dequantize = getattr(weight, "dequantize", None) if type(weight.data) is not Tensor else None
-    return weight.detach() if dequantize is None else dequantize()
 
 
 def same_target(one: str, other: str) -> bool:

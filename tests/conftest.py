@@ -134,10 +134,12 @@ def head() -> Speculator:
     return tiny_head()
 
 
-def tiny_head(n_predict: int = 3, architecture: str = "mlp", draft_tokens: list[int] | None = None) -> Speculator:
+def tiny_head(
+    n_predict: int = 3, architecture: str = "mlp", draft_tokens: list[int] | None = None, vocab_size: int = VOCAB
+) -> Speculator:
     torch.manual_seed(1)
     config_class, head_class = ARCHITECTURES[architecture]
-    sizes = {"vocab_size": VOCAB, "emb_dim": 32, "inner_dim": 16, "n_predict": n_predict}
+    sizes = {"vocab_size": vocab_size, "emb_dim": 32, "inner_dim": 16, "n_predict": n_predict}
     if architecture == "eagle3":  # with an embedding of its own it needs no target
         sizes |= {"taps": [0, 1], "own_embedding": True, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}

@@ -41,6 +41,11 @@ class TargetConfig:
     """Hub id or local folder of a PEFT adapter of the target; needs the package peft."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target."""
+    parallel: Literal["none", "tp", "fsdp", "device_map"] = "none"
+    """Of a target that is too large for one GPU: tp (tensor parallel) or fsdp shard it over processes, device_map lays
+    it over the GPUs of one process."""
+    parallel_size: int = 0
+    """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
 
 
 @dataclass
@@ -242,6 +247,8 @@ class RunConfig:
     stage1: StageConfig = field(default_factory=StageConfig)
     stage2: Stage2Config = field(default_factory=Stage2Config)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    shard_optimizer: bool = False
+    """Split Adam's moments among the processes (ZeRO-1); the head stays whole in each."""
     output_dir: str = "runs/quickstart"
     """Where everything goes."""
     overwrite_output_dir: bool = False

@@ -30,7 +30,7 @@ from data.sources import parse
 from speculator.errors import UserError
 from speculator.gguf import read_config
 from train import checks, interrupts
-from train.config import RunConfig, StageConfig
+from train.config import RunConfig, StageConfig, TargetConfig
 from train.initialise import parameters
 from train.processes import join
 
@@ -48,8 +48,8 @@ Stage = TypeVar("Stage", bound=StageConfig)
 def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     """Run the config on stand-ins in a temporary folder, and print what was done and how large the real run is.
 
-    Not tried: the files of the target, its adapter and the sources, whether they fit in memory, and
-    `speculator.warm_start`.
+    Not tried: the files of the target, its adapter and the sources, whether they fit in memory, a target in shards,
+    and `speculator.warm_start`.
 
     Args:
         config: of the real run; all processes of a launch come here.
@@ -167,7 +167,7 @@ def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
     drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
     return replace(
         config,
-        target=replace(config.target, name_or_path=str(folder / "target"), revision=None, adapter=None),
+        target=TargetConfig(str(folder / "target"), dtype=config.target.dtype),
         speculator=replace(config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None, taps=None),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),

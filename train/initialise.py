@@ -15,6 +15,7 @@ from speculator.checkpoints import load_any
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError, refuse
 from speculator.heads import ARCHITECTURES, RecurrentHead, Speculator
+from speculator.sharding import whole
 from speculator.target import Target
 from train.config import RunConfig, SpeculatorConfig
 from train.vocabulary import count_tokens, most_frequent
@@ -46,7 +47,7 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     if other is not None:
         from_head(head, other, wanted)
     elif wanted.initialise == "target" or wanted.architecture == "eagle3":
-        head.initialise_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        head.initialise_from(whole(model.get_input_embeddings().weight), whole(model.get_output_embeddings().weight))
     return bind(head, target)
 
 

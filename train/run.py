@@ -6,7 +6,10 @@ import dataclasses
 import gc
 import os
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import datasets
 import torch
@@ -87,7 +90,8 @@ def _run(config: RunConfig) -> None:
     if report.exists() and not config.overwrite_output_dir:
         state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
         return
-    say_what_is_idle(state)
+    if config.target.parallel != "device_map":
+        say_what_is_idle(state)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     use_all_cores()
@@ -124,31 +128,30 @@ def _run(config: RunConfig) -> None:
             publish(load_any(best), head_folder)
     state.wait_for_everyone()
     if state.is_main_process:
-        best_head = load_head(head_folder, target)
-        if config.eval.tune_prompts and not (head_folder / TUNED).exists():
-            write_tuned(
-                target,
-                best_head,
-                dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation"),
-                head_folder / TUNED,
-                temperatures=config.eval.temperatures,
-                max_new_tokens=config.eval.max_new_tokens,
-                seed=config.seed,
-            )
-        evaluate(
-            target,
-            best_head,
-            [suites["held-out"]],
-            folder / "eval",
-            tuned_in=head_folder,
-            temperatures=config.eval.temperatures,
-            max_new_tokens=config.eval.max_new_tokens,
-            speculator_name=str(head_folder),
-            seed=config.seed,
-        )
+        _measure(config, target, suites, folder)
         tracking.stop()
         write_card(head_folder)
         print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
+    elif target.group is not None and target.group.index == 0:
+        with TemporaryDirectory() as scratch, redirect_stderr(StringIO()):
+            _measure(config, target, suites, Path(scratch))
+
+
+def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder: Path) -> None:
+    """Tune what the published head drafts, and write the report.
+
+    The processes that hold the target with the main one do the same; of what they write nothing is kept.
+    """
+    head_folder = Path(config.output_dir) / "speculator"
+    head = load_head(head_folder, target)
+    how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
+    if config.eval.tune_prompts and not target.agreed((head_folder / TUNED).exists()):
+        suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
+        place = head_folder if folder == Path(config.output_dir) else folder
+        write_tuned(target, head, suite, place / TUNED, **how)
+        target.agreed(None)  # it is there now
+    report = folder / "eval"
+    evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
 
 
 def load_target(config: RunConfig) -> Target:

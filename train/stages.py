@@ -73,6 +73,7 @@ def train_stage(
         loss=config.loss,
         decode=lambda head: real_acceptance(target, head, suite, seed=config.seed),
         keep=settings.save_total_limit,
+        shard_optimizer=config.shard_optimizer,
         args=arguments(
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",

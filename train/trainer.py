@@ -22,6 +22,7 @@ from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise
 from train.progress import Pace, ProgressLine
+from train.sharded_adam import ShardedAdam
 
 _LOADERS = 2
 """Processes that collate for a process with a GPU; a CPU has no core to spare."""
@@ -70,6 +71,7 @@ class SpeculatorTrainer(Trainer):
         loss: weights of the losses.
         decode: gives the real figures of the head as it is now, from the decoding loop; called at each evaluation.
         keep: how many checkpoints, the best among them; None keeps all.
+        shard_optimizer: split Adam's moments among the processes.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class SpeculatorTrainer(Trainer):
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
         keep: int | None = None,
+        shard_optimizer: bool = False,
         **kwargs: Any,
     ):
+        self.shard_optimizer = shard_optimizer
         super().__init__(**kwargs)
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
@@ -96,6 +100,20 @@ class SpeculatorTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        self.optimizer = super().create_optimizer(*args, **kwargs)
+        if self.shard_optimizer and self.args.world_size > 1:
+            self.optimizer = ShardedAdam(self.optimizer)
+        return self.optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharded = getattr(self.optimizer, "optimizer", None)  # accelerate wraps it
+        if not isinstance(sharded, ShardedAdam):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        sharded.consolidate_state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)
+        sharded.forget()
 
     def compute_loss(
         self,

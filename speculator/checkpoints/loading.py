@@ -10,6 +10,7 @@ from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.linear import pack_linears
+from speculator.sharding import whole
 from speculator.target import Target, same_target
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,6 @@ def bind(head: Speculator, target: Target) -> Speculator:
     Raises:
         UserError: the target has no such layers.
     """
-    head.bind(target.config, target.model.get_input_embeddings().weight)
+    head.bind(target.config, whole(target.model.get_input_embeddings().weight))
     target.taps.check(head.taps, target.name)
     return head

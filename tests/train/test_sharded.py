@@ -1,0 +1,187 @@
+"""Targets in shards, on real processes: what is read, decoded and trained is what one process makes with the whole."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from sharded_process import PROMPTS, decode, read, trainer_of
+from transformers import LlamaForCausalLM
+
+from speculator import NgramDrafter, Sampling, Target, UserError, generate
+from speculator.sharding import Group
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "tests" / "sharded_process.py")
+
+
+def start(processes: int, *argv: str) -> list[subprocess.Popen]:
+    """Processes as a launcher starts them, without one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    common = {**os.environ, "PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *argv],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+
+
+def finish(started: list[subprocess.Popen]) -> None:
+    said = [process.communicate(timeout=400)[0] for process in started]
+    assert not any(process.returncode for process in started), "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def whole(target_folder) -> Target:
+    return Target.load(str(target_folder), dtype="float64")
+
+
+def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kinds: str) -> None:
+    """Each of these kinds is as one process, and trains as these processes do with a whole target in each."""
+    started = start(processes, SCRIPT, str(folder), str(output), "none", *kinds)
+    expected, alone = decode(whole), trainer_of(whole, output / "alone", 4)
+    sampled = generate(whole, None, PROMPTS, Sampling(1.0, seed=3), max_new_tokens=16).tokens
+    alone.train()
+    finish(started)
+    plain = torch.load(output / "none.0.pt")
+    for kind in kinds:
+        for rank in range(processes):
+            made = torch.load(output / f"{kind}.{rank}.pt")
+            for ours, theirs in zip(made["read"], read(whole, rank), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+            assert made["text"] == expected
+            assert made["fingerprint"] == whole.fingerprint
+            assert made["disagreeing"] == sampled, "the first process of a group decides"
+            assert made["heads"] == (1 if kind.startswith("tp") else 2)
+            for name, weight in plain["head"].items():
+                torch.testing.assert_close(made["head"][name], weight, atol=1e-5, rtol=1e-4)
+            for ours, theirs in zip(made["log"], alone.state.log_history, strict=True):
+                for name in {"loss", "head0/accuracy", "eval_loss", "eval_head0/loss", "grad_norm"} & theirs.keys():
+                    if theirs["step"] < 3:  # then the batches of several processes are filled up
+                        assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+            assert 0 < made["moments"] < plain["moments"] == len(plain["head"])
+            if "apart" in made:
+                tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank))
+                assert (made["apart"] - whole.hidden(tokens)).abs().max() > 0.1, "rows that differ would not be seen"
+
+
+def test_two_processes_with_a_target_in_shards_do_what_one_does(target_folder, whole, tmp_path):
+    assert_alike(target_folder, whole, tmp_path, 2, "tp", "fsdp")
+
+
+@pytest.mark.soak
+def test_four_processes_hold_two_targets(target_folder, whole, tmp_path):
+    assert_alike(target_folder, whole, tmp_path, 4, "tp:2", "fsdp:2", "fsdp")
+
+
+@pytest.mark.soak
+def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, tmp_path):
+    alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 6, 48)
+    alone.train()
+    for processes, steps in ((2, 2), (4, 4), (2, 6)):
+        finish(start(processes, SCRIPT, "go_on", str(target_folder), str(tmp_path / "moved"), str(steps)))
+    ours, theirs = (torch.load(tmp_path / name / "checkpoint-6" / "optimizer.pt") for name in ("moved", "alone"))
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, moments in theirs["state"].items():
+        for name, value in moments.items():
+            torch.testing.assert_close(ours["state"][index][name].cpu(), value, atol=1e-6, rtol=1e-3)
+    ours, theirs = (load_file(tmp_path / name / "checkpoint-6" / "model.safetensors") for name in ("moved", "alone"))
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-5, rtol=1e-3)
+
+
+def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):
+    with pytest.raises(UserError, match="parallel tp needs several processes, and this is one alone: torchrun"):
+        Target.load(str(target_folder), parallel="tp")
+    with pytest.raises(UserError, match="parallel_size 2 is of parallel tp or fsdp"):
+        Target.load(str(target_folder), parallel_size=2)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 6)
+    with pytest.raises(UserError, match="parallel_size 4: 6 processes can't be divided into groups of 4"):
+        Group("tp", 4)
+
+
+def test_heads_that_cannot_be_divided_are_said(whole):
+    group = Group.__new__(Group)
+    group.parallel, group.size = "tp", 4
+    with pytest.raises(UserError, match="its 2 key heads can't be divided among 4 processes"):
+        group.check("tiny", whole.config)
+    group.parallel = "fsdp"
+    group.check("tiny", whole.config)
+
+
+@torch.no_grad()
+def test_a_target_laid_over_several_places_says_the_same(target_folder, tmp_path):
+    """By accelerate's hooks: on a machine without GPUs a layer lies on the disk."""
+    layout = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    layout |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = LlamaForCausalLM.from_pretrained(target_folder, device_map=layout, offload_folder=tmp_path)
+    target, whole = Target(model, tokenizer=None), Target.load(str(target_folder))
+    assert next(model.model.layers[1].parameters()).is_meta
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        text, expected = (generate(each, NgramDrafter(3), PROMPTS, sampling).tokens for each in (target, whole))
+        assert text == expected
+    torch.testing.assert_close(target.hidden(torch.tensor(PROMPTS[:1])), whole.hidden(torch.tensor(PROMPTS[:1])))
+    one = Target.load(str(target_folder), parallel="device_map")
+    torch.testing.assert_close(one.hidden(torch.tensor(PROMPTS[:1])), whole.hidden(torch.tensor(PROMPTS[:1])))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", ["tp", "fsdp"])
+def test_a_whole_run_with_a_target_in_shards_is_that_of_one_process(target_folder, text_file, tmp_path, parallel):
+    """Both stages, the text that the target writes between them, the tuning and the report."""
+    sizes = {
+        "target.name_or_path": target_folder,
+        "data.sources": f"[{text_file}]",
+        "data.seq_length": 64,
+        "data.max_tokens": 20_000,
+        "speculator.n_predict": 3,
+        "eval.validation_rows": 8,
+        "eval.validation_prompts": 4,
+        "eval.tune_prompts": 2,
+        "eval.prompt_tokens": 16,
+        "eval.max_prompts": 2,
+        "eval.max_new_tokens": 12,
+        "stage2.generate.max_rows": 40,
+        "stage2.generate.prompt_tokens": 16,
+        "stage2.generate.max_new_tokens": 16,
+        "stage2.generate.draft_length": 2,
+        "report_to": "none",
+    }
+    for stage in ("stage1", "stage2"):
+        steps = {"max_steps": 4, "warmup_steps": 1, "logging_steps": 1, "eval_steps": 2, "save_steps": 2}
+        sizes |= {f"{stage}.{name}": value for name, value in {**steps, "per_device_train_batch_size": 4}.items()}
+    made = {"one": (1, 2, {}), "two": (2, 1, {"target.parallel": parallel, "shard_optimizer": "true"})}
+    for name, (processes, accumulation, more) in made.items():
+        given = sizes | more | {f"{stage}.gradient_accumulation_steps": accumulation for stage in ("stage1", "stage2")}
+        flags = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        finish(start(processes, "train.py", "--output_dir", str(tmp_path / name), *flags))
+    one, two = tmp_path / "one", tmp_path / "two"
+    texts = [load_from_disk(folder / "generated" / "rows")["input_ids"] for folder in (one, two)]
+    assert sum(a == b for a, b in zip(*texts, strict=True)) >= 0.9 * len(texts[0])
+    for stage in ("stage1", "stage2"):
+        ours, theirs = (load_file(folder / stage / "checkpoint-4" / "model.safetensors") for folder in (two, one))
+        for name, weight in theirs.items():
+            torch.testing.assert_close(ours[name], weight, atol=1e-3, rtol=1e-2)
+    left = ["report.json", "report.md", "report.html"]
+    assert all((two / "eval" / name).exists() for name in left)
+    assert (two / "speculator" / "decoding.json").exists()
+    reports = [json.loads((folder / "eval" / "report.json").read_text()) for folder in (one, two)]
+    plain = [next(row for row in each["suites"] if row["temperature"] == 0) for each in reports]
+    assert plain[0]["identical_to_greedy"] == plain[1]["identical_to_greedy"]

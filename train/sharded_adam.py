@@ -1,0 +1,30 @@
+"""AdamW whose moments are split among the processes (ZeRO-1, arXiv 1910.02054); weights and gradients stay whole.
+
+Each process updates the weights whose moments it has, whole tensors of about as many numbers for each, and hands
+them to the others. A checkpoint has the state of all of them, laid out as that of plain AdamW: any number of processes
+goes on from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import AdamW, Optimizer
+
+
+class ShardedAdam(ZeroRedundancyOptimizer):
+    """In place of an AdamW that has done no step yet."""
+
+    def __init__(self, whole: Optimizer):
+        settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps")}
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in whole.param_groups]
+        super().__init__(groups, optimizer_class=AdamW, **settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all processes, after `consolidate_state_dict`; before it, for who only wraps it, the settings alone."""
+        return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
+
+    def forget(self) -> None:
+        """Drop the others' moments."""
+        self._all_state_dicts = []
