@@ -291,4 +291,6 @@ def arguments(**fields: Any) -> TrainingArguments:
         logging_nan_inf_filter=False,  # it would wait for the device at each pass, and hide what has to end the run
         **fields,
     )
+    if made.device.type == "cpu":  # not cpu:0, as accelerate calls it beside others: torch.load knows no such place
+        made._setup_devices = torch.device("cpu")
     return on_one_gpu(made)
