@@ -28,7 +28,7 @@ from speculator.target import Target
 from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig, parse
 from train.initialise import shape
 from train.place import GPUS, Place
-from train.plan import BUCKET, COPIES, MOMENTS, TARGET, WEIGHTS, Plan
+from train.plan import BUCKET, COPIES, GATHERED, MOMENTS, TARGET, WEIGHTS, Plan
 from train.shapes import GRADIENTS
 from train.trainer import Collator, SpeculatorTrainer
 
@@ -163,31 +163,26 @@ def large(architecture: str) -> str:
     recipe = parse(["--config", str(ROOT / "configs" / "llama-3.1-8b-instruct.yaml")])
     rows = []
     for name, target in LARGE.items():
-        for processes, shards in ((1, 1), (8, 1), (8, 8), (64, 8)):
-            copies = processes // shards
-            at_once = min(8, 64 // copies)
-            stages = [
-                replace(
-                    stage,
-                    per_device_train_batch_size=at_once,
-                    gradient_accumulation_steps=max(1, 64 // copies // at_once),
-                )
-                for stage in (recipe.stage1, recipe.stage2)
-            ]
+        for processes, parallel in ((1, "none"), (8, "none"), (8, "tp"), (8, "fsdp"), (64, "tp")):
+            shards, at_once = 1 if parallel == "none" else 8, min(8, 64 // processes)
+            own = {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": 64 // processes // at_once}
+            stages = {name: replace(getattr(recipe, name), **own) for name in ("stage1", "stage2")}
             head = recipe.speculator if architecture == "mlp" else ATTENTION
-            config = replace(recipe, speculator=head, stage1=stages[0], stage2=stages[1])
+            own_target = replace(recipe.target, parallel=parallel)
+            config = replace(recipe, target=own_target, speculator=head, shard_optimizer=True, **stages)
             plan = Plan(config, target, Place("cuda", processes, "H100", 80 * 10**9, GPUS["H100"], shards))
             memory, operations, traffic = plan.memory(), plan.operations(), plan.traffic()
             parts = memory["stage1"]
             head_own = sum(parts[part] for part in (WEIGHTS, GRADIENTS, MOMENTS, BUCKET))
-            cells = [parts[TARGET], head_own, sum(parts.values()) - parts[TARGET] - head_own, sum(parts.values())]
+            held = parts[TARGET] + parts[GATHERED]
+            cells = [held, head_own, sum(parts.values()) - held - head_own, sum(parts.values())]
             cells.append(sum(memory["generating"].values()))
             days = [operations[stage][0] / GPUS["H100"].half / 1e12 / 86400 for stage in ("stage1", "stage2")]
             days.append(traffic["generating"] / GPUS["H100"].bandwidth / 1e12 / 86400)
             fits = "yes" if max(cells) <= 80e9 else "no"
-            rows.append(
-                (name, processes, shards, *(f"{x / 1e9:,.0f}" for x in cells), fits, *(f"{24 * x:,.1f}" for x in days))
-            )
+            over = f"{parallel} {shards}" if shards > 1 else "1"
+            figures = (*(f"{x / 1e9:,.0f}" for x in cells), fits, *(f"{24 * x:,.1f}" for x in days))
+            rows.append((name, processes, over, *figures))
             print(rows[-1], file=sys.stderr, flush=True)
     header = ("target", "H100s", "target over", "target, GB", "head", "activations", "stage 1", "generating", "fits")
     return markdown_table((*header, "stage 1, h", "stage 2, h", "generating, h"), rows)

@@ -252,6 +252,10 @@ def measure_table(
         seconds: when so many have gone by, no other size is begun, and the first is measured by few steps.
     """
     began, entries = time.perf_counter(), []
+
+    def late() -> bool:
+        return target.agreed(time.perf_counter() - began > seconds)
+
     for rows, context, greedy in sizes:
         prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(context)] for row in range(rows)]
         measured, plain = [], []
@@ -260,11 +264,11 @@ def measure_table(
             if isinstance(shape, Mixed):
                 shape.found = [[0] * shape.depth] * rows
             for blocks in (1, _BLOCKS - 1):
-                if not costs.plain or time.perf_counter() - began < seconds:
+                if not costs.plain or not late():
                     measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, costs)
             measured.append((shape, *costs.ratios()))
             plain += costs.plain
         entries.append(Entry(rows, context, greedy, _middle(plain) / (BLOCK - 1), measured))
-        if time.perf_counter() - began > seconds:
+        if late():
             break
     return entries

@@ -98,6 +98,8 @@ class Engine:
             raise UserError(f"no accept rule {rule!r}: there are {', '.join(RULES)}")
         if rule not in fitting:
             raise UserError(f"the rule {rule!r} does not fit what this drafter drafts; these do: {', '.join(fitting)}")
+        if target.group is not None and _asks(drafter):
+            raise UserError("min_confidence: the processes of a target in shards could end a draft at different tokens")
         self.target, self.drafter, self.accept, self.chunk = target, drafter, RULES[rule], chunk
         self.slots = Slots(slots)
         self.waiting: deque[Request] = deque()
@@ -338,7 +340,7 @@ class Engine:
             first = logits.argmax(-1)
         else:
             first = draw(sampling.probs(logits), uniforms(sampling.seeds, torch.zeros_like(sampling.seeds), 1)[:, 0])
-        self.target.agree(first)
+        (first,) = self.target.agree(first)
         self.pending[list(requests)] = first
         most = most_logprobs(requests.values())
         scores = None if most is None else score(logits[:, None], first[:, None], most)
@@ -411,7 +413,8 @@ class Engine:
         the token after it. The rule accepts a path that ends at position `last`, and the next token is drawn from what
         it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
         """
-        self.target.agree(draft.tokens, draft.parents, draft.lengths)
+        form = self.target.agree(draft.tokens, draft.parents, draft.lengths)
+        draft.tokens, draft.parents, draft.lengths = form
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
         with self.target.taps.recorded(self._taps) as states:
             hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
@@ -421,7 +424,7 @@ class Engine:
         else:
             last, rest = self.accept(self.sampling.probs(logits), draft, u)
             following = draw(rest, u[:, -1])
-        self.target.agree(last, following)
+        last, following = self.target.agree(last, following)
         drafted, accepted, copied = draft.lengths, last, torch.zeros_like(last)
         if draft.parents is not None:
             path = draft.path(last)
@@ -528,6 +531,12 @@ def generate(
         eos_token_ids=eos_token_ids,
         on_step=on_step,
     )
+
+
+def _asks(drafter: Drafter | None) -> bool:
+    """Whether how many tokens it drafts depends on its own numbers."""
+    shape = drafter and getattr(drafter.shape, "inner", drafter.shape)
+    return bool(getattr(shape, "min_confidence", 0))
 
 
 def most_logprobs(requests: Iterable[Request]) -> int | None:

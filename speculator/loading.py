@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from speculator.errors import UserError, refuse
 from speculator.gguf import complete, is_gguf, located
-from speculator.sharding import Group
+from speculator.sharding import Group, check_heads
 from speculator.stored import CONFIG, check_headers, read_object
 
 ADAPTER = "adapter_config.json"
@@ -47,7 +47,8 @@ def read_target(
             tokenizer = AutoTokenizer.from_pretrained(**where, **own)
             config = AutoConfig.from_pretrained(**where, **own)
             if isinstance(place, Group):
-                place.check(name, config.get_text_config())
+                if place.parallel == "tp":
+                    check_heads(name, config.get_text_config(), place.size)
                 where["distributed_config"] = place.config()
             elif place == "auto":
                 where["device_map"] = place

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
@@ -48,20 +49,16 @@ class Group:
 
     def __init__(self, parallel: str, size: int = 0):
         world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-        self.parallel, self.size = parallel, size or world
         start = "torchrun --nproc_per_node N train.py, or accelerate launch --multi_gpu --num_processes N train.py"
         fields = DistributedConfig.__dataclass_fields__
         refuse(
             (world == 1, f"parallel {parallel} needs several processes, and this is one alone: {start}"),
             (
-                self.size < 2 or world % self.size,
-                f"parallel_size {size}: {world} processes can't be divided into groups of {size}, at least 2 each",
-            ),
-            (
-                self.size < world and _GROUPS not in fields,
+                0 < size < world and _GROUPS not in fields,
                 f"parallel_size {size}: this version of transformers shards a target over all {world} processes only",
             ),
         )
+        self.parallel, self.size = parallel, divided(world, size)
         self.count = world // self.size
         self.index, self.rank = divmod(distributed.get_rank(), self.size)
         self._first = self.index * self.size
@@ -80,24 +77,12 @@ class Group:
             return DistributedConfig(fsdp_size=self.size, **more)
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
-    def check(self, name: str, config: PreTrainedConfig) -> None:
-        """Refuse a model whose heads can't be divided among the group.
-
-        Raises:
-            UserError: they can't.
-        """
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        if self.parallel == "tp" and heads is not None and heads % self.size:
-            raise UserError(
-                f"{name}: its {heads} key heads can't be divided among {self.size} processes: take another "
-                "parallel_size, or parallel fsdp"
-            )
-
-    def agree(self, *tensors: Tensor | None) -> None:
-        """Let these be, in every process of the group, what they are in its first."""
-        for tensor in tensors:
-            if tensor is not None:
-                distributed.broadcast(tensor, self._first, group=self._processes)
+    def agree(self, *tensors: Tensor | None) -> tuple[Any, ...]:  # whole numbers, of the same shapes in all
+        """What these are in the first process of the group."""
+        said = torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
+        distributed.broadcast(said, self._first, group=self._processes)
+        parts = iter(said.split([tensor.numel() for tensor in tensors if tensor is not None]))
+        return tuple(None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors)
 
     def agreed(self, value: Value) -> Value:
         """What the first process of the group says."""
@@ -109,12 +94,39 @@ class Group:
         """Every process's rows one below the other, filled up with 0 to the largest."""
         rows = rows.long()
         shapes = rows.new_empty(self.size, 2)
-        distributed.all_gather_into_tensor(shapes, rows.new_tensor(rows.shape)[None], group=self._processes)
+        distributed.all_gather(list(shapes), rows.new_tensor(rows.shape), group=self._processes)
         most, length = shapes.amax(0).tolist()
         filled = nn.functional.pad(rows, (0, length - rows.shape[1], 0, most - len(rows)))
         every = rows.new_empty(self.size * most, length)
-        distributed.all_gather_into_tensor(every, filled.contiguous(), group=self._processes)
+        distributed.all_gather(list(every.chunk(self.size)), filled.contiguous(), group=self._processes)
         return every
+
+
+def divided(world: int, size: int) -> int:
+    """Of so many processes those that hold a target together; 0: all.
+
+    Raises:
+        UserError: they can't be divided so.
+    """
+    if size and (size < 2 or world % size):
+        raise UserError(
+            f"parallel_size {size}: {world} processes can't be divided into groups of {size}, at least 2 each"
+        )
+    return size or world
+
+
+def check_heads(name: str, config: PreTrainedConfig, parts: int) -> None:
+    """Refuse a model whose heads can't be divided into so many parts, as tensor parallelism does.
+
+    Raises:
+        UserError: they can't.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is not None and heads % parts:
+        raise UserError(
+            f"{name}: its {heads} key heads can't be divided among {parts} processes: take another parallel_size, or "
+            "parallel fsdp"
+        )
 
 
 def whole(weight: Tensor) -> Tensor:

@@ -292,13 +292,12 @@ class Target:
             return original
         return length or 2**31
 
-    def agree(self, *tensors: Tensor | None) -> None:
-        """Let what the next pass depends on be the same in all processes that hold this target, in place."""
-        if self.group is not None:
-            self.group.agree(*tensors)
+    def agree(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """What the next pass depends on, as the first of the processes that hold this target has it."""
+        return tensors if self.group is None else self.group.agree(*tensors)
 
     def agreed(self, value: Any) -> Any:
-        """What the first of them says."""
+        """What the first of them says; all have to ask."""
         return value if self.group is None else self.group.agreed(value)
 
     @property
@@ -386,7 +385,7 @@ class Target:
             own = slice(begin, begin + rows)
 
         def mine(states: Tensor) -> Tensor:
-            return states.view(*tokens.shape, -1)[own, :length].to(self.device)
+            return states.view(*tokens.shape, -1)[own, :length].contiguous().to(self.device)
 
         with attending(self.model, attention), self.taps.of(mine):
             output = self._body(**layout(self.model, tokens, documents), use_cache=False)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 def place(target: Target, batch_size: int) -> dict[str, Any]:
     """What a tuned shape depends on beside the head: the machine and its threads, the dtype, the batch size."""
-    return {"hardware": hardware(target.device), "dtype": dtype_name(target.dtype), "batch_size": batch_size}
+    where = target.agreed(hardware(target.device))
+    return {"hardware": where, "dtype": dtype_name(target.dtype), "batch_size": batch_size}
 
 
 def tuned_drafter(
@@ -216,17 +217,19 @@ class _Tuned:
         facts += json.dumps([named(shape) for shape in shapes])
         name = f"{here['hardware']} {here['dtype']} torch {torch.__version__} "
         name += hashlib.sha256(facts.encode()).hexdigest()[:16]
-        with kept("steps", name) as stored:
-            entries = []
+        storing: AbstractContextManager[dict[str, Any]] = kept("steps", name)
+        if target.group is not None and not target.group.leads:  # it would wait for the first one's lock
+            storing = nullcontext({})
+        with storing as stored:
+            entries, asked = [], []
             with suppress(KeyError, TypeError, ValueError, UserError):  # damaged, or of another version: made again
                 entries = [_entry(each) for each in stored["entries"]]
                 asked = [tuple(each) for each in stored["asked"]]
-                if set(wanted) <= set(asked):
-                    return CostTable(entries)
-            _log.warning(f"{file}: costs of steps are measured on this machine, once")
-            entries += measure_table(target, head, shapes, wanted, _SECONDS)
-            stored.update(asked=wanted, entries=[written(entry) for entry in entries])
-        return CostTable(entries)
+            if not target.agreed(set(wanted) <= set(asked)):
+                _log.warning(f"{file}: costs of steps are measured on this machine, once")
+                entries += measure_table(target, head, shapes, wanted, _SECONDS)
+                stored.update(asked=wanted, entries=[written(entry) for entry in entries])
+        return CostTable([_entry(each) for each in target.agreed([written(entry) for entry in entries])])
 
 
 def _read(file: Path, head: Speculator) -> _Tuned:

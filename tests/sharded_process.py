@@ -1,24 +1,42 @@
 """One of several processes that hold a target together: reads, decodes and trains by it, and saves what came out.
 
-Arguments: the target's folder, the output folder, and the kinds, as tp, fsdp or tp:2 with the size of a group.
+Arguments: the target's folder, the output folder, a head's tuned folder, the number of rows to train on, and the kinds,
+as tp, fsdp or tp:2 with the size of a group; none: the target is whole in each process.
 """
 
 import gc
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from conftest import tiny_head
+from conftest import auto_drafter, tiny_head
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
-from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, engine, generate
+from speculator import (
+    Candidates,
+    EarlyExitDrafter,
+    FixedTree,
+    HeadDrafter,
+    MixedDrafter,
+    NgramDrafter,
+    Sampling,
+    Target,
+    costs,
+    generate,
+    tuned,
+)
+from speculator.sharding import Group
+from speculator.tuned import automatic, written
 from train.checkpoint import newest
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], [7] * 9]
+SAMPLED = Sampling(1.0, seed=3)
 
 
 def rows_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:  # [B, S] both, of other sizes for each process
@@ -31,22 +49,58 @@ def read(target: Target, rank: int) -> list[torch.Tensor]:
     """The states of a process's own rows, the taps and logits."""
     with target.taps.recorded([0, 1]) as states:
         hidden = target.hidden(*rows_of(rank))
+    for _ in range(rank):  # as a process with more labels does
+        target.logits(hidden)
     return [hidden, states(hidden), target.logits(hidden)]
 
 
-def decode(target: Target) -> list[list[list[int]]]:
-    """Text of every kind of draft, greedy and sampled."""
+def decode(target: Target, rank: int = 0) -> dict[str, list[list[int]]]:
+    """Text of every kind of draft, sampled, and the default one greedily.
+
+    Args:
+        rank: of processes that hold the target together; the arithmetic of all but the first is wrong.
+    """
     head = tiny_head(vocab_size=300).to(target.dtype)
-    drafters = [None, NgramDrafter(3), HeadDrafter(head, 3), HeadDrafter(head, Candidates((3, 2)))]
-    how = {"max_new_tokens": 16, "max_batch_size": 2, "eos_token_ids": ()}
-    settings = [Sampling(), Sampling(1.0, seed=3)]
-    return [generate(target, who, PROMPTS, sampling, **how).tokens for who in drafters for sampling in settings]
+    for weight in head.parameters() if rank else []:
+        weight.data = weight.data.roll(rank, 0)
+    drafters = {
+        "none": None,
+        "across requests": NgramDrafter(3, memory=64),
+        "chain": HeadDrafter(head, 3),
+        "tree": HeadDrafter(head, Candidates((3, 2))),
+        "fixed tree": HeadDrafter(head, FixedTree([(0,), (1,), (0, 0)])),
+        "early exit": EarlyExitDrafter(target, 1, Candidates((2, 1))),
+        "mixed": MixedDrafter(HeadDrafter(head, 2), NgramDrafter(2)),
+        "auto": auto_drafter(head),
+    }
+    how = {"max_new_tokens": 8, "max_batch_size": 2, "eos_token_ids": ()}
+    with wrong(rank):
+        made = {name: generate(target, drafter, PROMPTS, SAMPLED, **how).tokens for name, drafter in drafters.items()}
+        return made | {"greedy": generate(target, drafters["chain"], PROMPTS, **how).tokens}
+
+
+@contextmanager
+def wrong(rank: int):
+    """Logits are another token's."""
+    logits = Target.logits
+    Target.logits = lambda target, hidden: logits(target, hidden).roll(rank, -1)
+    yield
+    Target.logits = logits
+
+
+def costs_of(target: Target, folder: str, rank: int) -> list[dict]:
+    """What steps cost, measured now: the processes' clocks differ, only the first one's has time for all sizes."""
+    costs.BLOCK, tuned._SECONDS = 2, 0.0 if rank else 60.0
+    head = tiny_head(vocab_size=300).to(target.dtype)
+    drafter = automatic(folder, target, head, [0.0], 2)
+    generate(target, drafter, PROMPTS, max_new_tokens=6)
+    return [written(entry) for entry in drafter._given[1].__self__.entries]
 
 
 def trainer_of(
-    target: Target, folder: Path, accumulation: int, steps: int = 3, count: int = 19, **settings
+    target: Target, folder: Path, accumulation: int, count: int, steps: int | None = None, **settings
 ) -> SpeculatorTrainer:
-    """A head's, on rows of unequal lengths; by default the third step is the end of the rows, and its batches short."""
+    """A head's, on rows of unequal lengths, eight for a step; by default up to their end."""
     generator = torch.Generator().manual_seed(9)
     lengths = torch.randint(16, 24, (count,), generator=generator).tolist()
     rows = [{"input_ids": torch.randint(300, (length,), generator=generator).tolist()} for length in lengths]
@@ -58,7 +112,7 @@ def trainer_of(
         decode=lambda head: {"tokens_per_step": 1.0, "tokens_per_step_sampled": 1.0},
         args=arguments(
             output_dir=str(folder),
-            max_steps=steps,
+            max_steps=steps or -(-count // 8),
             per_device_train_batch_size=2,
             per_device_eval_batch_size=2,
             lr_scheduler_type="constant",
@@ -76,31 +130,35 @@ def trainer_of(
     )
 
 
-def disagreeing(draw, rank: int):
-    """What a process draws whose arithmetic is not the first one's."""
-    return lambda probs, u: (draw(probs, u) + rank) % 300
+def held(target: Target) -> int:
+    """Bytes of the weights that this process has of its target."""
+    weights = {id(weight): weight for weight in target.model.parameters()}.values()
+    tensors = [*weights, *target.model.buffers()]
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
-def main(folder: str, output: str, *kinds: str) -> None:
+def main(folder: str, output: str, head_folder: str, rows: str, *kinds: str) -> None:
     PartialState(cpu=True)
     rank, count = distributed.get_rank(), distributed.get_world_size()
     for kind in kinds:
         parallel, _, size = kind.partition(":")
         target = Target.load(folder, dtype="float64", parallel=parallel, parallel_size=int(size or 0))
-        made = {"read": read(target, rank), "text": decode(target), "fingerprint": target.fingerprint}
+        made = {"bytes": held(target), "read": read(target, rank), "fingerprint": target.fingerprint}
+        if target.group is not None:
+            made["text"] = decode(target, target.group.rank)
+            made["costs"] = costs_of(target, head_folder, target.group.rank)
+            agree, Group.agree = Group.agree, lambda group, *tensors: tensors
+            with wrong(target.group.rank):
+                made["each by itself"] = generate(target, None, PROMPTS, SAMPLED, max_new_tokens=8).tokens
+            Group.agree = agree
         with torch.no_grad():
             made["heads"] = target.cache(1, 4).layers[0].keys.shape[1]
-        draw = engine.draw
-        engine.draw = disagreeing(draw, target.group.rank if target.group else 0)
-        made["disagreeing"] = generate(target, None, PROMPTS, Sampling(1.0, seed=3), max_new_tokens=16).tokens
-        engine.draw = draw
         if parallel == "tp":  # known to be wrong: a pass of rows that are not the same everywhere
-            gathered = type(target.group).gathered
-            type(target.group).gathered = lambda group, rows: rows.repeat(group.size, 1)
-            tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank))
-            made["apart"] = target.hidden(tokens)
-            type(target.group).gathered = gathered
-        trainer = trainer_of(target, Path(output) / kind, 4 // count, shard_optimizer=parallel != "none")
+            gathered, Group.gathered = Group.gathered, lambda group, rows: rows.repeat(group.size, 1)
+            made["apart"] = target.hidden(torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank)))
+            Group.gathered = gathered
+        sharded = parallel != "none"
+        trainer = trainer_of(target, Path(output) / kind, 4 // count, int(rows), shard_optimizer=sharded)
         trainer.train()
         made["head"] = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
         made["log"] = trainer.state.log_history
@@ -118,7 +176,7 @@ def go_on(folder: str, output: str, steps: str) -> None:
     PartialState(cpu=True)
     target = Target.load(folder)
     accumulation = 4 // distributed.get_world_size()
-    trainer = trainer_of(target, Path(output), accumulation, int(steps), 48, shard_optimizer=True)
+    trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), shard_optimizer=True)
     trainer.train(resume_from_checkpoint=(last := newest(Path(output))[0]) and str(last))
     del trainer
     gc.collect()

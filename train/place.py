@@ -49,7 +49,7 @@ class Place:
         name: of the GPU or the CPU.
         memory: bytes that each has; None where nobody knows.
         gpu: its figures, if it is one of `GPUS`.
-        shards: processes that hold the target together and work on the same rows: tensor parallel.
+        shards: processes that hold the target together.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Place:
 
     @property
     def copies(self) -> int:
-        """Of the target: each works on rows of its own."""
+        """Of the target. The processes of one decode the same rows."""
         return self.processes // self.shards
 
     @classmethod

@@ -11,6 +11,7 @@ Longer than other files: each of the tables is one idea with the others, and the
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -22,14 +23,16 @@ from speculator.engine import AHEAD, CHUNK
 from speculator.errors import UserError, first_line
 from speculator.gguf import read_config
 from speculator.kv_cache import BUCKETS
+from speculator.sharding import divided
 from speculator.tables import markdown_table
 from train.config import HERE, RunConfig, StageConfig
 from train.place import Gpu, Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
 
 _NEW_TOKENS = 64  # of each prompt at an evaluation, see `eval.run.real_acceptance`
-TARGET, COPIES, WEIGHTS, MOMENTS, BUCKET, CACHE, STEP = (
+TARGET, GATHERED, COPIES, WEIGHTS, MOMENTS, BUCKET, CACHE, STEP = (
     "the target's weights",
+    "layers of it that other processes send",
     "their copies for oneDNN, at most",
     "the head's weights",
     "AdamW's moments",
@@ -37,7 +40,8 @@ TARGET, COPIES, WEIGHTS, MOMENTS, BUCKET, CACHE, STEP = (
     "KV cache",
     "a step's pass and logits",
 )
-_PARTS = (TARGET, COPIES, WEIGHTS, GRADIENTS, MOMENTS, BUCKET, FORWARD, STATES, HEAD, LOSS, CACHE, STEP, "other")
+_FROZEN, _TRAINED = (TARGET, GATHERED, COPIES), (WEIGHTS, GRADIENTS, MOMENTS, BUCKET)
+_PARTS = (*_FROZEN, *_TRAINED, FORWARD, STATES, HEAD, LOSS, CACHE, STEP, "other")
 
 
 def target_config(config: RunConfig) -> PreTrainedConfig:
@@ -77,8 +81,9 @@ class Plan:
 
     def __init__(self, config: RunConfig, target: PreTrainedConfig, place: Place):
         self.config, self.place = config, place
+        self.parts = place.shards if config.target.parallel == "tp" else 1
         self.dtype = dtype_of(config, target, place.kind)
-        self.shapes = Shapes(target, self.dtype, config.speculator, place.kind)
+        self.shapes = Shapes(target, self.dtype, config.speculator, place.kind, self.parts)
         self.lengths = {
             "stage1": config.data.seq_length,
             "stage2": self._prompt + config.stage2.generate.max_new_tokens,
@@ -96,7 +101,7 @@ class Plan:
         """The target's part, and the head's."""
         stage, length = self.stages[name], self.lengths[name]
         rows, again = stage.per_device_train_batch_size, stage.gradient_accumulation_steps > 1
-        forward = self.shapes.forward(length) * rows
+        forward = self.shapes.forward(length) * (rows * self.parts)  # of all rows of the group
         if again:
             forward.peak[GRADIENTS] = 4 * self.shapes.trained
         return forward, self.shapes.step(rows, length, self.config.loss, stage.bf16, again)
@@ -106,9 +111,16 @@ class Plan:
     def memory(self) -> dict[str, Counter[str]]:
         """Bytes of each part, for a process, when all of them together are most: of each thing that a run does."""
         shapes, config = self.shapes, self.config
-        always = Counter({TARGET: shapes.bytes // self.place.shards})
-        always[COPIES] = shapes.linear // self.place.shards if self.place.kind == "cpu" else 0
+        always = Counter({TARGET: shapes.bytes, COPIES: shapes.linear if self.place.kind == "cpu" else 0})
+        if self.place.shards > self.parts:  # FSDP2
+            # The output matrix is whole as well, and so is a layer that runs, with the next one beside it.
+            always[TARGET] = shapes.bytes // self.place.shards + shapes.table
+            always[GATHERED] = max(2 * shapes.layer, shapes.table)
+            always[COPIES] = 0
         trained = Counter({WEIGHTS: 4 * shapes.trained, MOMENTS: 8 * shapes.trained})
+        if config.shard_optimizer:  # whole tensors of about as many numbers in each process
+            largest_tensor = max(weight.numel() for weight in shapes.head.parameters() if weight.requires_grad)
+            trained[MOMENTS] = 8 * max(shapes.trained // self.place.processes, largest_tensor)
         if self.place.processes > 1:
             trained[BUCKET] = 4 * shapes.trained
         largest = {name: max(parts, key=lambda part: part.bytes) for name, parts in self.passes.items()}
@@ -143,7 +155,7 @@ class Plan:
         chunk = shapes.forward(length).bytes / length * rows * min(CHUNK, prompt)
         logits = rows * (1 + depth) * shapes.config.vocab_size * (shapes.dtype.itemsize + 3 * 4)
         drafts = rows * depth * shapes.config.vocab_size * (size or shapes.dtype.itemsize)
-        kept = rows * positions * (shapes.position / self.place.shards + (shapes.remembered if depth else 0))
+        kept = rows * positions * (shapes.position + (shapes.remembered if depth else 0))
         return Counter({CACHE: kept, STEP: max(chunk, logits + drafts)})
 
     def refuse_too_large(self) -> None:
@@ -165,8 +177,9 @@ class Plan:
 
     def _advice(self, name: str, part: str) -> str:
         if part == TARGET:
-            return "take a smaller target or a larger GPU"
-        if part in (WEIGHTS, MOMENTS, GRADIENTS, BUCKET):
+            more = "" if self.place.shards > 1 else ", or shard it by target.parallel"
+            return f"take a smaller target or a larger GPU{more}"
+        if part in _TRAINED:
             return "take a smaller speculator.inner_dim or speculator.n_predict, or speculator.tie_weights"
         setting = {
             "evaluations": "eval.validation_prompts",
@@ -186,7 +199,7 @@ class Plan:
             own = config.data.self
             counts[SELF] = own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
         for name in self.stages:
-            counts[name] = self._steps(name) * self._rows(name) * self.lengths[name] * self.place.copies
+            counts[name] = self._steps(name) * self._rows(name) * self.lengths[name] * self.place.processes
         if config.stage2.max_steps:
             counts["generating"] = config.stage2.generate.max_rows * config.stage2.generate.max_new_tokens
         return counts
@@ -204,11 +217,10 @@ class Plan:
         for name, tokens in self.tokens().items():
             if name in self.stages:
                 target, head = (part.operations for part in self.passes[name])
-                target /= self.place.shards
                 half = target * (self.dtype.itemsize == 2) + head * self.stages[name].bf16
                 found[name] = half * self._steps(name), (target + head - half) * self._steps(name)
             else:  # each token goes through the target once, if every draft is accepted
-                each = 2 * self.shapes.active * tokens / self.place.processes
+                each = 2 * self.shapes.active * tokens / self.place.copies / self.parts
                 found[name] = (each, 0.0) if self.dtype.itemsize == 2 else (0.0, each)
         return found
 
@@ -229,7 +241,7 @@ class Plan:
         for name in self.tokens():
             if name in self.stages:
                 update = 28 * shapes.trained  # weight, gradient and both moments read, all but the gradient written
-                each = shapes.bytes / self.place.shards + 2 * 4 * shapes.trained
+                each = shapes.bytes + 2 * 4 * shapes.trained
                 found[name] = float(self._steps(name) * each + self.stages[name].max_steps * update)
                 continue
             own: Any = config.data.self if name == SELF else config.stage2.generate
@@ -239,15 +251,14 @@ class Plan:
             read = self._read(own.batch_size * (1 + depth))
             context = own.batch_size * (self._prompt + own.max_new_tokens / 2) * shapes.position
             head = depth * shapes.head.config.output_size * shapes.head.config.inner_dim * self.dtype.itemsize
-            shared = (read + context) / self.place.shards
-            found[name] = batches * ceil(length / (1 + depth)) * (shared + head)
+            found[name] = batches * ceil(length / (1 + depth)) * (read + context + head)
         return found
 
     def _read(self, tokens: int) -> float:
         """Bytes of weights that a pass of so many tokens reads: all, but of experts those that some token is sent to,
         if each chooses as if by lot."""
         asleep = (1 - self.shapes.chosen) ** tokens
-        return self.shapes.bytes - self.shapes.experts * self.dtype.itemsize * asleep
+        return self.shapes.bytes - self.shapes.experts * self.dtype.itemsize / self.parts * asleep
 
     def disk(self) -> dict[str, int]:
         """Bytes that the run writes and leaves."""
@@ -267,7 +278,8 @@ class Plan:
     def __str__(self) -> str:
         shapes, place, config = self.shapes, self.place, self.config
         read = "" if shapes.chosen == 1 else f", {shapes.active / 1e9:,.2f} of them for a token"
-        where = f"{place.processes} process{'es' if place.processes > 1 else ''}, each on "
+        where = f"{place.processes} process{'es' if place.processes > 1 else ''}, each "
+        where += f"with 1/{place.shards} of the target ({config.target.parallel}), on " if place.shards > 1 else "on "
         where += place.name if place.memory is None else f"one {place.name} of {_gb(place.memory)} GB"
         dtype = str(self.dtype).removeprefix("torch.")
         head = config.speculator
@@ -345,8 +357,20 @@ def plan(config: RunConfig, processes: int) -> Plan:
     Raises:
         UserError: no such GPU or target, or one that can't be planned.
     """
-    place = Place.of(config.plan or HERE, processes)
-    return Plan(config, target_config(config), place)
+    return Plan(config, target_config(config), place_of(config, config.plan or HERE, processes))
+
+
+def place_of(config: RunConfig, wanted: str, processes: int) -> Place:
+    """Where a run is to be, with the target in as many shards as it is configured.
+
+    Raises:
+        UserError: no such GPU; processes that can't be divided so; devices that one process shares out.
+    """
+    place, target = Place.of(wanted, processes), config.target
+    if target.parallel == "device_map":
+        raise UserError("target.parallel device_map: what lies on which GPU is not planned")
+    sharded = target.parallel != "none"
+    return replace(place, shards=divided(place.processes, target.parallel_size)) if sharded else place
 
 
 def refuse_too_large(config: RunConfig, processes: int) -> None:
@@ -357,10 +381,10 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
     Raises:
         UserError: some part of it does not fit.
     """
-    place = Place.of(HERE, processes)
-    if place.memory is None:
-        return
     try:
+        place = place_of(config, HERE, processes)
+        if place.memory is None:
+            return
         made = Plan(config, target_config(config), place)
     except UserError:
         return
@@ -369,10 +393,8 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
 
 def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
     """Of `Plan`, for a stage that runs here; None also where the run can't be planned."""
-    place = Place.of(HERE, processes)
-    if place.gpu is None:
-        return None
     try:
-        return Plan(config, target_config(config), place).token_at_peak(name)
+        place = place_of(config, HERE, processes)
+        return None if place.gpu is None else Plan(config, target_config(config), place).token_at_peak(name)
     except UserError:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from speculator.documents import packed
@@ -17,6 +17,7 @@ from speculator.errors import UserError, first_line
 from speculator.heads import ARCHITECTURES, Eagle3Speculator, Speculator
 from speculator.kv_cache import Form, forms
 from speculator.linear import FAST_DTYPES
+from speculator.sharding import check_heads
 from speculator.taps import Taps
 from train.config import LossConfig, SpeculatorConfig
 from train.initialise import shape
@@ -57,26 +58,34 @@ class Shapes:
         dtype: of the target's weights.
         head: as configured.
         kind: of device: "cuda" or "cpu".
+        parts: processes among which tensor parallelism divides the target's layers; what they hold, allocate and
+            compute is then a part's.
 
     Raises:
-        UserError: no causal LM, no such head for it, or a family that can't be run without its weights.
+        UserError: no causal LM, no such head for it, or a family that can't be run without its weights; heads that
+            can't be divided.
 
     Attributes:
-        weights: of the target; `experts` are those of them of which a token reads a part.
-        linear: bytes of its matrices that a CPU may lay out a second time.
-        kv: what a position holds in the KV cache, of each layer.
+        weights: of the whole target; `experts` are those of them of which a token reads a part.
+        bytes: of a part; `layer` those of its largest layer, `table` those of its output matrix.
+        linear: bytes of a part's matrices that a CPU may lay out a second time.
+        kv: what a position holds in a part's KV cache, of each layer.
     """
 
-    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, head: SpeculatorConfig, kind: str):
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, head: SpeculatorConfig, kind: str, parts: int = 1):
         self.config, self.dtype, self.kind = config.get_text_config(), dtype, kind
+        check_heads(config.name_or_path or config.model_type, self.config, parts)
         self.head = self._make_head(head)
         try:
             with torch.device("meta"):
-                self.target: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-            parts = list(self.target.parameters())
-            self.weights = sum(weight.numel() for weight in parts)
-            self.bytes = sum(tensor.nbytes for tensor in (*parts, *self.target.buffers()))
-            experts = [weight for weight in parts if weight.ndim == 3]
+                self.target = AutoModelForCausalLM.from_config(_part(config, parts), dtype=dtype)
+                whole = AutoModelForCausalLM.from_config(_part(config, 1), dtype=dtype) if parts > 1 else self.target
+            self.weights = sum(weight.numel() for weight in whole.parameters())
+            self.bytes = _bytes(self.target)
+            self.table = self.target.get_output_embeddings().weight.nbytes
+            if parts > 1:  # transformers divides the embedding by its rows; `Target` has the output matrix whole
+                self.bytes += self.table // parts - (0 if self._tied else self.table)
+            experts = [weight for weight in whole.parameters() if weight.ndim == 3]
             self.experts = sum(weight.numel() for weight in experts)
             chosen = getattr(self.config, "num_experts_per_tok", None) or 1
             self.chosen = chosen / experts[0].shape[0] if experts else 1.0
@@ -89,6 +98,7 @@ class Shapes:
                 self.target.set_experts_implementation("grouped_mm")
             self.head.bind(self.config, self.target.get_input_embeddings().weight)
             self.taps = Taps(self.target)
+            self.layer = max(map(_bytes, self.taps.layers), default=0)
             one = torch.zeros(1, 1, dtype=torch.long)
             with torch.no_grad():
                 cache = self.target.base_model(input_ids=one, use_cache=True).past_key_values
@@ -113,8 +123,11 @@ class Shapes:
         """Weights of the target that a token is multiplied by: of its experts those that it is sent to, and of the two
         tables one."""
         table = self.target.get_input_embeddings().weight.numel()
-        tied = self.target.get_input_embeddings().weight is self.target.get_output_embeddings().weight
-        return self.weights - self.experts * (1 - self.chosen) - (0 if tied else table)
+        return self.weights - self.experts * (1 - self.chosen) - (0 if self._tied else table)
+
+    @property
+    def _tied(self) -> bool:
+        return self.target.get_input_embeddings().weight is self.target.get_output_embeddings().weight
 
     @property
     def position(self) -> int:
@@ -197,9 +210,25 @@ class Shapes:
         """Operations of fused attention over a row: two products of the lower triangle, in each layer."""
         if self.target.config._attn_implementation == "eager":
             return 0  # they are counted
-        heads = self.config.num_attention_heads
-        size = vars(self.config).get("head_dim") or self.config.hidden_size // heads
-        return 2 * heads * size * length * length * self.config.num_hidden_layers
+        config = self.target.config.get_text_config()
+        size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+        return 2 * config.num_attention_heads * size * length * length * config.num_hidden_layers
+
+
+def _part(config: PreTrainedConfig, parts: int) -> PreTrainedConfig:
+    """A model of the size that each process of a tensor parallel group runs: its heads, its columns."""
+    config = copy.deepcopy(config)
+    if parts > 1:
+        text = config.get_text_config()
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+            if getattr(text, name, None):
+                setattr(text, name, getattr(text, name) // parts)
+    return config
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 @dataclass(frozen=True)

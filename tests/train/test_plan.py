@@ -17,7 +17,7 @@ from train import plan as planning
 from train import run, shapes
 from train.config import parse
 from train.place import GPUS, Gpu, Place, gpu_named
-from train.plan import GRADIENTS, TARGET, Plan
+from train.plan import CACHE, GATHERED, GRADIENTS, MOMENTS, TARGET, Plan
 from train.shapes import Shapes
 
 CPU = Place("cpu", 1, "CPU")
@@ -121,6 +121,41 @@ def test_a_plan_is_for_the_gpus_that_are_named(target_folder):
     assert one.tokens()["stage1"] * 64 == made.tokens()["stage1"]
     bucket = sum(made.memory()["stage1"].values()) - sum(one.memory()["stage1"].values())
     assert bucket == 4 * made.shapes.trained, "several processes hold the gradients once more, to reduce them"
+
+
+def test_a_part_of_the_target_is_planned_for_each_of_its_processes(target_folder):
+    def planned(*flags):
+        return planning.plan(config_of(target_folder, "--plan", "2xH100", *flags), processes=1)
+
+    whole, tp, fsdp = (planned("--target.parallel", parallel) for parallel in ("none", "tp", "fsdp"))
+    table = whole.shapes.table
+    parts = {made: made.memory()["stage1"] for made in (whole, tp, fsdp)}
+    half = parts[whole][TARGET] / 2
+    assert parts[tp][TARGET] == pytest.approx(half + table / 2, rel=0.01), "the output matrix is whole"
+    assert parts[fsdp][TARGET] == pytest.approx(half + table), "beside its shard"
+    assert [parts[made][GATHERED] > 0 for made in parts] == [False, False, True]
+    caches = [made.memory()["evaluations"][CACHE] for made in parts]
+    assert caches[1] * 2 == caches[2], "of the same rows half of the heads"
+    assert caches[0] * 2 == caches[2], "and each whole target has rows of its own"
+    assert len({made.tokens()["stage1"] for made in parts}) == 1
+    for made in (tp, fsdp):
+        assert sum(made.operations()["stage1"]) == pytest.approx(sum(whole.operations()["stage1"]), rel=0.01)
+        assert f"each with 1/2 of the target ({made.config.target.parallel}), on one H100" in str(made)
+    moments = planned("--shard_optimizer", "true").memory()["stage1"][MOMENTS]
+    assert 1 <= moments / (parts[whole][MOMENTS] / 2) < 1.2, "whole tensors"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["tp", "--target.parallel_size", "3"], "parallel_size 3: 8 processes can't be divided into groups of 3"),
+        (["tp"], "its 2 key heads can't be divided among 8 processes"),
+        (["device_map"], "target.parallel device_map: what lies on which GPU is not planned"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused_by_the_plan(target_folder, flags, message):
+    with pytest.raises(UserError, match=message):
+        planning.plan(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags), processes=1)
 
 
 @pytest.mark.parametrize("name", ["8xh1000", "0xH100", "x", "8", "MyGPU"])

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_head, write_tuned
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from sharded_process import PROMPTS, decode, read, trainer_of
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
-from speculator import NgramDrafter, Sampling, Target, UserError, generate
-from speculator.sharding import Group
+from speculator import Chain, Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling, Target, UserError, generate
+from speculator.sharding import Group, check_heads
+from train.config import TargetConfig, parse
+from train.place import Place
+from train.plan import TARGET, Plan
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "sharded_process.py")
@@ -43,7 +47,11 @@ def start(processes: int, *argv: str) -> list[subprocess.Popen]:
 
 
 def finish(started: list[subprocess.Popen]) -> None:
-    said = [process.communicate(timeout=400)[0] for process in started]
+    try:
+        said = [process.communicate(timeout=400)[0] for process in started]
+    finally:  # where one is dead the others wait for it
+        for process in started:
+            process.kill()
     assert not any(process.returncode for process in started), "\n".join(said)
 
 
@@ -52,47 +60,71 @@ def whole(target_folder) -> Target:
     return Target.load(str(target_folder), dtype="float64")
 
 
-def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kinds: str) -> None:
-    """Each of these kinds is as one process, and trains as these processes do with a whole target in each."""
-    started = start(processes, SCRIPT, str(folder), str(output), "none", *kinds)
-    expected, alone = decode(whole), trainer_of(whole, output / "alone", 4)
-    sampled = generate(whole, None, PROMPTS, Sampling(1.0, seed=3), max_new_tokens=16).tokens
+def assert_alike(
+    folder: Path, whole: Target, output: Path, monkeypatch, processes: int, *kinds: str, rows: int = 16
+) -> None:
+    """Each of these kinds reads, decodes and trains as one process does; the decoding is its first process's.
+
+    Where the last step's rows are too few for all processes, the head is that of the kind "none".
+    """
+    monkeypatch.setenv("SPECULATOR_CACHE", str(output / "cache"))  # where no costs have been measured
+    tuned = output / "tuned"
+    tuned.mkdir()
+    measured = [{"temperature": 0.0, "batch_size": 1, "draft_length": 2, "acceptance_by_position": [0.6, 0.5]}]
+    write_tuned(tuned, [{"temperature": 0.0, "draft_length": 2}], measured=measured, lookup=[0.3], hardware="elsewhere")
+    started = start(processes, SCRIPT, str(folder), str(output), str(tuned), str(rows), *kinds)
+    expected, alone = decode(whole), trainer_of(whole, output / "alone", 4, rows)
     alone.train()
     finish(started)
-    plain = torch.load(output / "none.0.pt")
+    weights = dict(alone.model.named_parameters())
+    if "none" in kinds:
+        weights = torch.load(output / "none.0.pt")["head"]
     for kind in kinds:
-        for rank in range(processes):
-            made = torch.load(output / f"{kind}.{rank}.pt")
+        parallel, _, size = kind.partition(":")
+        left = [torch.load(output / f"{kind}.{rank}.pt") for rank in range(processes)]
+        for rank, made in enumerate(left):
             for ours, theirs in zip(made["read"], read(whole, rank), strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
-            assert made["text"] == expected
             assert made["fingerprint"] == whole.fingerprint
-            assert made["disagreeing"] == sampled, "the first process of a group decides"
-            assert made["heads"] == (1 if kind.startswith("tp") else 2)
-            for name, weight in plain["head"].items():
-                torch.testing.assert_close(made["head"][name], weight, atol=1e-5, rtol=1e-4)
+            assert made["heads"] == (1 if parallel == "tp" else 2)
+            for name, weight in weights.items():
+                torch.testing.assert_close(made["head"][name], weight.detach(), atol=1e-5, rtol=1e-4)
             for ours, theirs in zip(made["log"], alone.state.log_history, strict=True):
                 for name in {"loss", "head0/accuracy", "eval_loss", "eval_head0/loss", "grad_norm"} & theirs.keys():
                     if theirs["step"] < 3:  # then the batches of several processes are filled up
                         assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
-            assert 0 < made["moments"] < plain["moments"] == len(plain["head"])
+            if parallel == "none":
+                assert made["moments"] == len(weights)
+                continue
+            assert made["text"] == expected
+            assert made["costs"] == left[rank - rank % int(size or processes)]["costs"], "the first one's"
+            assert len({entry["rows"] for entry in made["costs"]}) == 2, "of as many sizes as it had time for"
+            assert 0 < made["moments"] < len(weights)
+            config = parse([])
+            config.target = TargetConfig(str(folder), dtype="float64", parallel=parallel)
+            place = Place("cpu", processes, "CPU", shards=int(size or processes))
+            planned = Plan(config, AutoConfig.from_pretrained(folder), place)
+            again = planned.shapes.table / place.shards if parallel == "fsdp" else 0  # the shard of what is whole
+            assert made["bytes"] + again == pytest.approx(planned.memory()["stage1"][TARGET], rel=0.02)
             if "apart" in made:
                 tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank))
                 assert (made["apart"] - whole.hidden(tokens)).abs().max() > 0.1, "rows that differ would not be seen"
+        apart = [made["each by itself"] for made in left if "each by itself" in made]
+        assert not apart or any(text != expected["none"] for text in apart), "processes that differ would not be seen"
 
 
-def test_two_processes_with_a_target_in_shards_do_what_one_does(target_folder, whole, tmp_path):
-    assert_alike(target_folder, whole, tmp_path, 2, "tp", "fsdp")
+def test_two_processes_with_a_target_in_shards_do_what_one_does(target_folder, whole, tmp_path, monkeypatch):
+    assert_alike(target_folder, whole, tmp_path, monkeypatch, 2, "tp", "fsdp")
 
 
 @pytest.mark.soak
-def test_four_processes_hold_two_targets(target_folder, whole, tmp_path):
-    assert_alike(target_folder, whole, tmp_path, 4, "tp:2", "fsdp:2", "fsdp")
+def test_four_processes_hold_two_targets(target_folder, whole, tmp_path, monkeypatch):
+    assert_alike(target_folder, whole, tmp_path, monkeypatch, 4, "none", "tp:2", "fsdp:2", "fsdp", rows=19)
 
 
 @pytest.mark.soak
 def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, tmp_path):
-    alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 6, 48)
+    alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48)
     alone.train()
     for processes, steps in ((2, 2), (4, 4), (2, 6)):
         finish(start(processes, SCRIPT, "go_on", str(target_folder), str(tmp_path / "moved"), str(steps)))
@@ -118,12 +150,17 @@ def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch
 
 
 def test_heads_that_cannot_be_divided_are_said(whole):
-    group = Group.__new__(Group)
-    group.parallel, group.size = "tp", 4
     with pytest.raises(UserError, match="its 2 key heads can't be divided among 4 processes"):
-        group.check("tiny", whole.config)
-    group.parallel = "fsdp"
-    group.check("tiny", whole.config)
+        check_heads("tiny", whole.config, 4)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_drafts_that_end_by_their_own_confidence_are_refused(whole, mixed, monkeypatch):
+    """Each process would look at its own numbers."""
+    monkeypatch.setattr(whole, "group", object())
+    drafter = HeadDrafter(tiny_head(vocab_size=300), Chain(3, min_confidence=0.5))
+    with pytest.raises(UserError, match="min_confidence: the processes of a target in shards"):
+        Engine(whole, MixedDrafter(drafter, NgramDrafter(2)) if mixed else drafter)
 
 
 @torch.no_grad()
