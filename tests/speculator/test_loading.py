@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CONFIGS, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from speculator import Sampling, Target, UserError, attention, generate
 from speculator.target import same_target
@@ -68,28 +68,30 @@ def test_an_fp8_checkpoint_is_read_as_transformers_reads_it(folder, tmp_path):
     assert_text_is_transformers(target, model)
 
 
-def test_an_int8_checkpoint_is_read_as_transformers_reads_it(folder, tmp_path):
-    """torchao's, whose weights are tensors of a class of their own."""
-    quantization = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
+SCHEMES = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    "int8": {"load_in_8bit": True},  # which rounds activations too
+}
 
-    scheme = TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    stored = AutoModelForCausalLM.from_pretrained(folder, quantization_config=scheme, dtype=torch.float32)
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_checkpoint_of_bitsandbytes_is_read_as_transformers_reads_it(folder, tmp_path, scheme):
+    """Its layers have a product of their own."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    quantised = BitsAndBytesConfig(**SCHEMES[scheme])
+    stored = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
     stored.save_pretrained(tmp_path)
     tiny_tokenizer(280).save_pretrained(tmp_path)
     target = Target.load(str(tmp_path))
-    assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
+    kind = {"nf4": layers.Linear4bit, "int8": layers.Linear8bitLt}[scheme]
+    assert isinstance(target.model.model.layers[0].mlp.up_proj, kind)
     assert_text_is_transformers(target, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
-    assert same_target(target.fingerprint, Target.load(str(folder)).fingerprint)
 
 
-def test_rounded_activations_are_as_coarse_as_bfloat16(folder, monkeypatch):
-    """A step of their rounding apart is not a wrong mask; a wrong mask is still seen."""
-    quantization = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
-
-    scheme = TorchAoConfig(quantization.Int8DynamicActivationInt8WeightConfig())
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=scheme, dtype=torch.float32)
+def test_a_wrong_mask_is_seen_though_activations_are_rounded(folder, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    quantised = BitsAndBytesConfig(**SCHEMES["int8"])
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
     Target(model, tokenizer=None)
     monkeypatch.setattr(attention, "mask", lambda *args: None)
     with pytest.raises(UserError, match="can't be verified exactly"):
