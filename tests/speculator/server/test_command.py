@@ -14,6 +14,7 @@ from conftest import exit_code
 
 from speculator.__main__ import main
 from speculator.cli import serve
+from speculator.target import Target
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +39,7 @@ def test_wrong_flags_are_one_line(capsys, target_folder, flags, said):
 
 
 def test_a_port_that_is_taken_is_said_before_the_target_is_loaded(capsys, target_folder, monkeypatch):
-    monkeypatch.setattr(serve.Target, "load", None)
+    monkeypatch.setattr(Target, "load", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert exit_code(main, ["serve", "--target", str(target_folder), "--port", port]) == 2
