@@ -176,7 +176,9 @@ def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: floa
     kinds = sorted({Sampling(each["temperature"]).greedy for each in rows})
     for greedy in kinds:
         own = [shape_of(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy]
-        sizes = [(size, context, greedy) for context, size in product(contexts, SIZES)]
+        # What a draft costs on a long text is the second most telling: one row's cache is soon filled.
+        sizes = [(1, context, greedy) for context in contexts]
+        sizes += [each for context, size in product(contexts, SIZES) if (each := (size, context, greedy)) not in sizes]
         entries += measure_table(target, head, telling(head, own), sizes, seconds / len(kinds))
     return [written(entry) for entry in entries]
 

@@ -211,7 +211,9 @@ class _Tuned:
             return CostTable(self.entries)
         kinds = sorted({Sampling(each).greedy for each in temperatures})
         sizes = [size for size in sorted(SIZES, reverse=True) if size < 2 * rows]
-        wanted = [(size, min(CONTEXTS[0], target.context_length // 2), kind) for size in sizes for kind in kinds]
+        short, long = (min(context, target.context_length // 2) for context in CONTEXTS)
+        wanted = [(size, short, kind) for size in sizes for kind in kinds]
+        wanted += [(1, long, kind) for kind in kinds if rows == 1 and long > short]
         shapes = telling(head, [choice.shape for choice in self.choices(temperatures)])
         facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()}"
         facts += json.dumps([named(shape) for shape in shapes])

@@ -198,6 +198,16 @@ def test_what_was_measured_here_is_believed(target_folder, tuned_folder, monkeyp
     assert tuned_drafter(tuned_folder, target, 0.0, batch_size=8, auto=False).shape.depth == 3, "by what steps cost"
 
 
+def test_of_one_row_what_a_long_text_costs_is_measured_too(target_folder, tuned_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    asked = measured_here(monkeypatch, 9.0)
+    write_tuned(tuned_folder, SETTINGS, **FIGURES | {"dtype": "bfloat16"})
+    target = Target.load(str(target_folder))
+    target.context_length = 4096
+    tuned_drafter(tuned_folder, target, 1.0)
+    assert asked == [[(1, 64, False), (1, 1024, False)]]
+
+
 @pytest.mark.parametrize("elsewhere", [{"hardware": "CPU of another make, 96 threads"}, {"dtype": "bfloat16"}])
 def test_what_was_measured_elsewhere_is_measured_anew_once(
     target_folder, tuned_folder, tmp_path, monkeypatch, elsewhere
