@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 
+import torch
 from transformers.utils import logging
 
 from speculator.cli import drafting
@@ -43,12 +44,22 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
 
 
+def leave_a_core() -> None:
+    """Let torch compute with a thread less, unless OMP_NUM_THREADS says how many.
+
+    Its threads wait for each other by spinning, so one whose core also has the connections to serve holds up all.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Load, listen, answer until SIGTERM or Ctrl-C, and then what is in flight."""
     key = _check(arguments)
     listening = _bind(arguments.host, arguments.port)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    leave_a_core()
     target = drafting.load_target(arguments)
     drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
     table = None

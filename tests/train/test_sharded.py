@@ -113,8 +113,9 @@ def assert_alike(
         assert not apart or any(text != expected["none"] for text in apart), "processes that differ would not be seen"
 
 
-def test_two_processes_with_a_target_in_shards_do_what_one_does(target_folder, whole, tmp_path, monkeypatch):
-    assert_alike(target_folder, whole, tmp_path, monkeypatch, 2, "tp", "fsdp")
+@pytest.mark.parametrize("parallel", ["tp", pytest.param("fsdp", marks=pytest.mark.soak)])
+def test_two_processes_with_a_target_in_shards_do_what_one_does(target_folder, whole, tmp_path, monkeypatch, parallel):
+    assert_alike(target_folder, whole, tmp_path, monkeypatch, 2, parallel)
 
 
 @pytest.mark.soak

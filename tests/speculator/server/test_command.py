@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from conftest import exit_code
 
 from speculator.__main__ import main
@@ -76,3 +77,17 @@ def test_sigterm_answers_what_is_in_flight_and_ends_well(target_folder):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_core_is_left_for_the_connections(monkeypatch):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        serve.leave_a_core()
+        assert torch.get_num_threads() == 3
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        serve.leave_a_core()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
