@@ -30,6 +30,7 @@ import datasets
 from data import python_sources
 from data.prepare import token_rows
 from data.rendering import load_tokenizer
+from speculator.device import cores
 from speculator.errors import OneLineParser, refuse, run_command
 
 LENGTH = 2048
@@ -104,7 +105,7 @@ def run(flags: argparse.Namespace) -> None:
         print(json.dumps(measure(flags.of, flags.target, flags.num_proc[0])))
         return
     kind = "chats" if flags.chats else "texts"
-    print(f"{flags.megabytes:g} MB of {kind}, rows of {LENGTH} tokens, {len(os.sched_getaffinity(0))} cores\n")
+    print(f"{flags.megabytes:g} MB of {kind}, rows of {LENGTH} tokens, {cores()} cores\n")
     print("| num_proc | rows | seconds | rows/s | MB/s | memory for a tenth, MB | for all, MB |\n|" + "---|" * 7)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         file = Path(folder) / "text.jsonl"

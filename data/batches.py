@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from speculator.errors import UserError
 from speculator.files import digest, make_folder, new_folder, parse_json, read_text, write_text
-from speculator.sharding import Group
+from speculator.sharding import Group, part
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
@@ -107,7 +107,7 @@ class Batches:
     def todo(self) -> list[int]:
         """The unfinished batches of this process."""
         group = self._group
-        first, step = (state().process_index, state().num_processes) if group is None else (group.index, group.count)
+        first, step = part(group, state().process_index, state().num_processes)
         share = range(first, len(self.rows), step)
         left: list[int] = []
         if (group is None or group.leads) and not self._manifest.exists():

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from speculator.device import cores
 from speculator.errors import UserError
 
 Item = TypeVar("Item")
@@ -29,8 +30,7 @@ _FORK = sys.platform == "linux"
 
 def sensible() -> int:
     """How many processes where nobody says: one for each core, up to as many as one process can feed."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST, cores)
+    return min(_MOST, cores())
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:

@@ -37,6 +37,7 @@ from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
 from speculator.heads import RecurrentHead, Speculator
 from speculator.request import Step
+from speculator.sharding import part
 from speculator.tuned import automatic, tuned_shapes
 
 
@@ -244,8 +245,7 @@ def real_acceptance(
     was_training = head.training
     drafter = HeadDrafter(head)  # puts the head in eval mode
     prompts, eos = suite.prompts, None if suite.chat else ()
-    group = target.group
-    index, count = (state.process_index, state.num_processes) if group is None else (group.index, group.count)
+    index, count = part(target.group, state.process_index, state.num_processes)
     start, stop = (len(prompts) * k // count for k in (index, index + 1))
     share = prompts[start:stop]
     figures = {}

@@ -31,7 +31,7 @@ from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
 from speculator.heads import AttentionHead, Speculator
 from speculator.tables import markdown_table
-from speculator.tuned import CONTEXTS, LONGEST_CHAIN, SIZES, TUNED, described, named, place, shape_of, telling, written
+from speculator.tuned import LONGEST_CHAIN, SIZES, TUNED, contexts, described, named, place, shape_of, telling, written
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -170,15 +170,13 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
 
 def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: float) -> list[dict]:
     """What steps of a head cost with some of the shapes that were decoded, by rows and length of the texts."""
-    contexts = [context for context in CONTEXTS if context == CONTEXTS[0] or 2 * context <= target.context_length]
-    contexts[0] = min(contexts[0], target.context_length // 2)
+    # What a draft costs on a long text is the second most telling: one row's cache is soon filled.
+    places = sorted(product(contexts(target), SIZES), key=lambda place: place[1] != 1)
     entries = []
     kinds = sorted({Sampling(each["temperature"]).greedy for each in rows})
     for greedy in kinds:
         own = [shape_of(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy]
-        # What a draft costs on a long text is the second most telling: one row's cache is soon filled.
-        sizes = [(1, context, greedy) for context in contexts]
-        sizes += [each for context, size in product(contexts, SIZES) if (each := (size, context, greedy)) not in sizes]
+        sizes = [(size, context, greedy) for context, size in places]
         entries += measure_table(target, head, telling(head, own), sizes, seconds / len(kinds))
     return [written(entry) for entry in entries]
 

@@ -32,7 +32,7 @@ from speculator.target import Target
 TUNED = "decoding.json"
 SIZES = (1, 8, 32, 4, 2, 16)
 """Rows in flight for which costs are measured, the most telling first."""
-CONTEXTS = (64, 1024)
+_CONTEXTS = (64, 1024)
 LONGEST_CHAIN = 8
 _BESIDE = 4  # tokens of the path in the mixed draft whose cost is measured
 _SECONDS = 6.0  # that may go into measuring costs when decoding starts
@@ -211,9 +211,9 @@ class _Tuned:
             return CostTable(self.entries)
         kinds = sorted({Sampling(each).greedy for each in temperatures})
         sizes = [size for size in sorted(SIZES, reverse=True) if size < 2 * rows]
-        short, long = (min(context, target.context_length // 2) for context in CONTEXTS)
+        short, *longer = contexts(target)
         wanted = [(size, short, kind) for size in sizes for kind in kinds]
-        wanted += [(1, long, kind) for kind in kinds if rows == 1 and long > short]
+        wanted += [(1, context, kind) for context in longer for kind in kinds if rows == 1]
         shapes = telling(head, [choice.shape for choice in self.choices(temperatures)])
         facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()}"
         facts += json.dumps([named(shape) for shape in shapes])
@@ -260,6 +260,13 @@ def _read(file: Path, head: Speculator) -> _Tuned:
             raise UserError(f"{file} is for a head of {shape.depth} tokens: tune this one anew")
     there = {name: read.get(name) for name in ("hardware", "dtype")}
     return _Tuned(there, settings or {batch_size: []}, measured, lookup, entries)
+
+
+def contexts(target: Target) -> list[int]:
+    """Lengths of texts on which costs are measured: a short one, and those that fill half of its context at most."""
+    half = target.context_length // 2
+    short, *longer = _CONTEXTS
+    return [min(short, half), *(length for length in longer if length <= half)]
 
 
 def telling(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:

@@ -30,6 +30,7 @@ from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import write_card
 from speculator.checkpoints.loading import bind, load_head
+from speculator.device import cores
 from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.target import Target
@@ -183,8 +184,7 @@ def say_what_is_idle(state: PartialState) -> None:
 def use_all_cores() -> None:
     """Undo the one intra-op thread that accelerate's launcher forces on a CPU run."""
     if not torch.accelerator.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
