@@ -178,9 +178,9 @@ class Entry:
     def __post_init__(self):
         own = [each for each in self.shapes if not isinstance(each[0], Mixed)]
         chains = sorted((s.depth, draft, verify) for s, draft, verify in own if not isinstance(s, FixedTree))
-        self._drafts = [(depth, draft) for depth, draft, _ in chains]
+        self._drafts = _rising((depth, draft) for depth, draft, _ in chains)
         trees = [(s.nodes, verify) for s, _, verify in own if isinstance(s, FixedTree)]
-        self._passes = sorted({0: 1.0, **dict(trees), **{depth: verify for depth, _, verify in chains}}.items())
+        self._passes = _rising({0: 1.0, **dict(trees), **{depth: verify for depth, _, verify in chains}}.items())
         self._trees = {s.paths: (draft, verify) for s, draft, verify in own if isinstance(s, FixedTree)}
         self._joining = 0.0  # a path to a draft: what is measured beyond the draft and the pass over as many tokens
         mixed = [draft + verify - self.of(s) for s, draft, verify in self.shapes if isinstance(s, Mixed)]
@@ -203,6 +203,23 @@ class Entry:
         if isinstance(shape, FixedTree) and shape.paths in self._trees:
             return self._trees[shape.paths][0]
         return _between(self._drafts, shape.depth)
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The nearest costs that never fall with the number of tokens: neighbours that do are both their mean.
+
+    One noisy measurement would otherwise make a line on which more tokens cost less.
+    """
+    pools: list[dict[int, float]] = []
+    for x, y in sorted(points):
+        pools.append({x: y})
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+            pools[-2:] = [pools[-2] | pools[-1]]
+    return [(x, _mean(pool)) for pool in pools for x in pool]
+
+
+def _mean(pool: dict[int, float]) -> float:
+    return statistics.fmean(pool.values())
 
 
 def _between(points: list[tuple[int, float]], x: int) -> float:

@@ -88,6 +88,19 @@ def test_a_cost_is_that_of_the_nearest_that_was_measured():
     assert costs == pytest.approx([1.5, 7, 15, 15])
 
 
+def test_a_noisy_pass_makes_no_draft_cheaper_by_more_tokens():
+    def tree(count: int) -> FixedTree:
+        return FixedTree([(rank,) for rank in range(count)])
+
+    shapes = [(Chain(1), 0.1, 1.2), (Chain(4), 0.3, 1.3), (tree(8), 0.3, 2.5), (tree(12), 0.2, 1.5)]
+    entry = Entry(1, 64, False, 0.01, [*shapes, (Mixed(Chain(4), 4), 0.3, 1.5)])
+    passes = [entry.of(count) for count in range(24)]
+    assert passes == sorted(passes)
+    assert passes[12] - passes[0] == passes[8] - passes[0] == pytest.approx(2.0 - 1.0), "the mean of 2.5 and 1.5"
+    mixed = [entry.of(Mixed(tree(12), length)) for length in (1, 4, 8)]
+    assert mixed == sorted(mixed)
+
+
 def test_a_table_is_measured_until_its_time_is_over(target):
     sizes = [(2, 8, True), (1, 8, False)]
     shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,)]), Mixed(Chain(2), 2)]
