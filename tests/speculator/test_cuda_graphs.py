@@ -448,4 +448,4 @@ class TestOnTheGpu:
             report = engine._stepping(texts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(engine.cache.lengths, before + report[:, -2] + 1)
+        assert torch.equal(engine.cache.lengths, before + report[:, -3] + 1)
