@@ -24,6 +24,7 @@ from speculator.device import synchronize
 from speculator.draft import Draft
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.mixed import Mixed
+from speculator.drafters.ngram import Found
 from speculator.drafters.topology import Shape
 from speculator.engine import Engine, Verified
 from speculator.heads import Speculator
@@ -241,8 +242,7 @@ class CostTable:
     def cost(self, what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
         """See `Entry.of`: of the smallest number of rows that is enough, and of the length that is most alike."""
         octave = longest.bit_length()
-        known = (what.inner, what.length) if isinstance(what, Mixed) else what  # which are made anew by each controller
-        key = (known, greedy, rows, octave)
+        key = (what, greedy, rows, octave)
         if key not in self._known:
             self._known[key] = self._entry(greedy, rows, octave).of(what)
         return self._known[key]
@@ -279,7 +279,7 @@ def measure_table(
         for shape in shapes:
             drafter, costs = HeadDrafter(head, shape), Costs()
             if isinstance(shape, Mixed):
-                shape.found = [[0] * shape.depth] * rows
+                shape.found = Found.of([[0] * shape.depth] * rows, target.device)
             for blocks in (1, _BLOCKS - 1):
                 if not costs.plain or not late():
                     measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, costs)

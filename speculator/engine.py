@@ -477,8 +477,9 @@ class Engine:
                 return work.work(engine, *given)
             state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
-                shape, rows = engine.drafter and engine.drafter.shape, len(engine.selected_pending)
-                return work((rows, engine.cache.longest, engine.sampling.kind, shape), state, engine, *given)
+                drafting = engine.drafter and (engine.drafter.shape, engine.drafter.version)
+                key = (len(engine.selected_pending), engine.cache.longest, engine.sampling.kind, drafting)
+                return work(key, state, engine, *given)
 
         return run
 

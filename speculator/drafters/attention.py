@@ -13,6 +13,7 @@ from speculator.draft import take_at
 from speculator.drafters.base import Texts
 from speculator.drafters.topology import Shape
 from speculator.heads.attention import AttentionHead, Memory
+from speculator.kv_cache import BUCKETS
 
 
 class AttentionSource:
@@ -22,16 +23,13 @@ class AttentionSource:
     that the step sampled; and a text that goes on from a prefix has its last position made anew, with the new token.
     """
 
-    overlap = 1
-    buffers: Sequence[Tensor] = ()
+    overlap, version = 1, 0
     memory: Memory
     _capacity: int
     # What was accepted and is not read yet: taps, the tokens after them but the last, and how many.
     _taps: Tensor  # [slots, G + 1, nD]
     _next: Tensor  # [slots, G + 1]
     _counts: Tensor  # [slots]
-
-    _unread: list[bool]  # of each slot, on the host: whether some of `_taps` may be unread
 
     def __init__(self, head: AttentionHead):
         self.head, self._width, self._behind = head, 0, 0
@@ -46,6 +44,7 @@ class AttentionSource:
             self.grow(self._capacity)
             self._taps = nn.functional.pad(self._taps, (0, 0, 0, more))
             self._next = nn.functional.pad(self._next, (0, more))
+            self.version += 1
 
     def open(self, slots: int, capacity: int) -> AttentionSource:
         opened = copy(self)
@@ -54,28 +53,24 @@ class AttentionSource:
         opened._taps = torch.zeros(slots, width, size, dtype=self.head.dtype, device=device)
         opened._next = torch.zeros(slots, width, dtype=torch.long, device=device)
         opened._counts = torch.zeros(slots, dtype=torch.long, device=device)
-        opened._unread = [False] * slots
         return opened
 
     def grow(self, capacity: int) -> None:
         self._capacity = capacity
         self.memory.grow(capacity + self._behind)
+        self.version += 1
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self.memory.move(source, destination, longest)
         for x in (self._taps, self._next, self._counts):
             x[list(destination)] = x[list(source)]
-        before = list(self._unread)
-        for old, new in zip(source, destination, strict=True):
-            self._unread[new] = before[old]
 
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
         rows, device = slice(start, start + len(texts)), hidden.device
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         part = self.memory.select(rows.start, rows.stop, max(ends) + self._width - 1)
-        if any(self._unread[rows]):  # of the text before, whose prefix this one may share
+        if any(begins):  # a prefix of the text before stays, whose last step may not have been read
             self.head.read(part, self._taps[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
-            self._unread[rows] = [False] * len(texts)
         part.lengths.copy_(torch.tensor(begins))
         known = [list(text[begin + 1 : end + 1]) for text, begin, end in zip(texts, begins, ends, strict=True)]
         padded = [tokens + [0] * (hidden.shape[1] - len(tokens)) for tokens in known]
@@ -91,7 +86,10 @@ class AttentionSource:
         self._taps[rows, :width] = hidden.to(self._taps.dtype)
         self._next[rows, : width - 1] = tokens[:, 1:]
         self._counts[rows] = counts
-        self._unread[rows] = [True] * len(counts)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return [self._taps, self._next, self._counts, self.memory.lengths]
 
     def skip(self, pending: Tensor, texts: Texts) -> None:
         """What `first` does to the memory, where this source drafts nothing."""
@@ -103,11 +101,12 @@ class AttentionSource:
     def _read(self, read: Callable[..., Any], pending: Tensor, texts: Texts) -> Any:
         rows = slice(0, len(pending))
         counts = self._counts[rows]
-        self._part: Memory = self.memory.select(0, len(pending), max(map(len, texts)))
+        bucket = BUCKETS.get(pending.device.type, 1)  # as of the target's cache
+        longest = -(-(max(map(len, texts)) - 1) // bucket) * bucket + 1
+        self._part: Memory = self.memory.select(0, len(pending), longest)
         tokens = self._next[rows].scatter(1, (counts - 1).clamp_min(0)[:, None], pending[:, None])
         given = read(self._part, self._taps[rows], tokens, counts)
         counts.zero_()
-        self._unread[rows] = [False] * len(pending)
         return given
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:

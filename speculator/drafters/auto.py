@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from speculator import cuda_graphs
 from speculator.draft import Draft
 from speculator.drafters.base import LogitsSource, Texts
 from speculator.drafters.controller import COPIED, Choice, Controller, Cost, best
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.mixed import Mixed
-from speculator.drafters.ngram import NgramDrafter, copied
+from speculator.drafters.ngram import Found, NgramDrafter
 from speculator.drafters.topology import LOSSY, Shape
 from speculator.heads import Speculator
 from speculator.request import Request
@@ -28,17 +29,17 @@ class Copied:
 
     width, offered, levels = 1, 0, 0
     rules: tuple[str, ...] = ("walk", "block", "token", *LOSSY)
+    capturable = True
+    found: Found
 
     def __init__(self, length: int):
         self.depth = self.nodes = length
-        self.capturable = not length
-        self.found: Sequence[list[int]] = ()
 
     def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         source.skip(pending, texts)  # type: ignore[attr-defined]
         if not self.depth:
             return Draft.none(pending)
-        return copied([tokens[: self.depth] for tokens in self.found], pending.device)
+        return Draft(*self.found.first(len(pending), self.depth))
 
 
 class AutoDrafter(HeadDrafter):
@@ -56,6 +57,7 @@ class AutoDrafter(HeadDrafter):
     """
 
     name = "auto"
+    _found: Found
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class AutoDrafter(HeadDrafter):
     def open(self, slots: int, capacity: int) -> AutoDrafter:
         opened = super().open(slots, capacity)
         opened._copies = {length: Copied(length) for length in range(COPIED + 1)}
+        opened._found = Found(slots, max(shape.depth for shape in self._shapes), self.head.device)
         opened.forget()
         return opened
 
@@ -100,7 +103,10 @@ class AutoDrafter(HeadDrafter):
             return self.fixed
         found = self._ngrams.look([request.text for request in requests])
         chosen = self._controller.choose(requests, found)
+        if chosen and not isinstance(chosen, Choice) and self.head.device.type in cuda_graphs.DEVICES:
+            chosen = 1 << (chosen - 1).bit_length()  # graphs are few
         shape = chosen.shape if isinstance(chosen, Choice) else self._copies[chosen]
         if isinstance(shape, Copied | Mixed):
-            shape.found = [tokens for _, tokens in found]
+            self._found.put([tokens for _, tokens in found])
+            shape.found = self._found
         return shape

@@ -38,6 +38,7 @@ class Drafter:
             one whose siblings are drawn independently. "typical-lossy" runs on any draft, and is not exact.
         capturable: whether drafting needs nothing of the host, neither the texts nor an answer from the device:
             `propose` and `commit` may then be replayed from a CUDA graph without being called.
+        version: how often the tensors that it keeps were replaced by others: graphs from before read the old ones.
         taps: the target's taps that it reads (`speculator.taps`), ascending; none: it reads the last hidden state.
         overlap: positions at the end of a reused prefix which it must be given again.
         room: positions behind a text that it may write to in the target's cache.
@@ -48,6 +49,7 @@ class Drafter:
     nodes: int
     rules: tuple[str, ...]
     capturable: bool = False
+    version: int = 0
     taps: Sequence[int] = ()
     overlap: int = 0
     room: int = 0

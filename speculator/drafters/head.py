@@ -56,7 +56,7 @@ class HeadDrafter(Drafter):
                 f"{shape.width} children of a token: the head drafts from {self.head.config.output_size} tokens only"
             )
         self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        self.capturable = recurrent and shape.capturable
+        self.capturable = shape.capturable
         self.source.reshape(shape)
 
     def open(self: Self, slots: int, capacity: int) -> Self:
@@ -83,11 +83,15 @@ class HeadDrafter(Drafter):
     def buffers(self) -> Sequence[Tensor]:
         return self.source.buffers
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self.source.version
+
 
 class StateSource:
     """What a recurrent head remembers of a text: the target's last hidden state."""
 
-    overlap = 0
+    overlap = version = 0
     _hidden: Tensor  # [slots, D]
 
     def __init__(self, head: RecurrentHead):

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 
 from speculator.draft import Draft
 from speculator.drafters.base import Drafter, LogitsSource, Texts
-from speculator.drafters.ngram import NgramDrafter
+from speculator.drafters.ngram import Found, NgramDrafter
 from speculator.drafters.topology import LOSSY, Shape, check_length, check_nodes
 from speculator.kv_cache import KVCache
+from speculator.request import Request
 from speculator.sampling import RowSampling
 from speculator.verify import deepest
 
@@ -32,26 +33,27 @@ class Mixed:
         found: the paths for the rows of the next draft.
     """
 
-    capturable = False
+    found: Found
 
     def __init__(self, inner: Shape, length: int):
         check_length(length)
-        self.inner, self.length = inner, length
+        self.inner, self.length, self.capturable = inner, length, inner.capturable
         self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
         self.width, self.offered = inner.width + 1, inner.offered
         check_nodes(self.nodes)
         # A chain's other rules take no tree.
         self.rules: tuple[str, ...] = ("walk", *LOSSY) if "walk" in inner.rules else inner.rules
-        self.found: Sequence[list[int]] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mixed) and (self.inner, self.length) == (other.inner, other.length)
+
+    def __hash__(self) -> int:
+        return hash((self.inner, self.length))
 
     def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         draft = self.inner.draft(source, pending, sampling, u, texts)
-        device = pending.device
-        most = self.inner.depth + self.length
-        known = [path[:most] for path in self.found]
-        counts = torch.tensor([len(path) for path in known], device=device)
-        path = torch.tensor([row + [0] * (most - len(row)) for row in known], dtype=torch.long, device=device)
-        return joined(draft, path, counts, self.length)
+        path, counts = self.found.first(len(pending), self.depth)
+        return joined(draft, pad(path, (0, self.depth - path.shape[1])), counts, self.length)
 
 
 def joined(
@@ -106,6 +108,12 @@ class MixedDrafter(Drafter):
 
     def lend(self, cache: KVCache) -> None:
         self.drafter.lend(cache)
+        self.lookup.lend(cache)
+
+    def choose(self, requests: Sequence[Request]) -> Mixed:
+        self.lookup.choose(requests)
+        self.shape.found = self.lookup.found
+        return self.shape
 
     def forget(self) -> None:
         self.drafter.forget()
@@ -121,8 +129,19 @@ class MixedDrafter(Drafter):
         self.drafter.prefill(start, texts, begins, hidden, counts)
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        self.shape.found = [tokens for _, tokens in self.lookup.look(texts)]
         return self.drafter.propose(pending, sampling, u, texts)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         self.drafter.commit(tokens, hidden, counts)
+
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        return self.drafter.capturable
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self.drafter.buffers
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self.drafter.version

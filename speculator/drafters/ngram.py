@@ -8,10 +8,13 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from speculator import cuda_graphs
 from speculator.draft import Draft
 from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.corpus import LONGEST, Corpus
 from speculator.drafters.topology import check_length
+from speculator.kv_cache import KVCache
+from speculator.request import Request
 from speculator.sampling import RowSampling
 
 MEMORY = 2**17
@@ -91,6 +94,40 @@ def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
     return count
 
 
+class Found:
+    """What a lookup found for the rows of the next draft, on the device, in tensors that stay in place: captured steps
+    read them there.
+
+    Args:
+        slots, most: rows, and tokens of a path at most.
+    """
+
+    def __init__(self, slots: int, most: int, device: torch.device):
+        self._table = torch.zeros(slots, 1 + most, dtype=torch.long, device=device)
+        self._longest = 0
+
+    @classmethod
+    def of(cls, found: Sequence[Sequence[int]], device: torch.device) -> Found:
+        """Of as many rows, with room for the longest path."""
+        made = cls(len(found), max(map(len, found)), device)
+        made.put(found)
+        return made
+
+    def put(self, found: Sequence[Sequence[int]]) -> None:
+        """For each of the first rows a path, whose first tokens are kept; the others have none."""
+        slots, most = self._table.shape[0], self._table.shape[1] - 1
+        paths = [*(list(path[:most]) for path in found), *([] for _ in range(slots - len(found)))]
+        self._table.copy_(torch.tensor([[len(path), *path, *[0] * (most - len(path))] for path in paths]))
+        # The form of a captured step can't depend on what was found.
+        captured = self._table.device.type in cuda_graphs.DEVICES
+        self._longest = most if captured else max(map(len, paths))
+
+    def first(self, rows: int, most: int) -> tuple[Tensor, Tensor]:  # [rows, W], [rows]
+        """The paths of so many rows, and their lengths: at most `most` tokens."""
+        width = min(most, self._longest)
+        return self._table[:rows, 1 : 1 + width], self._table[:rows, 0].clamp(max=width)
+
+
 class NgramDrafter(Drafter):
     """Prompt lookup: a deterministic draft, copied from behind the most recent match of the longest suffix.
 
@@ -104,6 +141,8 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     rules: tuple[str, ...] = ("walk", "block", "token", "typical-lossy")
+    capturable = True
+    found: Found
 
     def __init__(self, draft_length: int = 4, max_ngram: int = 3, memory: int = 0, corpus: Corpus | None = None):
         check_length(draft_length)
@@ -116,6 +155,12 @@ class NgramDrafter(Drafter):
         opened = copy(self)
         opened.forget()
         return opened
+
+    def lend(self, cache: KVCache) -> None:
+        self.found = Found(len(cache.lengths), self.draft_length, cache.lengths.device)
+
+    def choose(self, requests: Sequence[Request]) -> None:
+        self.found.put([tokens for _, tokens in self.look([request.text for request in requests])])
 
     def forget(self) -> None:
         """What it drafts from now on does not depend on the texts before."""
@@ -151,12 +196,4 @@ class NgramDrafter(Drafter):
         return min(size, self.max_ngram), tokens
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        return copied([tokens for _, tokens in self.look(texts)], pending.device)
-
-
-def copied(found: Sequence[list[int]], device: torch.device) -> Draft:
-    """The draft of a chain of tokens for each row."""
-    width = max(map(len, found))
-    tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long)
-    lengths = torch.tensor([len(row) for row in found])
-    return Draft(tokens.view(len(found), width).to(device), lengths.to(device))
+        return Draft(*self.found.first(len(pending), self.draft_length))

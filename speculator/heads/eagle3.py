@@ -300,6 +300,7 @@ class Eagle3Speculator(AttentionHead):
             seen &= slots > position - self.config.sliding_window
         seen = seen[:, None].repeat(1, u.shape[1], 1)
         own = memory.lengths[:, None] + torch.arange(drafted, device=u.device)
+        own = own.clamp(max=extent - 1)  # a row that goes along in a captured step may be longer than `longest`
         seen = seen.scatter(2, own[:, None].expand_as(memory.seen), memory.seen)
         query = layer.self_attn.query(u, self.rope(position, u.dtype))
         attended = attend(query, memory.keys[:, :, :extent], memory.values[:, :, :extent], seen)

@@ -25,6 +25,7 @@ from speculator import (
     Engine,
     FixedTree,
     HeadDrafter,
+    MixedDrafter,
     ModelDrafter,
     NgramDrafter,
     Paths,
@@ -61,7 +62,12 @@ NAMES = [
     "lstm-chain",
     "pruned-tree",
     "exit-tree",
-    "auto",
+    "eagle3-chain",
+    "eagle3-tree",
+    "ngram",
+    "mixed-fixed-tree",
+    "auto-mlp",
+    "auto-eagle3",
 ]
 
 
@@ -75,7 +81,11 @@ def make_drafter(name: str, target: Target):
     if source == "none":
         return None
     if source == "auto":
-        return auto_drafter(tiny_head().to(target.device, target.dtype))
+        return auto_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
+    if source == "ngram":
+        return NgramDrafter()
+    if source == "mixed":
+        return MixedDrafter(make_drafter(f"eagle3-{shape}", target), NgramDrafter(2))
     if source == "model":
         return ModelDrafter(Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape])
     if source == "exit":
@@ -83,6 +93,7 @@ def make_drafter(name: str, target: Target):
     heads = {
         "head": tiny_head,
         "lstm": lambda: tiny_head(architecture="lstm"),
+        "eagle3": lambda: tiny_head(architecture="eagle3"),
         "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
     }
     return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
@@ -193,7 +204,7 @@ def test_a_replayed_step_gives_the_tokens_of_the_loop(name, sampling, monkeypatc
             assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
             capturing(patch, Double)
             assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
-            assert Double.made >= 2
+            assert Double.made >= (1 if name == "auto-eagle3" else 2)  # its shapes take turns
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -203,7 +214,7 @@ def test_steps_of_one_bucket_launch_the_same(name, sampling, monkeypatch):
     capturing(monkeypatch, Comparison)
     target = make_target()
     texts(target, make_drafter(name, target), sampling, rows=3)
-    assert Comparison.made >= 2
+    assert Comparison.made >= (1 if name == "auto-eagle3" else 2)
 
 
 def test_the_double_has_teeth(target, monkeypatch):
@@ -235,7 +246,7 @@ def test_an_engine_keeps_what_was_captured(monkeypatch):
         ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
     ]
-    for name in ("head-chain", "model-tree"):
+    for name in ("head-chain", "model-tree", "eagle3-tree", "mixed-fixed-tree"):
         alone = [
             generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
             for prompts, settings, count in turns
@@ -258,7 +269,7 @@ def test_rows_join_and_leave_captured_steps(monkeypatch):
     prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
     settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
     limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
-    for name in ("none", "head-tree", "model-chain", "model-tree"):
+    for name in ("none", "head-tree", "model-chain", "model-tree", "eagle3-tree", "ngram", "mixed-fixed-tree"):
         expected = [
             generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
             for prompt, own, limit in zip(prompts, settings, limits, strict=True)
@@ -279,7 +290,7 @@ def test_who_needs_the_host_is_called(target, monkeypatch):
     plain = tokens(None)
     assert Double.made
     Double.made = 0
-    hosts = (NgramDrafter(), Oracle(plain), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
+    hosts = (Oracle(plain), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
     for drafter in hosts:
         assert tokens(drafter) == plain
     target.capturable = False
@@ -420,7 +431,13 @@ def on_gpu(monkeypatch) -> Target:
     return make_target("cuda", torch.float32)
 
 
-@pytest.mark.parametrize("name", ["none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"),
+        *("eagle3-chain", "eagle3-tree", "ngram", "mixed-fixed-tree", "auto-eagle3"),
+    ],
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("rows", [1, 4])
 class TestOnTheGpu:

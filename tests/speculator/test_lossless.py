@@ -30,6 +30,7 @@ from speculator import verify as rules
 from speculator.draft import Draft
 from speculator.drafters.corpus import Corpus
 from speculator.drafters.mixed import Mixed
+from speculator.drafters.ngram import Found
 from speculator.sampling import RowSampling, draw, uniforms
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
@@ -322,7 +323,7 @@ def test_many_rows_of_a_mixed_draft_follow_the_target_distribution(inner):
     for start in range(0, rows, chunk):
         nodes = shape.nodes
         u = uniforms(torch.arange(start, start + chunk), torch.zeros(chunk, dtype=torch.long), 2 * nodes + 2)
-        shape.found = [paths[i % len(paths)] for i in range(chunk)]
+        shape.found = Found.of([paths[i % len(paths)] for i in range(chunk)], torch.device("cpu"))
         draft = shape.draft(source, torch.full((chunk,), size), one, u[:, :nodes], [])
         assert len(draft.longest.unique()) > 1
         seen += pairs(shape.rules[0], p_table, draft, u[:, nodes:])

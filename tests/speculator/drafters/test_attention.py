@@ -168,7 +168,7 @@ def test_another_rows_memory_that_is_read_is_seen(target, head, monkeypatch):
 
 
 def test_a_prompt_is_read_without_drafting_from_it(target, head, monkeypatch):
-    """A prefill writes keys and values; the rows that were not read before are read only where there are some."""
+    """A prefill writes keys and values; what a text before left unread is read where some of it stays."""
     reads, levels = [], []
     read, level = type(head)._read, type(head)._level
     monkeypatch.setattr(type(head), "_read", lambda *args: reads.append(args[2].shape) or read(*args))
@@ -184,5 +184,5 @@ def test_a_prompt_is_read_without_drafting_from_it(target, head, monkeypatch):
     source.move([0, 1], [1, 0], 6)
     source.prefill(1, [[9, 2]], [0], hidden[:1, :2], [2])
     assert len(reads) == 5
-    source.prefill(0, [[9, 2]], [0], hidden[:1, :2], [2])
+    source.prefill(0, [[1, 2, 3, 7, 9]], [4], hidden[:1, :1], [1])
     assert len(reads) == 7
