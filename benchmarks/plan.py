@@ -1,6 +1,7 @@
 """`python -m benchmarks.plan`: what `train.py --plan` foresees against what training then allocates, on the CPU.
 
     python -m benchmarks.plan
+    python -m benchmarks.plan --device cuda [--output DIR]      instead: the recipes, on a GPU (`benchmarks.recipes`)
     python -m benchmarks.plan --shapes      instead: plans of three targets on 1, 8 and 64 GPUs, nothing is run
 
 Five runs of two optimiser steps by the trainer itself, on Llamas of random weights; memory is what torch has allocated
@@ -9,28 +10,29 @@ when it has allocated most, by its profiler. The copies of matrices for oneDNN a
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from datasets import Dataset
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from transformers.utils import logging
 
+from benchmarks.recipes import parts_of, trainer_of
+from benchmarks.recipes import run as on_recipes
 from benchmarks.training import peak_bytes
-from speculator.checkpoints.loading import bind
-from speculator.heads import ARCHITECTURES
+from speculator.device import resolve_device
+from speculator.errors import OneLineParser, refuse, run_command
 from speculator.tables import markdown_table
 from speculator.target import Target
 from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig, parse
-from train.initialise import shape
 from train.place import GPUS, Place
 from train.plan import BUCKET, COPIES, GATHERED, MOMENTS, TARGET, WEIGHTS, Plan
 from train.shapes import GRADIENTS
-from train.trainer import Collator, SpeculatorTrainer
 
 HEAD = SpeculatorConfig()
 STAGE = StageConfig(max_steps=2, warmup_steps=0)
@@ -101,44 +103,15 @@ def measured(config: LlamaConfig, run: RunConfig) -> dict[str, float]:
     gc.collect()  # a model that goes while this one is measured would count as memory that it gave back
     torch.manual_seed(0)
     target = Target(LlamaForCausalLM(config), tokenizer=None)  # type: ignore[arg-type]
-    head = bind(ARCHITECTURES[run.speculator.architecture][1](shape(run.speculator, target.config)), target)
     stage = run.stage1
     count = stage.max_steps * stage.gradient_accumulation_steps * stage.per_device_train_batch_size
     rows = Dataset.from_dict({"input_ids": torch.randint(target.vocab_size, (count, run.data.seq_length)).tolist()})
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            folder,
-            max_steps=stage.max_steps,
-            disable_tqdm=True,
-            per_device_train_batch_size=stage.per_device_train_batch_size,
-            gradient_accumulation_steps=stage.gradient_accumulation_steps,
-            bf16=stage.bf16,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            remove_unused_columns=False,
-            label_names=["labels"],
-        )
-        trainer = SpeculatorTrainer(
-            model=head,
-            target=target,
-            loss=run.loss,
-            decode=lambda _: {},
-            args=settings,
-            data_collator=Collator(head.n_predict),
-            train_dataset=rows,
-        )
+        trainer = trainer_of(run, target, rows, folder)
         target.logits(target.hidden(torch.zeros(1, 64, dtype=torch.long)))  # makes the copies
-        weights = sum(tensor.nbytes for tensor in (*target.model.parameters(), *target.model.buffers()))
-        own = sum(weight.nbytes for weight in head.parameters())
         height = peak_bytes(trainer.train, torch.device("cpu"))
-    moments = [v for state in trainer.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return {
-        TARGET: weights,
-        WEIGHTS: own,
-        MOMENTS: sum(moment.nbytes for moment in moments if moment.ndim),
-        "in all": weights + own + height,
-    }
+    held = parts_of(trainer)
+    return {**held, "in all": held[TARGET] + held[WEIGHTS] + height}
 
 
 ATTENTION = SpeculatorConfig(architecture="eagle3", n_predict=5, draft_vocab_size=32_000)
@@ -188,13 +161,8 @@ def large(architecture: str) -> str:
     return markdown_table((*header, "stage 1, h", "stage 2, h", "generating, h"), rows)
 
 
-def main(argv: list[str]) -> None:
-    """Print the table."""
-    logging.set_verbosity_error()
-    if argv == ["--shapes"]:
-        for architecture in ("mlp", "eagle3"):
-            print(f"{architecture}\n\n{large(architecture)}\n")
-        return
+def on_cpu() -> str:
+    """The table of what is foreseen and measured here, on a CPU."""
     rows = []
     for name, (target, run) in CONFIGURATIONS.items():
         config = LlamaConfig(**target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -204,8 +172,28 @@ def main(argv: list[str]) -> None:
         rows.append((name, *sums, f"{plan['in all'] / real['in all'] - 1:+.1%}", "to the byte" if exact else "NO"))
         print(rows[-1], file=sys.stderr, flush=True)
     header = ("run", "planned, MB", "measured, MB", "off by", "weights and moments")
-    print(markdown_table(header, rows))
+    return markdown_table(header, rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m benchmarks.plan", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", action="store_true", help="plans of three targets on 1, 8 and 64 GPUs, nothing run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the recipes, on the GPU here")
+    parser.add_argument("--output", type=Path, help="folder for plan.json and plan.md, with --device cuda")
+    return run_command(parser.prog, lambda: _run(parser.parse_args(argv)))
+
+
+def _run(flags: argparse.Namespace) -> None:
+    refuse((flags.output and flags.device == "cpu", "--output: with --device cuda alone"))
+    logging.set_verbosity_error()
+    if flags.shapes:
+        for architecture in ("mlp", "eagle3"):
+            print(f"{architecture}\n\n{large(architecture)}\n")
+    elif flags.device == "cuda":
+        on_recipes(resolve_device("cuda:0"), flags.output)
+    else:
+        print(on_cpu())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculator.device import resolve_device, synchronize
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
@@ -84,11 +84,17 @@ PRESETS = {
 
 def random_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
     """A target of a preset's shape, made on the device and in its dtype: there is never a second copy."""
-    torch.manual_seed(0)
     config = LlamaConfig(**PRESETS[name].target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config.name_or_path = f"{name}, random weights"
-    with resolve_device():
-        return Target(AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer=None)  # type: ignore[arg-type]
+    return of_random_weights(config, dtype, resolve_device())
+
+
+def of_random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Target:
+    """A target of any shape, made likewise."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return Target(model, tokenizer=None)  # type: ignore[arg-type]
 
 
 def random_head(target: Target, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Speculator:
