@@ -18,14 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    PreTrainedConfig,
-    PrinterCallback,
-    Qwen3Config,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, PreTrainedConfig, PrinterCallback, Qwen3Config, TrainerCallback, TrainingArguments
 
 from benchmarks.shapes import PRESETS, of_random_weights
 from data.onpolicy import generate_rows
@@ -88,7 +81,7 @@ class Case:
         rows = self.rows or config.stage1.per_device_train_batch_size
         few = replace(config.stage1, per_device_train_batch_size=rows, gradient_accumulation_steps=2, max_steps=_STEPS)
         head = replace(config.speculator, architecture=self.architecture or config.speculator.architecture)
-        return replace(config, stage1=few, speculator=head)
+        return replace(config, stage1=replace(config.stage1, **few), speculator=head)
 
 
 CASES = (
@@ -127,7 +120,7 @@ def head_of(config: RunConfig, target: Target, dtype: torch.dtype = torch.float3
 
 def trainer_of(run: RunConfig, target: Target, rows: Dataset, folder: str) -> SpeculatorTrainer:
     """The trainer of a run's first stage, which writes and evaluates nothing."""
-    stage, on_cpu = run.stage1, target.device.type == "cpu"
+    stage = run.stage1
     settings = TrainingArguments(
         folder,
         max_steps=stage.max_steps,
@@ -135,8 +128,7 @@ def trainer_of(run: RunConfig, target: Target, rows: Dataset, folder: str) -> Sp
         per_device_train_batch_size=stage.per_device_train_batch_size,
         gradient_accumulation_steps=stage.gradient_accumulation_steps,
         bf16=stage.bf16,
-        use_cpu=on_cpu,
-        dataloader_num_workers=0,
+        use_cpu=target.device.type == "cpu",
         report_to="none",
         save_strategy="no",
         remove_unused_columns=False,
@@ -211,6 +203,8 @@ class Heights:
 
     def __init__(self, device: torch.device):
         self.device = device
+        if device.type == "cuda":
+            torch.cuda.init()  # statistics are refused before
 
     def reset(self) -> int:
         """Give back what is free, and count anew from what is there: the bytes of it."""
@@ -224,10 +218,8 @@ class Heights:
     def now(self) -> dict[str, int | None]:
         if self.device.type != "cuda":
             return {"measured": None, "reserved": None}
-        return {
-            "measured": torch.cuda.max_memory_allocated(self.device),
-            "reserved": torch.cuda.max_memory_reserved(self.device),
-        }
+        heights = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return dict(zip(("measured", "reserved"), heights, strict=True))
 
 
 def tried(work: Callable[[], dict[str, Any]], heights: Heights) -> dict[str, Any]:
