@@ -2,6 +2,8 @@
 
 Targets have the published sizes and random weights, made on the device in bfloat16. Rows, their length and heads are
 the recipe's own; of its gradient accumulation two passes are left, as from the second on the gradients are there.
+
+Longer than other files: what is run, how it is measured and the table that it becomes are one benchmark.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Case:
         rows = self.rows or config.stage1.per_device_train_batch_size
         few = replace(config.stage1, per_device_train_batch_size=rows, gradient_accumulation_steps=2, max_steps=_STEPS)
         head = replace(config.speculator, architecture=self.architecture or config.speculator.architecture)
-        return replace(config, stage1=replace(config.stage1, **few), speculator=head)
+        return replace(config, stage1=few, speculator=head)
 
 
 CASES = (
@@ -265,6 +267,8 @@ def _planned(parts: dict[str, float]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
+    """The table."""
+
     def line(row: dict[str, Any]) -> tuple[str, ...]:
         planned, measured, reserved = (row.get(name) for name in ("planned", "measured", "reserved"))
         cells = [_gb(planned), _gb(measured)]
