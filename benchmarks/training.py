@@ -201,8 +201,15 @@ def _product(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int
     return 2 * math.prod(x) * weight[0]
 
 
-# The counter knows torch's own products alone.
+def _attention(query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
+    batch, heads, length, size = query
+    return 4 * batch * heads * length * key[2] * size
+
+
+# The counter knows torch's own products alone, and no attention whose query heads share key heads.
 _COUNTED = {torch.ops.mkldnn._linear_pointwise: _product} if FAST_DTYPES else {}
+for _kind in ("cudnn", "flash", "efficient"):
+    _COUNTED[getattr(torch.ops.aten, f"_scaled_dot_product_{_kind}_attention")] = _attention
 
 
 def _operations(call: Callable) -> int:
