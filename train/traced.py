@@ -123,6 +123,8 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         _mapped(self._note, out)
         packet = func._overloadpacket
+        if packet is _FLASH[1]:
+            _mapped(self._note, _scratch(*args))
         if count := COUNTED.get(packet) or flop_registry.get(packet):
             self.operations += count(*args, **kwargs, out_val=out)
         return out
@@ -156,8 +158,24 @@ def _grouped(x: Tensor, weights: Tensor, *_: object, **__: object) -> int:  # [T
     return 2 * x.numel() * weights.shape[-1]
 
 
+def _lower(packet: Any, *given: Any, **options: Any) -> int:
+    """Of causal attention: torch's counter has both triangles."""
+    return flop_registry[packet](*given, **options) // 2
+
+
+def _scratch(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, *_: Any
+):
+    """What flash attention allocates in its backward pass: sums in float32, and keys' gradients of each query head."""
+    documents = len(more[3]) - 1
+    wide = query.new_empty(len(query) + 128 * documents, *query.shape[1:], dtype=torch.float32)
+    return [wide] if query.shape == key.shape else [wide, torch.empty_like(query), torch.empty_like(query)]
+
+
+_FLASH = (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
 COUNTED: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: _grouped}
-"""Operations of products that torch's own counter does not know."""
+"""Operations of products that torch's own counter does not know, or not as they are."""
+COUNTED |= {packet: partial(_lower, packet) for packet in _FLASH}
 if FAST_DTYPES:
     COUNTED[torch.ops.mkldnn._linear_pointwise] = _product
 if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # other dtypes than bfloat16

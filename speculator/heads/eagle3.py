@@ -41,7 +41,8 @@ from speculator.errors import UserError
 from speculator.heads.attention import AttentionHead, Memory
 from speculator.heads.base import Loss
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig, default_taps
-from speculator.heads.eagle3_layer import BlockedAttention, Layer, Norm, Rope, Rows, attend
+from speculator.heads.eagle3_layer import Layer, Norm, Rope, attend
+from speculator.heads.joint_attention import Rows, fused_dtype, joint_attention
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**25
@@ -168,7 +169,7 @@ class Eagle3Speculator(AttentionHead):
         """What the output matrix reads, of each step; 0 at the positions that are not wanted.
 
         Those have keys and values, and no more. What is held of the others until the backward pass is a few states per
-        step: projections, MLP and, in blocks of positions, the attention's scores are made anew.
+        step: projections, MLP and the attention's scores are made anew.
         """
         length, layer = taps.shape[1], self._layer
         if documents is None:
@@ -182,27 +183,31 @@ class Eagle3Speculator(AttentionHead):
         wanted = everything if learns is None else learns.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # every weight then has a gradient, as DDP asks
-        limit = _SCORES.get(self.device_kind or taps.device.type, _SCORES_ON_GPU) // self.config.num_attention_heads
-        rows = Rows.of(wanted, document_starts(documents), limit, self.config.sliding_window)
-        texts = wanted // length
+        kind = self.device_kind or taps.device.type
+        limit = _SCORES.get(kind, _SCORES_ON_GPU) // self.config.num_attention_heads
+        rows = Rows(wanted, document_starts(documents), limit, self.config.sliding_window)
+        fused = fused_dtype(keys, kind)
 
         def again(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
             return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
+        def cast(*given: Tensor) -> list[Tensor]:  # under autocast rope leaves float32
+            return [x.to(fused or x.dtype) for x in given]
+
+        keys, values = cast(keys, values)
         g = g.flatten(0, 1)[wanted]
         # Of step 0 a position sees its own key among the others'.
         own_keys, own_values = keys[0, :0, None].expand(0, len(wanted), -1, -1), values[0, :0, None]
         own_values = own_values.expand_as(own_keys)
         features = []
         for i in range(self.n_predict):
-            query, key, value, residual = again(self._enter, g, tokens[texts, rows.places + i], rows.places + i)
+            query, key, value, residual = again(self._enter, g, tokens[rows.texts, rows.places + i], rows.places + i)
+            query, key, value = cast(query, key, value)
             if i:
                 own_keys, own_values = torch.cat([own_keys, key[None]]), torch.cat([own_values, value[None]])
-            attended = BlockedAttention.apply(rows, i, query, keys, values, own_keys, own_values)
+            attended = joint_attention(rows, i, fused is not None, query, keys, values, own_keys, own_values)
             feature, g = again(self._leave, residual, attended)
-            if len(wanted) < len(everything):
-                feature = feature.new_zeros(len(everything), feature.shape[1]).index_copy(0, wanted, feature)
-            features.append(feature.view(*documents.shape, -1))
+            features.append(rows.whole(feature).view(*documents.shape, -1))
         return features
 
     def _enter(self, g: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
-from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3, eagle3_layer
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3, joint_attention
 from speculator.heads.attention import Memory
 from speculator.heads.eagle3_config import default_taps
 
@@ -340,13 +340,13 @@ def test_a_training_form_that_is_wrong_is_seen(fault, monkeypatch):
     head = head_of()
     taps, tokens = inputs(head)
     expected = written_out(head, taps, tokens, DOCUMENTS)
-    enter, right = head._enter, eagle3_layer.attend_own
+    enter, right = head._enter, joint_attention.attend_own
     if fault == "positions not advanced":
         places = torch.arange(DOCUMENTS.shape[1]).repeat(2)
         monkeypatch.setattr(head, "_enter", lambda g, tokens, positions: enter(g, tokens, places))
     elif fault == "another row's key seen":
         monkeypatch.setattr(
-            eagle3_layer,
+            joint_attention,
             "attend_own",
             lambda *given: right(*given[:4], *(own.roll(1, 1) for own in given[4:])),
         )
