@@ -163,9 +163,7 @@ def _lower(packet: Any, *given: Any, **options: Any) -> int:
     return flop_registry[packet](*given, **options) // 2
 
 
-def _scratch(
-    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, *_: Any
-):
+def _scratch(_: Tensor, query: Tensor, key: Tensor, *more: Any) -> list[Tensor]:
     """What flash attention allocates in its backward pass: sums in float32, and keys' gradients of each query head."""
     documents = len(more[3]) - 1
     wide = query.new_empty(len(query) + 128 * documents, *query.shape[1:], dtype=torch.float32)

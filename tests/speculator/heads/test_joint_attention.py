@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.speculator.heads.test_eagle3 import DOCUMENTS, STEPS, head_of, inputs
 
 from speculator.documents import document_starts
 from speculator.heads import joint_attention
 from speculator.heads.joint_attention import BlockedAttention, FusedAttention, Rows
+from tests.speculator.heads.test_eagle3 import DOCUMENTS, STEPS, head_of, inputs
 
 NAMES = ["out", "query", "keys", "values", "own keys", "own values"]
 
