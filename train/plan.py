@@ -102,6 +102,8 @@ class Plan:
         stage, length = self.stages[name], self.lengths[name]
         rows, again = stage.per_device_train_batch_size, stage.gradient_accumulation_steps > 1
         forward = self.shapes.forward(length) * (rows * self.parts)  # of all rows of the group
+        if gathered := self._gathered(forward.bytes):
+            forward.peak[GATHERED] = gathered
         if again:
             forward.peak[GRADIENTS] = 4 * self.shapes.trained
         return forward, self.shapes.step(rows, length, self.config.loss, stage.bf16, again)
@@ -113,9 +115,7 @@ class Plan:
         shapes, config = self.shapes, self.config
         always = Counter({TARGET: shapes.bytes, COPIES: shapes.linear if self.place.kind == "cpu" else 0})
         if self.place.shards > self.parts:  # FSDP2
-            # The output matrix is whole as well, and so is a layer that runs, with the next one beside it.
-            always[TARGET] = shapes.bytes // self.place.shards + shapes.table
-            always[GATHERED] = max(2 * shapes.layer, shapes.table)
+            always[TARGET] = shapes.bytes // self.place.shards + shapes.table  # the output matrix is whole as well
             always[COPIES] = 0
         trained = Counter({WEIGHTS: 4 * shapes.trained, MOMENTS: 8 * shapes.trained})
         if config.shard_optimizer:  # whole tensors of about as many numbers in each process
@@ -140,6 +140,16 @@ class Plan:
             needs[SELF] = always + self._decoding(chats.batch_size, chats.max_prompt_tokens, chats.max_new_tokens, 0)
         return needs
 
+    def _gathered(self, others: float = 0) -> float:
+        """Bytes that FSDP2 adds to a pass of the target that holds so many others while a layer runs.
+
+        A layer is there twice: as it was received, and as it is used. So is the embedding, before all others, unless
+        it is the output matrix.
+        """
+        if self.place.shards == self.parts:
+            return 0
+        return max(2 * self.shapes.layer, 0 if self.shapes.tied else 2 * self.shapes.table - others)
+
     def _decoding(self, rows: int, prompt: int, new: int, depth: int, size: int | None = None) -> Counter[str]:
         """Of decoding rows together.
 
@@ -156,7 +166,7 @@ class Plan:
         logits = rows * (1 + depth) * shapes.config.vocab_size * (shapes.dtype.itemsize + 3 * 4)
         drafts = rows * depth * shapes.config.vocab_size * (size or shapes.dtype.itemsize)
         kept = rows * positions * (shapes.position + (shapes.remembered if depth else 0))
-        return Counter({CACHE: kept, STEP: max(chunk, logits + drafts)})
+        return Counter({CACHE: kept, STEP: max(chunk, logits + drafts), GATHERED: self._gathered()})
 
     def refuse_too_large(self) -> None:
         """Refuse what can't fit.

@@ -84,7 +84,7 @@ class Shapes:
             self.bytes = _bytes(self.target)
             self.table = self.target.get_output_embeddings().weight.nbytes
             if parts > 1:  # transformers divides the embedding by its rows; `Target` has the output matrix whole
-                self.bytes += self.table // parts - (0 if self._tied else self.table)
+                self.bytes += self.table // parts - (0 if self.tied else self.table)
             experts = [weight for weight in whole.parameters() if weight.ndim == 3]
             self.experts = sum(weight.numel() for weight in experts)
             chosen = getattr(self.config, "num_experts_per_tok", None) or 1
@@ -123,10 +123,11 @@ class Shapes:
         """Weights of the target that a token is multiplied by: of its experts those that it is sent to, and of the two
         tables one."""
         table = self.target.get_input_embeddings().weight.numel()
-        return self.weights - self.experts * (1 - self.chosen) - (0 if self._tied else table)
+        return self.weights - self.experts * (1 - self.chosen) - (0 if self.tied else table)
 
     @property
-    def _tied(self) -> bool:
+    def tied(self) -> bool:
+        """Whether the output matrix is the embedding."""
         return self.target.get_input_embeddings().weight is self.target.get_output_embeddings().weight
 
     @property

@@ -133,7 +133,11 @@ def test_a_part_of_the_target_is_planned_for_each_of_its_processes(target_folder
     half = parts[whole][TARGET] / 2
     assert parts[tp][TARGET] == pytest.approx(half + table / 2, rel=0.01), "the output matrix is whole"
     assert parts[fsdp][TARGET] == pytest.approx(half + table), "beside its shard"
-    assert [parts[made][GATHERED] > 0 for made in parts] == [False, False, True]
+    layer = whole.shapes.layer
+    gathered = [made.memory()["evaluations"][GATHERED] for made in parts]
+    assert gathered == [0, 0, 2 * max(table, layer)], "as received, and as used"
+    alone, sharded = (made.passes["stage1"][0].bytes for made in (whole, fsdp))
+    assert sharded == max(alone + 2 * layer, 2 * table), "the embedding's when nothing else of the pass is there"
     caches = [made.memory()["evaluations"][CACHE] for made in parts]
     assert caches[1] * 2 == caches[2], "of the same rows half of the heads"
     assert caches[0] * 2 == caches[2], "and each whole target has rows of its own"
