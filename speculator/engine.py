@@ -269,7 +269,7 @@ class Engine:
         if not hasattr(self, "cache"):
             self.cache = self.target.cache(slots, self._capacity)
             if self.drafter:
-                self.drafter = self.drafter.open(slots, self._capacity)
+                self.drafter = self.drafter.open(slots, self.cache.capacity)
                 self.drafter.lend(self.cache)
         self.slots.admit(self.waiting, self.drafter.overlap if self.drafter else 0)
 
@@ -284,6 +284,8 @@ class Engine:
         if self.cache.grow(self._capacity):
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
+            # A pool whose graphs are all gone takes no more of them.
+            self._pool = cuda_graphs.new_pool(self.target.device)
             self._stepping = self.part("_step")
 
     def _arrange(self) -> None:

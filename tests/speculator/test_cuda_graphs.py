@@ -263,6 +263,38 @@ def test_an_engine_keeps_what_was_captured(monkeypatch):
             assert made[1] == made[0]
 
 
+@pytest.mark.parametrize("name", ["eagle3-tree", "model-tree", "mixed-fixed-tree"])
+def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
+    """The target's cache has more than was asked for, and need not grow."""
+    target = make_target()
+    expected = [generate(target, make_drafter(name, target), [[1]], max_new_tokens=n).tokens for n in (2, 90)]
+    capturing(monkeypatch, Double)
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 128)
+    engine = Engine(target, make_drafter(name, target), slots=1)
+    capacities = set()
+    for count, tokens in zip((2, 90), expected, strict=True):
+        engine.forget()
+        assert engine.generate([[1]], max_new_tokens=count).tokens == tokens
+        capacities.add(engine.cache.capacity)
+    assert len(capacities) == 1
+
+
+def test_graphs_of_a_cache_that_has_grown_get_a_pool_of_their_own(monkeypatch):
+    """torch refuses a capture into a pool whose graphs are gone."""
+    target, pools = make_target(), []
+    capturing(monkeypatch, Double)
+    double = graphs.capture
+    monkeypatch.setattr(graphs, "new_pool", lambda device: object())
+    monkeypatch.setattr(graphs, "capture", lambda work, pool, *given: pools.append(pool) or double(work, pool, *given))
+    engine = Engine(target, make_drafter("head-chain", target), slots=1)
+    for count in (20, 120):
+        engine.generate([[1, 2]], max_new_tokens=count, eos_token_ids=())
+        if count == 20:
+            before = set(map(id, pools))
+    assert len(before) == 1
+    assert len(set(map(id, pools))) == 2
+
+
 def test_rows_join_and_leave_captured_steps(monkeypatch):
     """Fewer rows, other rows in their places, and rows that wait in a captured step for the rest of their prompt."""
     target = make_target()
