@@ -5,6 +5,10 @@
 Writes regret.json, regret.md and regret.png. A cell is a suite, a batch size and a temperature. Its prompts go batch by
 batch through every decoder before the next batch comes, in an order that rotates; each has one engine for the cell. The
 best fixed choice is known in hindsight only: of a cell, and of all cells together.
+
+`--num_samples n` decodes n texts of each prompt, those of a prompt beside each other: they share its prefill, and
+lookups look in all of them. A few choices, and the same rows beside other prompts' ("apart"); the time of prefills
+counts, and nothing is kept from batch to batch.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from speculator.device import synchronize
 from speculator.drafters import Drafter
 from speculator.drafters.auto import AutoDrafter
 from speculator.drafters.controller import best
+from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, refuse, run_command
 from speculator.files import make_folder
 from speculator.tables import markdown_table
@@ -32,6 +37,7 @@ from speculator.tuned import automatic, described
 
 _COPIES = (2, 4, 8)
 _BESIDE = 4
+_APART = ", apart"
 
 
 def decoders(auto: AutoDrafter, greedy: bool, rows: int) -> dict[str, Drafter | None]:
@@ -45,43 +51,72 @@ def decoders(auto: AutoDrafter, greedy: bool, rows: int) -> dict[str, Drafter | 
     return {"none": None, **{f"n-gram {n}": NgramDrafter(n) for n in _COPIES}, **heads, "auto": auto}
 
 
-def measure(target: Target, auto: AutoDrafter, suite: Suite, temperature: float, count: int, batch_size: int) -> dict:
+def samplers(auto: AutoDrafter, alone: AutoDrafter, rows: int) -> dict[str, Drafter | None]:
+    """Who decodes several texts of a prompt: fixed choices, auto, and what knows nothing of its neighbours."""
+    fixed = HeadDrafter(auto.head, best(auto.choices, auto.cost, False, rows))
+    every = {"none": None, f"n-gram {_BESIDE}": NgramDrafter(_BESIDE, memory=MEMORY), described(fixed.shape): fixed}
+    return {**every, "none" + _APART: None, "auto" + _APART: alone, "auto": auto}
+
+
+def measure(
+    target: Target,
+    every: dict[str, Drafter | None],
+    suite: Suite,
+    temperature: float,
+    count: int,
+    batch_size: int,
+    samples: int = 1,
+) -> dict:
     """Tokens per second of each decoder in a cell."""
-    every = decoders(auto, Sampling(temperature).greedy, batch_size)
     engines = {name: Engine(target, drafter, slots=batch_size) for name, drafter in every.items()}
     tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
     eos = target.eos_token_ids if suite.chat else ()
+    prompts = [prompt for prompt in suite.prompts for _ in range(samples)]
+    rows = [(prompt, Sampling(temperature, seed=number)) for number, prompt in enumerate(prompts)]
+    apart = [row for sample in range(samples) for row in rows[sample::samples]]
     for engine in engines.values():  # the first pass through a shape allocates
-        engine.generate(suite.prompts[:batch_size], Sampling(temperature), max_new_tokens=min(8, count))
+        engine.generate(prompts[:batch_size], Sampling(temperature), max_new_tokens=min(8, count))
         engine.forget()
     order = list(engines)
     cell = f"{suite.name}, temperature {temperature:g}, batch {batch_size}"
-    for start in tqdm(range(0, len(suite.prompts), batch_size), desc=cell, unit="batch"):
+    for start in tqdm(range(0, len(rows), batch_size), desc=cell, unit="batch"):
         order = order[1:] + order[:1]
         for name in order:
             synchronize()
-            own, prompts = Sampling(temperature, seed=start), suite.prompts[start : start + batch_size]
-            made = engines[name].generate(prompts, own, max_new_tokens=count, eos_token_ids=eos)
+            batch = (apart if name.endswith(_APART) else rows)[start : start + batch_size]
+            given, own = zip(*batch, strict=True)
+            made = engines[name].generate(given, own, max_new_tokens=count, eos_token_ids=eos)
             tokens[name] += sum(len(row) - 1 for row in made.tokens)
             seconds[name] += made.decode_seconds
+            if samples > 1:
+                seconds[name] += made.prefill_seconds
+                engines[name].forget()
     speeds = {name: tokens[name] / seconds[name] for name in engines}
-    return {"suite": suite.name, "temperature": temperature, "batch_size": batch_size, "tokens_per_second": speeds}
+    cell = {"suite": suite.name, "temperature": temperature, "batch_size": batch_size, "num_samples": samples}
+    return {**cell, "tokens_per_second": speeds}
 
 
 def summary(cells: list[dict]) -> dict:
     """Of each cell auto against the best fixed choice and plain decoding; over all against the best single choice."""
-    shared = set.intersection(*(set(cell["tokens_per_second"]) for cell in cells)) - {"auto"}
+    shared = set.intersection(*(_fixed(cell) for cell in cells))
     relative: dict[str, list[float]] = {name: [] for name in shared}
     for cell in cells:
         speeds = cell["tokens_per_second"]
-        cell["best_fixed"] = max(speeds.keys() - {"auto"}, key=speeds.__getitem__)
+        cell["best_fixed"] = max(_fixed(cell), key=speeds.__getitem__)
         cell["auto_over_best"] = speeds["auto"] / speeds[cell["best_fixed"]]
         cell["auto_over_plain"] = speeds["auto"] / speeds["none"]
+        apart = {name: speeds["auto"] / speeds[name] for name in speeds if name.endswith(_APART)}
+        if apart:
+            cell["auto_over_apart"] = apart
         for name in shared:
             relative[name].append(speeds["auto"] / speeds[name])
     over = {name: statistics.geometric_mean(ratios) for name, ratios in relative.items()}
     single = min(over, key=over.__getitem__)
     return {"cells": cells, "best_single": single, "auto_over_best_single": over[single]}
+
+
+def _fixed(cell: dict) -> set[str]:
+    return {name for name in cell["tokens_per_second"] if name != "auto" and not name.endswith(_APART)}
 
 
 def markdown(report: dict) -> str:
@@ -112,6 +147,12 @@ def markdown(report: dict) -> str:
         f"Against the best single fixed choice over all cells ({report['best_single']}): "
         f"{report['auto_over_best_single']:.2f} times its tokens/s, in the geometric mean.",
         "",
+        *(
+            f"{cell['suite']}, temperature {cell['temperature']:g}, {cell['num_samples']} texts of each prompt, "
+            f"prefills counted: auto has {ratio:.2f} times the tokens/s of `{name}`.\n"
+            for cell in report["cells"]
+            for name, ratio in cell.get("auto_over_apart", {}).items()
+        ),
         "![every fixed choice and auto](regret.png)",
         "",
     ]
@@ -144,29 +185,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--speculator", required=True, help="folder of a head that `python -m eval tune` has measured")
     parser.add_argument("--suite", action="append", help="name or file; repeatable; default: python-sources")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
-    parser.add_argument("--batch_size", type=int, action="append", help="default: 1, 4 and 16")
+    parser.add_argument("--batch_size", type=int, action="append", help="default: 1, 4 and 16, or as many as samples")
+    parser.add_argument("--num_samples", type=int, default=1, help="texts of each prompt, decoded beside each other")
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print the table, and plot it."""
-    sizes, temperatures = arguments.batch_size or [1, 4, 16], arguments.temperature or [0.0, 1.0]
-    refuse((min(sizes) < 1, "--batch_size must be at least 1"))
+    samples, several = arguments.num_samples, arguments.num_samples > 1
+    sizes = arguments.batch_size or ([samples] if several else [1, 4, 16])
+    temperatures = arguments.temperature or [0.0, 1.0][several:]
+    refuse(
+        (min(*sizes, samples) < 1, "--batch_size and --num_samples must be at least 1"),
+        (several and not min(temperatures), f"--num_samples {samples} at --temperature 0 would be equal texts"),
+    )
     target = common.load_target(arguments)
     head = load_head(arguments.speculator, target)
     parts = [suite_of(arguments, name, target) for name in arguments.suite or [PYTHON_SOURCES]]
     cells = []
     for suite, temperature, size in product(parts, temperatures, sizes):
-        auto = automatic(arguments.speculator, target, head, [temperature], size)
-        if auto is None:
+        folder = arguments.speculator
+        auto = automatic(folder, target, head, [temperature], size, MEMORY if several else 0)
+        alone = automatic(folder, target, head, [temperature], size)
+        if auto is None or alone is None:
             raise UserError(
                 f"{arguments.speculator} was not tuned at --temperature {temperature:g}: python -m eval tune --target "
                 f"{target.name} --speculator {arguments.speculator} --temperature {temperature:g}"
             )
         if not cells:
             make_folder(arguments.output)
-        cells.append(measure(target, auto, suite, temperature, arguments.max_new_tokens, size))
+        greedy = Sampling(temperature).greedy
+        every = samplers(auto, alone, size) if several else decoders(auto, greedy, size)
+        cells.append(measure(target, every, suite, temperature, arguments.max_new_tokens, size, samples))
     measured = {"speculator": arguments.speculator, **summary(cells)}
     prompts = [prompt for suite in parts for prompt in suite.prompts]
     common.write(arguments, target, prompts, measured, "regret", markdown)

@@ -30,7 +30,6 @@ from speculator.engine import Engine, Verified
 from speculator.heads import Speculator
 from speculator.request import Request
 from speculator.sampling import Sampling
-from speculator.slots import JOINING
 from speculator.target import Target
 
 Result = TypeVar("Result")
@@ -100,7 +99,7 @@ def walk(
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
     requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
     engine.admit()
-    while any(slot.phase == JOINING for slot in engine.slots.rows):
+    while engine.slots.joining:
         engine.prefill()
     cache, who, capturing = engine.cache, engine.drafter, engine.capturing
     plainly, propose, verify, keep = map(engine.part, ("_step", "draft", "verify", "keep"))

@@ -1,7 +1,8 @@
 """The engine: requests in a fixed number of slots, decoded together, step by step.
 
 A slot is a row of the KV cache. Between steps a finished request leaves its slot and a waiting one joins, in the free
-slot that has most of its prompt already; prompts are prefilled in chunks. The rows that decode are the first ones, so a
+slot that has most of its prompt already; prompts are prefilled in chunks, and what a prompt begins with is copied where
+another row has read it. The rows that decode are the first ones, so a
 step costs what they cost. Plain decoding is the same engine without a drafter, so a measured speedup compares like with
 like.
 
@@ -271,7 +272,7 @@ class Engine:
             if self.drafter:
                 self.drafter = self.drafter.open(slots, self.cache.capacity)
                 self.drafter.lend(self.cache)
-        self.slots.admit(self.waiting, self.drafter.overlap if self.drafter else 0)
+        self.slots.admit(self.waiting, self._overlap)
 
     def grow(self) -> None:
         """Have room for the texts in the slots: they may be longer than was foreseen when they joined."""
@@ -292,16 +293,31 @@ class Engine:
         source, to = self.slots.arrange()
         if to:
             longest = max(len(self.slots.rows[row].text) for row in to)
-            self.cache.move(source, to, longest)
+            self._move(source, to, longest)
             self.pending[to] = self.pending[source]
-            if self.drafter:
-                self.drafter.move(source, to, longest)
+
+    def _move(self, source: list[int], to: list[int], longest: int) -> None:
+        """Rows go to others, or their first `longest` tokens do."""
+        self.cache.move(source, to, longest)
+        if self.drafter:
+            self.drafter.move(source, to, longest)
+
+    def _follow(self) -> None:
+        """Give prompts the beginnings that other rows have read."""
+        source, to, longest = self.slots.follow(self._overlap)
+        if to:
+            self._move(source, to, longest)
+
+    @property
+    def _overlap(self) -> int:
+        return self.drafter.overlap if self.drafter else 0
 
     def prefill(self) -> None:
         """Process a chunk of the prompts that are not in the cache yet, and draw the first token of those that end.
 
         Beside decoding rows: so many tokens as keep these waiting for a chunk, or as long as their own step does.
         """
+        self._follow()
         rows = self.slots.of(JOINING)
         if not rows:
             return

@@ -237,7 +237,7 @@ class KVCache(Cache):
                 part[:, rows, :, front] = part[:, rows, :, places]
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Rows of at most `longest` tokens change places: row source[i] becomes row destination[i]."""
+        """Row destination[i] becomes what row source[i] was, as far as the first `longest` tokens go."""
         old, new = (torch.tensor(rows, device=self.lengths.device) for rows in (source, destination))
         self.lengths[new] = self.lengths[old]
         for stack in self.stacks.values():

@@ -8,7 +8,8 @@ from itertools import takewhile
 
 from speculator.request import Request
 
-DECODING, JOINING, FREE = range(3)
+DECODING, JOINING, FOLLOWING, FREE = range(4)
+"""Decoding; being prefilled; waiting for the beginning of a prompt that another row is reading; free."""
 
 
 class Slot:
@@ -21,6 +22,8 @@ class Slot:
         self.phase = FREE
         self.turn = 0
         """When it was prefilled last: the first in line has the least."""
+        self.following: tuple[Slot, Sequence[int], int] | None = None
+        """Another slot, the text in it, and how many tokens of that this one begins with too."""
 
 
 class Slots:
@@ -41,6 +44,11 @@ class Slots:
         """The rows in a phase."""
         return [row for row, slot in enumerate(self.rows) if slot.phase == phase]
 
+    @property
+    def joining(self) -> bool:
+        """Whether some prompt is not read yet."""
+        return any(slot.phase in (JOINING, FOLLOWING) for slot in self.rows)
+
     def release(self) -> None:
         """Free the slots whose requests have ended; what they hold stays for a prompt that begins alike."""
         for slot in self.rows:
@@ -53,7 +61,8 @@ class Slots:
         """Give waiting requests the free slots: to each the one with the longest common prefix.
 
         Of a prefix the last `overlap` tokens are processed again, and of a prompt at least the last token: its state
-        gives the first new one.
+        gives the first new one. Where a prompt that has been read, or is being read, shares more, the request follows:
+        its row gets that from the other's. It waits for no less than half of what it would have to process.
         """
         free = [slot for slot in self.rows if slot.phase == FREE]
         fresh = deque(slot for slot in free if not slot.known)
@@ -69,11 +78,49 @@ class Slots:
                     best, known = slot, shared
                 if known >= len(request.prompt) - 1:
                     break
+            following = self._following(request, known)
             slot = best or (fresh.popleft() if fresh else used[0])
             if slot in used:
                 used.remove(slot)
-            slot.known = max(0, min(known, len(request.prompt) - 1) - overlap)
-            slot.request, slot.text, slot.phase, slot.turn = request, request.text, JOINING, self._turn
+            slot.known = _reused(known, request.prompt, overlap)
+            slot.request, slot.text, slot.turn, slot.following = request, request.text, self._turn, following
+            slot.phase = FOLLOWING if following else JOINING
+
+    def _following(self, request: Request, known: int) -> tuple[Slot, Sequence[int], int] | None:
+        """Whose prompt has the most of this one, if that is enough more than `known`."""
+        following, most = None, len(request.prompt) - 1
+        for slot in self.rows:
+            if slot.request is None or known == most:
+                continue
+            # Most have not: whole pieces are compared first.
+            least = known + 1 if slot.known > known else known + (most - known) // 2 + 1
+            if list(slot.text[:least]) == list(request.prompt[:least]):
+                shared = min(common_prefix(slot.text, request.prompt), len(slot.request.prompt), most)
+                if shared > known and (shared <= slot.known or 2 * (shared - known) > most - known):
+                    following, known = (slot, slot.text, shared), shared
+        return following
+
+    def follow(self, overlap: int) -> tuple[list[int], list[int], int]:
+        """Let those be prefilled whose leader has read what they share, or is gone.
+
+        Returns rows, whose first tokens are to be copied, where each of them goes, and the most tokens of one.
+        """
+        source, to, longest = [], [], 0
+        for row in self.of(FOLLOWING):
+            slot = self.rows[row]
+            assert slot.following is not None
+            leader, text, shared = slot.following
+            there = leader.text is text
+            read = leader.known >= shared and (not there or self.rows.index(leader) not in to)  # else it is read now
+            if there and not read and leader.request:
+                continue
+            slot.phase, slot.following = JOINING, None
+            if there and read:
+                source.append(self.rows.index(leader))
+                to.append(row)
+                longest = max(longest, shared)
+                slot.known = _reused(shared, slot.text, overlap)
+        return source, to, longest
 
     def arrange(self) -> tuple[list[int], list[int]]:
         """Decoding rows first, then those being prefilled, then free ones: a pass runs over neighbours.
@@ -103,6 +150,11 @@ class Slots:
             self.rows[row].turn = self._turn
         self._turn += 1
         return rows[start:stop], max(widths[start:stop])
+
+
+def _reused(shared: int, prompt: Sequence[int], overlap: int) -> int:
+    """How many tokens of a prefix are not processed again."""
+    return max(0, min(shared, len(prompt) - 1) - overlap)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

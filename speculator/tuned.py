@@ -73,10 +73,16 @@ def tuned_drafter(
 
 
 def automatic(
-    folder: str | Path, target: Target, head: Speculator, temperatures: Sequence[float], batch_size: int
+    folder: str | Path,
+    target: Target,
+    head: Speculator,
+    temperatures: Sequence[float],
+    batch_size: int,
+    memory: int = 0,
 ) -> AutoDrafter | None:
     """The head of a folder drafting what is the fastest for up to `batch_size` rows at these temperatures: greedy ones
-    as tuned, others as tuned at the nearest of them. None where that was not tuned.
+    as tuned, others as tuned at the nearest of them. None where that was not tuned. Of the lookup's `memory` see
+    `NgramDrafter`.
 
     Raises:
         UserError: a file that is not what `tune` writes, or that is for another head.
@@ -87,7 +93,7 @@ def automatic(
         return None
     table, warmest = found.table(file, target, head, temperatures, batch_size), max(temperatures)
     alone = _shapes(found, file, target, head, [warmest], 1)[warmest]
-    return AutoDrafter(head, found.choices(temperatures), found.lookup, table.cost, alone)
+    return AutoDrafter(head, found.choices(temperatures), found.lookup, table.cost, alone, memory)
 
 
 def tuned_shapes(

@@ -158,7 +158,7 @@ def drafter(
         arguments: the flags.
         target: for whom it drafts.
         temperature: where no flag says what a head drafts, what was tuned for this; None: never what was tuned.
-        memory: tokens of other texts that n-gram lookup looks in; sampled texts depend on them unless it `walks`.
+        memory: tokens of other texts that a lookup looks in; sampled texts depend on them unless it `walks`.
 
     Raises:
         UserError: no such head or model, or it can't draft so.
@@ -169,17 +169,20 @@ def drafter(
     if arguments.ngram:
         corpus = read_corpus(files, target.tokenizer) if files else None
         lookup = NgramDrafter(_copied(arguments), memory=memory, corpus=corpus)
-    model = _model_drafter(arguments, target, temperature)
+    model = _model_drafter(arguments, target, temperature, memory)
     return MixedDrafter(model, lookup) if model and lookup else model or lookup
 
 
-def _model_drafter(arguments: argparse.Namespace, target: Target, temperature: float | None) -> Drafter | None:
+def _model_drafter(
+    arguments: argparse.Namespace, target: Target, temperature: float | None, memory: int
+) -> Drafter | None:
     if arguments.speculator:
         head = load_head(arguments.speculator, target)
         tuned = None
         if temperature is not None and not shaped(arguments):
             rows = getattr(arguments, "batch_size", 1)
-            auto = None if arguments.ngram else automatic(arguments.speculator, target, head, [temperature], rows)
+            folder = arguments.speculator
+            auto = None if arguments.ngram else automatic(folder, target, head, [temperature], rows, memory)
             if auto:
                 print(f"{arguments.speculator}/{TUNED}: drafts what is the fastest before each step", file=sys.stderr)
                 return auto

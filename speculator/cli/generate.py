@@ -41,7 +41,9 @@ def add_flags(parser: OneLineParser) -> None:
     source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
     parser.add_argument("--chat", action="store_true", help="chat template; without --prompt a conversation on stdin")
 
-    parser.add_argument("--num_samples", type=int, default=1, help="texts of each prompt; --ngram looks in all of them")
+    parser.add_argument(
+        "--num_samples", type=int, default=1, help="texts of each prompt; a lookup looks in all of them"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")

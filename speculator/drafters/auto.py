@@ -51,6 +51,7 @@ class AutoDrafter(HeadDrafter):
         choices: what it can draft.
         lookup, cost: see `Controller`.
         alone: what is drafted for one sampled row; default: what is the fastest for it, as measured.
+        memory: of the lookup, see `NgramDrafter`.
 
     Attributes:
         fixed: where this is set, it is drafted and nothing else.
@@ -66,8 +67,9 @@ class AutoDrafter(HeadDrafter):
         lookup: Sequence[float],
         cost: Cost,
         alone: Shape | None = None,
+        memory: int = 0,
     ):
-        self.choices, self.lookup, self.cost = choices, lookup, cost
+        self.choices, self.lookup, self.cost, self.memory = choices, lookup, cost, memory
         self.fixed: Shape | None = None
         self.alone = alone or best(choices, cost, False, 1)
         self._copies = {length: Copied(length) for length in range(COPIED + 1)}
@@ -95,7 +97,8 @@ class AutoDrafter(HeadDrafter):
     def forget(self) -> None:
         self._controller = Controller(self.choices, self.lookup, self.cost)
         # A path that is followed in a head's draft goes on behind it.
-        self._ngrams = NgramDrafter(COPIED + max((choice.shape.depth for choice in self.choices), default=0))
+        longest = COPIED + max((choice.shape.depth for choice in self.choices), default=0)
+        self._ngrams = NgramDrafter(longest, memory=self.memory)
 
     def choose(self, requests: Sequence[Request]) -> Shape:
         if self.fixed is not None:

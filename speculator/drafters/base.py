@@ -78,7 +78,10 @@ class Drafter:
         """Have room for rows of so many tokens: what the target's cache has now, which grows by half at a time."""
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Rows of at most `longest` tokens change places: row source[i] becomes row destination[i]."""
+        """Row destination[i] becomes what row source[i] was, as far as the first `longest` tokens go.
+
+        Rows change places so, or one is copied to others.
+        """
 
     def prefill(
         self,

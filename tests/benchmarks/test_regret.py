@@ -39,3 +39,13 @@ def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_pa
     assert regret.main([*command, *sizes, "--temperature", "1", "--output", str(tmp_path / "other")]) == 2
     assert "was not tuned at --temperature 1" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+    write_tuned(head, settings, measured=[*measured, measured[0] | {"temperature": 1.0}], lookup=[0.2], costs=costs)
+    several = ["--num_samples", "2", "--temperature", "0.7", "--output", str(tmp_path / "several")]
+    assert regret.main([*command, *sizes[:-2], *several]) == 0
+    (cell,) = json.loads((tmp_path / "several" / "regret.json").read_text())["cells"]
+    speeds = cell["tokens_per_second"]
+    assert speeds.keys() == {"none", "n-gram 4", "1 token", "none, apart", "auto, apart", "auto"}
+    assert (cell["batch_size"], cell["num_samples"]) == (2, 2)
+    assert cell["auto_over_apart"]["none, apart"] == pytest.approx(speeds["auto"] / speeds["none, apart"])
+    assert regret.main([*command, *sizes, "--temperature", "0", "--num_samples", "2", "--output", str(out)]) == 2
+    assert "would be equal texts" in capsys.readouterr().err

@@ -25,8 +25,8 @@ from speculator import (
     UserError,
     generate,
 )
-from speculator.request import StopStrings
-from speculator.slots import common_prefix
+from speculator.request import Request, StopStrings
+from speculator.slots import FOLLOWING, JOINING, Slots, common_prefix
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
@@ -243,6 +243,7 @@ DRAFTERS = {
     "model": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target),
     "model-tree": lambda target: ModelDrafter(Target(tiny_model("qwen3").double(), None), target, Tree((3, 2, 2), 8)),
     "ngram": lambda target: NgramDrafter(),
+    "eagle3": lambda target: HeadDrafter(tiny_head(architecture="eagle3").double()),
     "exit": lambda target: EarlyExitDrafter(target, 1),
     "mixed": lambda target: MixedDrafter(chain(), NgramDrafter()),
     "mixed-model": lambda target: MixedDrafter(DRAFTERS["model-tree"](target), NgramDrafter()),
@@ -362,6 +363,106 @@ def test_a_request_takes_the_slot_that_begins_most_alike(target):
     engine.forget()
     engine.generate([[1, 2, 9, 5]], max_new_tokens=2)
     assert engine.processed == before + 7
+
+
+SIBLINGS = [[i * 7 % 32 for i in range(40)]] * 4 + [[i * 7 % 32 for i in range(30)] + [5, 4, 3], [8, 9]]
+EACH = [Sampling(0.9, seed=seed) for seed in range(len(SIBLINGS))]
+
+
+def beside_siblings(name: str, chunk: int, waits: int) -> tuple[list, Engine]:
+    """Prompts that begin alike, each `waits` steps after the one before."""
+    target = double_target()
+    engine, requests = Engine(target, DRAFTERS[name](target), slots=len(SIBLINGS), chunk=chunk), []
+    for prompt, own in zip(SIBLINGS, EACH, strict=True):
+        requests.append(engine.submit(prompt, own, max_new_tokens=10))
+        for _ in range(waits):
+            engine.step()
+    engine.run()
+    return [(request.tokens, request.steps) for request in requests], engine
+
+
+def without_siblings(name: str) -> list:
+    """Each in an engine of its own."""
+    target = double_target()
+    each = [
+        generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=10)
+        for prompt, own in zip(SIBLINGS, EACH, strict=True)
+    ]
+    return [(alone.tokens[0], alone.steps[0]) for alone in each]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_prompts_begin_with_is_processed_once(name):
+    """Whether they come together, or while it is read and afterwards; of siblings the last token is processed too."""
+    alone = without_siblings(name)
+    for chunk, waits in ((64, 0), (7, 2)):
+        made, engine = beside_siblings(name, chunk, waits)
+        assert made == alone
+        again = engine.drafter.overlap if engine.drafter else 0
+        assert engine.processed == 40 + 3 * (1 + again) + (3 + again) + 2
+
+
+def test_who_follows_a_follower_waits_until_that_one_has_been_copied_to():
+    """Rows are copied together: what a row is given now can't be given on now."""
+    slots = Slots(3)
+    texts = [list(range(10)), [*range(8), 50, 51], [*range(6), 60]]
+    leaders = [None, (slots.rows[0], texts[0], 8), (slots.rows[1], texts[1], 6)]
+    for slot, text, leader in zip(slots.rows, texts, leaders, strict=True):
+        slot.text, slot.following, slot.phase = text, leader, FOLLOWING if leader else JOINING
+        slot.request = Request(text, Sampling(), 4)
+    slots.rows[0].known = 10
+    assert slots.follow(0) == ([0], [1], 8)
+    assert [slot.known for slot in slots.rows] == [10, 8, 0]
+    assert slots.follow(0) == ([1], [2], 6)
+    assert slots.follow(0) == ([], [], 0)
+
+
+def test_rows_that_are_not_copied_or_too_early_give_other_texts(monkeypatch):
+    alone = without_siblings("none")
+    with monkeypatch.context() as patch:
+        patch.setattr("speculator.kv_cache.KVCache.move", lambda *given: None)
+        assert beside_siblings("none", 64, 0)[0] != alone
+    follow = Slots.follow
+
+    def too_early(slots, overlap):
+        leaders = {slots.rows[row].following[0] for row in slots.of(FOLLOWING)}
+        known = {leader: leader.known for leader in leaders}
+        for leader in leaders:
+            leader.known = 40
+        moved = follow(slots, overlap)
+        for leader in leaders:
+            leader.known = known[leader]
+        return moved
+
+    monkeypatch.setattr(Slots, "follow", too_early)
+    assert beside_siblings("none", 7, 2)[0] != alone
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_who_follows_a_text_that_is_cancelled_reads_its_prompt(steps):
+    target = double_target()
+    engine = Engine(target, slots=3, chunk=7)
+    requests = [engine.submit(prompt, max_new_tokens=9) for prompt in SIBLINGS[:3]]
+    for _ in range(steps):
+        engine.step()
+    requests[0].cancel()
+    engine.submit([3, 3], max_new_tokens=9)  # in its slot
+    engine.run()
+    expected = generate(target, None, SIBLINGS[:1], max_new_tokens=9).tokens[0]
+    assert [request.tokens for request in requests[1:]] == [expected] * 2
+
+
+def test_a_request_does_not_wait_for_a_beginning_that_is_short(target):
+    """Of 20 tokens 8 are shared: both are read at once. Where they have been read they are copied."""
+    prompts = [[*range(8), *[own] * 12] for own in (9, 10, 11)]
+    engine = Engine(target, slots=3)
+    for prompt in prompts[:2]:
+        engine.submit(prompt, max_new_tokens=9)
+    engine.step()
+    assert engine.processed == 40
+    engine.submit(prompts[2], max_new_tokens=9)
+    engine.step()
+    assert engine.processed == 40 + 12
 
 
 def test_why_a_text_ended(target):

@@ -232,6 +232,25 @@ def test_what_is_fixed_is_drafted_as_by_a_head_that_knows_nothing_else():
     assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
 
 
+def test_what_others_said_is_looked_up_where_there_is_a_memory():
+    """Of a sibling that is further on, and of a text that has ended."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    steps = []
+    for memory in (0, 1000):
+        drafter = AutoDrafter(tiny_head().double(), [], [0.5] * 3, lambda *_: 1.0, memory=memory)
+        engine, texts = Engine(target, drafter, slots=2), []
+        for wait in (20, 100, 0):
+            texts.append(engine.submit(PROMPTS[0], max_new_tokens=40))
+            for _ in range(wait):
+                engine.step()
+        engine.run()
+        assert len({tuple(text.tokens) for text in texts}) == 1
+        steps.append([len(text.steps) for text in texts])
+    assert len(set(steps[0])) == 1
+    assert steps[1][1] < 0.8 * steps[0][1]
+    assert steps[1][2] < 0.5 * steps[0][2]
+
+
 def test_a_rule_that_does_not_fit_all_that_may_be_drafted_is_refused():
     with pytest.raises(UserError, match="these do: typical-lossy"):
         Engine(Target(tiny_model(), None), auto_drafter(tiny_head()), rule="block")

@@ -21,7 +21,7 @@ LOOKUP = [0.2, 0.3, 0.5]
 COPIED = 8
 # What a kind of text does to the log-odds of the head's tokens, and how often a copied token is right.
 KINDS = {"as tuned": (0.0, 0.1), "code": (1.0, 0.2), "copied": (-1.0, 0.95), "odd": (-6.0, 0.02)}
-KINDS["both"] = (-1.0, 0.4)
+KINDS |= {"both": (-1.0, 0.4), "easy": (1.5, 0.05)}
 
 
 def cost(what, greedy, rows, longest) -> float:
@@ -140,6 +140,35 @@ def test_it_follows_a_stream_whose_kind_changes():
                 late += 1
                 right += isinstance(chosen, best_source[kind])
     assert right > 0.9 * late
+
+
+def followed(rows: int) -> list[float]:
+    """Of every 200 tokens of another kind how many of the steps from 30 tokens on took what is the best there."""
+    chain, kinds = CHOICES[3], ["easy", "copied", "odd"]
+    fixed = {kind: {0: 1.0, **{each: rate(each, kind, rows) for each in (chain, 1, 2, 4, 8)}} for kind in kinds}
+    good = {kind: [each for each, own in of.items() if own > 0.97 * max(of.values())] for kind, of in fixed.items()}
+    assert [chain in good["easy"], good["copied"] == [8], 0 in good["odd"]] == [True] * 3
+    stream, controller, shares = Stream(rows), Controller([chain], LOOKUP, cost), []
+    for turn in range(30):
+        kind, begin, late = kinds[turn % 3], stream.tokens, []
+        while stream.tokens < begin + 200 * rows:
+            before = stream.tokens
+            chosen = stream.step(controller, kind)
+            if before >= begin + 30 * rows:
+                late.append(chosen in good[kind])
+        shares.append(sum(late) / len(late))
+    return shares
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_after_every_change_most_steps_take_what_is_the_best_there(rows, monkeypatch):
+    """A controller that averages over all of the past does not."""
+    shares = followed(rows)
+    assert min(shares) > 0.5
+    assert sum(shares) > 0.9 * len(shares)
+    for rate_of_forgetting in ("_ROW", "_ALL", "_DOUBT"):
+        monkeypatch.setattr(f"speculator.drafters.controller.{rate_of_forgetting}", 0.0)
+    assert sum(share > 0.5 for share in followed(rows)) < 10
 
 
 def test_without_a_text_it_is_what_was_measured():
