@@ -132,9 +132,9 @@ class Plan:
         if config.stage2.max_steps:
             own = config.stage2.generate
             depth = own.draft_length or config.speculator.n_predict
-            needs["generating"] = (
-                always + frozen + self._decoding(own.batch_size, self._prompt, own.max_new_tokens, depth)
-            )
+            drafted, plain = (self._decoding(own.batch_size, self._prompt, own.max_new_tokens, d) for d in (depth, 0))
+            drafted[CACHE] += plain[CACHE]  # of the rows that are decoded without a draft too, for its clock
+            needs["generating"] = always + frozen + drafted
         if names_self(config.data.sources):
             chats = config.data.self
             needs[SELF] = always + self._decoding(chats.batch_size, chats.max_prompt_tokens, chats.max_new_tokens, 0)

@@ -159,11 +159,12 @@ class Shapes:
             again: whether the gradients of a micro-batch before are there.
         """
         chunk = chunk_tokens(self.kind, self.config.vocab_size)
-        least = -(-2 * chunk // length)  # from two chunks on each row adds alike
-        if rows <= 2 * least:
+        # From so many rows on each adds alike: their chunks are whole, and most is needed at the same moment.
+        least = 2 * -(-2 * chunk // length)
+        if rows <= least + 1:
             return self._step(rows, length, loss, bf16, again, chunk)
-        one, two = (self._step(count, length, loss, bf16, again, chunk) for count in (least, 2 * least))
-        return two + (two + one * -1) * ((rows - 2 * least) / least)
+        one, two = (self._step(count, length, loss, bf16, again, chunk) for count in (least, least + 1))
+        return two + (two + one * -1) * (rows - least - 1)
 
     def _step(self, rows: int, length: int, loss: LossConfig, bf16: bool, again: bool, chunk: int) -> Pass:
         ids = torch.zeros(rows, length, dtype=torch.long)
