@@ -92,9 +92,8 @@ class Slots:
         for slot in self.rows:
             if slot.request is None or known == most:
                 continue
-            # Most have not: whole pieces are compared first.
             least = known + 1 if slot.known > known else known + (most - known) // 2 + 1
-            if list(slot.text[:least]) == list(request.prompt[:least]):
+            if slot.text[least - 1 : least] == request.prompt[least - 1 : least]:  # most have not even that
                 shared = min(common_prefix(slot.text, request.prompt), len(slot.request.prompt), most)
                 if shared > known and (shared <= slot.known or 2 * (shared - known) > most - known):
                     following, known = (slot, slot.text, shared), shared
