@@ -17,8 +17,8 @@ def test_the_head_of_a_chat_model_loads_and_drafts():
     assert head.config.base_model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert sum(file.stat().st_size for file in HEAD.iterdir()) < 24e6
     head.share_embedding(torch.randn(head.config.vocab_size, head.config.emb_dim))
-    taps, tokens = torch.randn(1, 5, 3 * head.config.emb_dim), torch.arange(7)[None]
+    taps, tokens = torch.randn(1, 5, 3 * head.config.emb_dim), torch.arange(9)[None]
     logits = head.float().logits(taps, tokens)
-    assert logits.shape == (3, 1, 5, head.config.vocab_size)
+    assert logits.shape == (5, 1, 5, head.config.vocab_size)
     assert _read(HEAD / TUNED, head)
     assert logits[..., head.draft_tokens].isfinite().all()
