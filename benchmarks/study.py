@@ -339,8 +339,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         first = next(r for r in rows if r["budget"] == row["budget"])
         gains = [f"{(row[t][0] - 1) / (first[t][0] - 1) - 1:+.0%}" for t in DRAFTS]
         cells = [f"{row[t][0]:.2f} ± {row[t][1]:.2f}" for t in DRAFTS]
-        told = f"{row['tokens']:,}", f"{row['seconds']:.0f}", f"{row['rate']:g}"
-        lines.append((row["arm"], *told, *cells, " / ".join(gains)))
+        costs = f"{row['tokens']:,}", f"{row['seconds']:.0f}", f"{row['rate']:g}"
+        lines.append((row["arm"], *costs, *cells, " / ".join(gains)))
     return markdown_table(header, lines) + "\n"
 
 

@@ -260,5 +260,10 @@ class KVCache(Cache):
         return True
 
 
+def bucketed(longest: int, device: torch.device) -> int:
+    """What caches on a device take for the most tokens of their rows, so that shapes change rarely."""
+    return _up(longest, BUCKETS.get(device.type, 1))
+
+
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple

@@ -109,13 +109,13 @@ class Slots:
             slot = self.rows[row]
             assert slot.following is not None
             leader, text, shared = slot.following
-            there = leader.text is text
-            read = leader.known >= shared and (not there or self.rows.index(leader) not in to)  # else it is read now
+            there, place = leader.text is text, self.rows.index(leader)
+            read = leader.known >= shared and place not in to  # what it is given now is there after all have moved
             if there and not read and leader.request:
                 continue
             slot.phase, slot.following = JOINING, None
             if there and read:
-                source.append(self.rows.index(leader))
+                source.append(place)
                 to.append(row)
                 longest = max(longest, shared)
                 slot.known = _reused(shared, slot.text, overlap)

@@ -13,7 +13,7 @@ from speculator.draft import take_at
 from speculator.drafters.base import Texts
 from speculator.drafters.topology import Shape
 from speculator.heads.attention import AttentionHead, Memory
-from speculator.kv_cache import BUCKETS
+from speculator.kv_cache import bucketed
 
 
 class AttentionSource:
@@ -37,14 +37,15 @@ class AttentionSource:
     def reshape(self, shape: Shape) -> None:
         """Have room for drafts of this shape, beside those before."""
         # Behind a text: the draft, and what is read of a row that is not decoding.
-        self._behind = max(self._behind, shape.offered + shape.depth + 2)
+        behind = max(self._behind, shape.offered + shape.depth + 2)
         more = max(0, shape.depth + 1 - self._width)
-        self._width += more
+        if behind == self._behind and not more:
+            return
+        self._behind, self._width = behind, self._width + more
         if hasattr(self, "memory"):
             self.grow(self._capacity)
             self._taps = nn.functional.pad(self._taps, (0, 0, 0, more))
             self._next = nn.functional.pad(self._next, (0, more))
-            self.version += 1
 
     def open(self, slots: int, capacity: int) -> AttentionSource:
         opened = copy(self)
@@ -101,8 +102,7 @@ class AttentionSource:
     def _read(self, read: Callable[..., Any], pending: Tensor, texts: Texts) -> Any:
         rows = slice(0, len(pending))
         counts = self._counts[rows]
-        bucket = BUCKETS.get(pending.device.type, 1)  # as of the target's cache
-        longest = -(-(max(map(len, texts)) - 1) // bucket) * bucket + 1
+        longest = bucketed(max(map(len, texts)) - 1, pending.device) + 1  # as of the target's cache
         self._part: Memory = self.memory.select(0, len(pending), longest)
         tokens = self._next[rows].scatter(1, (counts - 1).clamp_min(0)[:, None], pending[:, None])
         given = read(self._part, self._taps[rows], tokens, counts)

@@ -162,7 +162,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both passes of flash attention are told: documents, their greatest length, no dropout, causal."""
+    """What both passes of flash attention are given: documents, their greatest length, no dropout, causal."""
     longest = max(2, rows.begins.shape[1])  # no less than it is; with 1 it takes another form
     left = None if rows.window is None else rows.window - 1 - step
     options = {"scale": 1 / math.sqrt(query.shape[-1]), "window_size_left": left}

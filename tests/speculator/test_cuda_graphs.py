@@ -279,6 +279,22 @@ def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
     assert len(capacities) == 1
 
 
+def test_a_head_keeps_its_tensors_where_a_shape_has_room(monkeypatch):
+    """Other tensors would make graphs void."""
+    target = make_target()
+    capturing(monkeypatch, Double)
+    engine = Engine(target, make_drafter("eagle3-tree", target), slots=1)
+    engine.generate([[1, 2]], max_new_tokens=8)
+    source = engine.drafter.source
+    kept = [source.version, *(x.data_ptr() for x in (source.memory.keys, *source.buffers))]
+    tree = engine.drafter.shape
+    for shape in (SHAPES["chain"], tree):
+        engine.reshape(shape)
+    assert kept == [source.version, *(x.data_ptr() for x in (source.memory.keys, *source.buffers))]
+    engine.reshape(Chain(9))
+    assert source.version == kept[0] + 1
+
+
 def test_graphs_of_a_cache_that_has_grown_get_a_pool_of_their_own(monkeypatch):
     """torch refuses a capture into a pool whose graphs are gone."""
     target, pools = make_target(), []

@@ -95,13 +95,13 @@ def test_a_backward_pass_told_of_the_texts_keys_alone_is_wrong(wrong, written_ou
         alone.update(out=out.clone(), lse=lse.clone())
         return out, lse, *more
 
-    def told(*args, **options):
+    def misled(*args, **options):
         args = [*args]
         args[4 if wrong == "out" else 5] = alone[wrong]
         return backward(*args, **options)
 
     monkeypatch.setattr(joint_attention, "flash_forward", noted)
-    monkeypatch.setattr(joint_attention, "flash_backward", told)
+    monkeypatch.setattr(joint_attention, "flash_backward", misled)
     gaps = [(x - y).abs().max() for x, y in zip(results(FusedAttention, rows, 2, given, d_out), expected, strict=True)]
     assert gaps[0] < 1e-12
     assert gaps[1] > 1e-2
