@@ -10,6 +10,9 @@ from speculator.request import Request
 
 DECODING, JOINING, FOLLOWING, FREE = range(4)
 """Decoding; being prefilled; waiting for the beginning of a prompt that another row is reading; free."""
+_BLOCK = 8
+"""Tokens. Prompts that begin alike are found by the hashes of their beginnings of one, two, ... blocks."""
+_FEW = 1024
 
 
 class Slot:
@@ -36,6 +39,9 @@ class Slots:
     def __init__(self, count: int):
         self.rows = [Slot() for _ in range(count)]
         self._turn = 0
+        self._beginnings: dict[int, tuple[Slot, Request]] = {}
+        """By hash: a slot and the request whose prompt begins so; void when that is in the slot no longer."""
+        self._most_beginnings = _FEW
 
     def count(self, phase: int) -> int:
         return sum(slot.phase == phase for slot in self.rows)
@@ -78,26 +84,38 @@ class Slots:
                     best, known = slot, shared
                 if known >= len(request.prompt) - 1:
                     break
-            following = self._following(request, known)
+            blocks = _hashes(request.prompt)
+            following = self._following(request, known, blocks)
             slot = best or (fresh.popleft() if fresh else used[0])
             if slot in used:
                 used.remove(slot)
             slot.known = _reused(known, request.prompt, overlap)
             slot.request, slot.text, slot.turn, slot.following = request, request.text, self._turn, following
             slot.phase = FOLLOWING if following else JOINING
+            self._note(slot, request, blocks)
 
-    def _following(self, request: Request, known: int) -> tuple[Slot, Sequence[int], int] | None:
+    def _following(self, request: Request, known: int, blocks: list[int]) -> tuple[Slot, Sequence[int], int] | None:
         """Whose prompt has the most of this one, if that is enough more than `known`."""
-        following, most = None, len(request.prompt) - 1
-        for slot in self.rows:
-            if slot.request is None or known == most:
+        most, seen = len(request.prompt) - 1, set()
+        for block in reversed(blocks):
+            slot, other = self._beginnings.get(block, (None, None))
+            if slot is None or other is None or slot.request is not other or slot in seen:
                 continue
-            least = known + 1 if slot.known > known else known + (most - known) // 2 + 1
-            if slot.text[least - 1 : least] == request.prompt[least - 1 : least]:  # most have not even that
-                shared = min(common_prefix(slot.text, request.prompt), len(slot.request.prompt), most)
-                if shared > known and (shared <= slot.known or 2 * (shared - known) > most - known):
-                    following, known = (slot, slot.text, shared), shared
-        return following
+            seen.add(slot)
+            shared = min(common_prefix(other.prompt, request.prompt), most)
+            if shared > known and (shared <= slot.known or 2 * (shared - known) > most - known):
+                return slot, slot.text, shared
+        return None
+
+    def _note(self, slot: Slot, request: Request, blocks: list[int]) -> None:
+        """That a slot's prompt begins so; who came first stays."""
+        for block in blocks:
+            other = self._beginnings.get(block)
+            if other is None or other[0].request is not other[1]:
+                self._beginnings[block] = slot, request
+        if len(self._beginnings) > self._most_beginnings:
+            valid = {block: each for block, each in self._beginnings.items() if each[0].request is each[1]}
+            self._beginnings, self._most_beginnings = valid, max(_FEW, 2 * len(valid))
 
     def follow(self, overlap: int) -> tuple[list[int], list[int], int]:
         """Let those be prefilled whose leader has read what they share, or is gone.
@@ -105,11 +123,12 @@ class Slots:
         Returns rows, whose first tokens are to be copied, where each of them goes, and the most tokens of one.
         """
         source, to, longest = [], [], 0
+        places = {slot: row for row, slot in enumerate(self.rows)}
         for row in self.of(FOLLOWING):
             slot = self.rows[row]
             assert slot.following is not None
             leader, text, shared = slot.following
-            there, place = leader.text is text, self.rows.index(leader)
+            there, place = leader.text is text, places[leader]
             read = leader.known >= shared and place not in to  # what it is given now is there after all have moved
             if there and not read and leader.request:
                 continue
@@ -154,6 +173,15 @@ class Slots:
 def _reused(shared: int, prompt: Sequence[int], overlap: int) -> int:
     """How many tokens of a prefix are not processed again."""
     return max(0, min(shared, len(prompt) - 1) - overlap)
+
+
+def _hashes(prompt: Sequence[int]) -> list[int]:
+    """Of its first block, its first two, ..."""
+    found, last = [], 0
+    for end in range(_BLOCK, len(prompt) + 1, _BLOCK):
+        last = hash((last, *prompt[end - _BLOCK : end]))
+        found.append(last)
+    return found
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

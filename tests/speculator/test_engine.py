@@ -1,6 +1,7 @@
 """The loop's manners: where a row ends, what it streams, what it counts, what it keeps for the next turn."""
 
 import random
+from collections import deque
 from itertools import product
 
 import numpy as np
@@ -25,6 +26,7 @@ from speculator import (
     UserError,
     generate,
 )
+from speculator import slots as slots_module
 from speculator.request import Request, StopStrings
 from speculator.slots import FOLLOWING, JOINING, Slots, common_prefix
 
@@ -400,6 +402,35 @@ def test_what_prompts_begin_with_is_processed_once(name):
         assert made == alone
         again = engine.drafter.overlap if engine.drafter else 0
         assert engine.processed == 40 + 3 * (1 + again) + (3 + again) + 2
+
+
+def test_beginnings_are_found_by_hashes_and_believed_when_compared(monkeypatch):
+    """Of many rows a prompt is compared with those that seem to begin alike, and hashes that lie cost no text."""
+    compared = []
+
+    def counted(a, b):
+        compared.append((a, b))
+        return common_prefix(a, b)
+
+    monkeypatch.setattr(slots_module, "common_prefix", counted)
+    for prompts, most in (([[own] * 20 for own in range(100)], 0), ([[1] * 20] * 100, 99)):
+        slots = Slots(100)
+        slots.admit(deque(Request(prompt, Sampling(), 4) for prompt in prompts), 0)
+        assert len(compared) == most
+        assert len(slots.of(FOLLOWING)) == most
+    alone = without_siblings("none")
+    monkeypatch.setattr(slots_module, "_hashes", lambda prompt: [0] * (len(prompt) // 8))
+    assert beside_siblings("none", 7, 2)[0] == alone
+
+
+def test_beginnings_that_are_gone_are_forgotten():
+    slots = Slots(1)
+    for own in range(500):
+        request = Request([own] * 80, Sampling(), 4)
+        slots.admit(deque([request]), 0)
+        request.finish_reason = "stop"
+        slots.release()
+    assert len(slots._beginnings) <= slots_module._FEW + 10
 
 
 def test_who_follows_a_follower_waits_until_that_one_has_been_copied_to():
