@@ -14,7 +14,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +37,7 @@ from speculator.target import Target
 Result = TypeVar("Result")
 BLOCK = 5
 """Steps of one kind in a row: the first is not counted."""
-_BLOCKS = 3
+_ROUNDS = (1, 2, 4)  # blocks of each shape, the shapes in turns; the last for the sizes that matter most
 
 
 @dataclass
@@ -180,8 +182,11 @@ class Entry:
         chains = sorted((s.depth, draft, verify) for s, draft, verify in own if not isinstance(s, FixedTree))
         self._drafts = _rising((depth, draft) for depth, draft, _ in chains)
         trees = [(s.nodes, verify) for s, _, verify in own if isinstance(s, FixedTree)]
-        self._passes = _rising({0: 1.0, **dict(trees), **{depth: verify for depth, _, verify in chains}}.items())
-        self._trees = {s.paths: (draft, verify) for s, draft, verify in own if isinstance(s, FixedTree)}
+        # A tree's pass costs more than a chain's over as many tokens: it tells of chains no longer measured.
+        wider = [(nodes, verify) for nodes, verify in trees if not chains or nodes > chains[-1][0]]
+        self._passes = _rising([(0, 1.0), *((depth, verify) for depth, _, verify in chains), *wider])
+        of_trees = dict(_rising(trees))
+        self._trees = {s.paths: (draft, of_trees[s.nodes]) for s, draft, _ in own if isinstance(s, FixedTree)}
         self._joining = 0.0  # a path to a draft: what is measured beyond the draft and the pass over as many tokens
         mixed = [draft + verify - self.of(s) for s, draft, verify in self.shapes if isinstance(s, Mixed)]
         self._joining = max(0.0, statistics.fmean(mixed)) if mixed else inf
@@ -206,20 +211,21 @@ class Entry:
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The nearest costs that never fall with the number of tokens: neighbours that do are both their mean.
+    """The nearest costs that never fall with the number of tokens: neighbours that do are both their mean, as are those
+    of one number.
 
     One noisy measurement would otherwise make a line on which more tokens cost less.
     """
-    pools: list[dict[int, float]] = []
-    for x, y in sorted(points):
-        pools.append({x: y})
+    pools: list[list[tuple[int, float]]] = []
+    for _, alike in groupby(sorted(points), key=itemgetter(0)):
+        pools.append([*alike])
         while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
-            pools[-2:] = [pools[-2] | pools[-1]]
-    return [(x, _mean(pool)) for pool in pools for x in pool]
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [(x, _mean(pool)) for pool in pools for x in sorted({x for x, _ in pool})]
 
 
-def _mean(pool: dict[int, float]) -> float:
-    return statistics.fmean(pool.values())
+def _mean(pool: list[tuple[int, float]]) -> float:
+    return statistics.fmean(y for _, y in pool)
 
 
 def _between(points: list[tuple[int, float]], x: int) -> float:
@@ -272,18 +278,20 @@ def measure_table(
     def late() -> bool:
         return target.agreed(time.perf_counter() - began > seconds)
 
+    first = {greedy: (rows, context) for rows, context, greedy in reversed(sizes)}
     for rows, context, greedy in sizes:
         prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(context)] for row in range(rows)]
-        measured, plain = [], []
         for shape in shapes:
-            drafter, costs = HeadDrafter(head, shape), Costs()
             if isinstance(shape, Mixed):
                 shape.found = Found.of([[0] * shape.depth] * rows, target.device)
-            for blocks in (1, _BLOCKS - 1):
-                if not costs.plain or not late():
-                    measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, costs)
-            measured.append((shape, *costs.ratios()))
-            plain += costs.plain
+        drafters = [HeadDrafter(head, shape) for shape in shapes]
+        costs = [Costs() for _ in shapes]
+        for blocks in _ROUNDS if first[greedy] == (rows, context) else _ROUNDS[:-1]:
+            if not costs[0].plain or not late():
+                for drafter, own in zip(drafters, costs, strict=True):
+                    measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, own)
+        plain = [seconds for own in costs for seconds in own.plain]
+        measured = [(shape, *own.ratios()) for shape, own in zip(shapes, costs, strict=True)]
         entries.append(Entry(rows, context, greedy, _middle(plain) / (BLOCK - 1), measured))
         if late():
             break

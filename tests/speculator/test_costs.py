@@ -67,22 +67,22 @@ def test_a_whole_draft_kept_is_walked_whole(target):
 
 
 def test_a_cost_is_that_of_the_nearest_that_was_measured():
-    """Chains of 1 and 3 cost 0.2 and 0.4 to draft: one of 2 costs 0.3, and is verified as the tree of 2 is."""
+    """Chains of 1 and 3 cost 0.2 and 0.4 to draft: one of 2 costs 0.3. A tree's pass is its own."""
     tree, other = FixedTree([(0,), (1,)]), FixedTree([(0,), (0, 0)])
     shapes = [(Chain(1), 0.2, 1.1), (Chain(3), 0.4, 1.5), (tree, 0.25, 1.25)]
     entry = Entry(1, 64, True, 0.01, shapes)
     assert entry.of(Chain(1)) == pytest.approx(1.3)
-    assert entry.of(Chain(2)) == pytest.approx(0.3 + 1.25)
+    assert entry.of(Chain(2)) == pytest.approx(0.3 + 1.3)
     assert entry.of(3) == pytest.approx(0.1 + 1.5), "copied tokens: the line of drafting meets 0 tokens at 0.1"
     assert entry.of(FixedTree([(0,), (1,)])) == pytest.approx(1.5)
-    assert entry.of(other) == pytest.approx(0.3 + 1.25)
+    assert entry.of(other) == pytest.approx(0.3 + 1.3)
     assert entry.of(Mixed(Chain(1), 2)) == inf, "none was measured"
     chain, tree_and_path = Mixed(Chain(3), 2), Mixed(tree, 1)
-    mixing = Entry(1, 64, True, 0.01, [*shapes, (chain, 0.45, 2.1)])  # 5 tokens: 0.05 more to draft, 0.1 to verify
+    mixing = Entry(1, 64, True, 0.01, [*shapes, (chain, 0.45, 2.1)])  # 5 tokens: 0.05 more to draft, 0.2 to verify
     assert mixing.of(chain) == pytest.approx(2.55)
-    assert mixing.of(Mixed(Chain(1), 2)) == pytest.approx(0.2 + 1.5 + 0.15)
-    assert mixing.of(tree_and_path) == pytest.approx(0.25 + 1.5 + 0.15)
-    assert mixing.of(Chain(2)) == pytest.approx(0.3 + 1.25)
+    assert mixing.of(Mixed(Chain(1), 2)) == pytest.approx(0.2 + 1.5 + 0.25)
+    assert mixing.of(tree_and_path) == pytest.approx(0.25 + 1.5 + 0.25)
+    assert mixing.of(Chain(2)) == pytest.approx(0.3 + 1.3)
     table = CostTable([entry, *(Entry(rows, 64, True, 0.01, [(Chain(1), 0.0, rows)]) for rows in (4, 8))])
     costs = [table.cost(tree, True, rows, 100) for rows in (1, 3, 8, 20)]
     assert costs == pytest.approx([1.5, 7, 15, 15])
@@ -97,8 +97,19 @@ def test_a_noisy_pass_makes_no_draft_cheaper_by_more_tokens():
     passes = [entry.of(count) for count in range(24)]
     assert passes == sorted(passes)
     assert passes[12] - passes[0] == passes[8] - passes[0] == pytest.approx(2.0 - 1.0), "the mean of 2.5 and 1.5"
+    assert entry.of(tree(12)) == pytest.approx(0.2 + 2.0)
+    assert entry.of(Chain(4)) == pytest.approx(0.3 + 1.3)
     mixed = [entry.of(Mixed(tree(12), length)) for length in (1, 4, 8)]
     assert mixed == sorted(mixed)
+
+
+def test_passes_over_as_many_tokens_cost_as_much():
+    """Of trees their own: a mask of paths may cost more than a chain's."""
+    other = FixedTree([(0,), (1,), (0, 0)])
+    trees = [(FixedTree([(0,), (1,), (2,)]), 0.2, 1.4), (other, 0.3, 1.6)]
+    entry = Entry(1, 64, True, 0.01, [(Chain(1), 0.1, 1.1), (Chain(3), 0.3, 1.2), *trees])
+    assert entry.of(other) == pytest.approx(0.3 + 1.5)
+    assert entry.of(Chain(3)) == pytest.approx(0.3 + 1.2)
 
 
 def test_a_table_is_measured_until_its_time_is_over(target):
