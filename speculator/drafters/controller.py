@@ -6,7 +6,8 @@ reads no clock: the same requests in the same order, with the same costs, are de
 
 How often a draft is accepted depends on the text. Tuning measured it on some text; on others the log-odds of all depths
 are taken to be shifted by as much, which is estimated for each request and for all of them: a Kalman filter on a shift
-that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0.
+that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0. Most texts
+shift little, some much and at once: of two such filters, one for either, each counts as it has foretold what came.
 
 A mixed step accepts what the head's draft does, and then goes on along the copied path where that has agreed so far.
 Both sources are right on easy tokens, so how often a copied token is right where the head's was refused is a shift of
@@ -26,9 +27,11 @@ from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Shape
 from speculator.request import Request
 
-_SPREAD = 1.0  # variance of a shift between texts, of which nothing is known
-_ROW, _ALL = 1 / 200, 1 / 1000  # how much of the way home a shift goes in a step
+# With these the lengths that were accepted of two targets' drafts and copies are among the likeliest.
+_SPREADS = (0.03, 1.5)  # variances of a shift of which nothing is known
+_ROW, _ALL = 1 / 50, 1 / 1000  # how much of the way home a shift goes in a step
 _DOUBT = 1 / 15  # how much of the way to not being known its variance goes
+_TURN = 1 / 50  # how much of the way to not knowing which of the two is right
 _PROBES = 0.01  # the share of the time that goes into trying a head that does not seem to pay
 _RAREST, _OFTENEST = 512, 16  # steps between two of them
 COPIED = 8  # tokens of a lookup at most, alone or beside a head's draft
@@ -41,21 +44,41 @@ Cost = Callable[[Shape | int, Greedy, int, int], float]
 
 
 class Shift:
-    """How much more a source's drafts are accepted than was measured, in log-odds: mean and variance."""
+    """How much more a source's drafts are accepted than was measured, in log-odds.
 
-    def __init__(self) -> None:
-        self.mean, self.variance = 0.0, _SPREAD
+    Args:
+        mean: what is expected before anything is seen.
+    """
+
+    def __init__(self, mean: float = 0.0) -> None:
+        self.mean = mean
+        self._filters = [(mean, spread, 1 / len(_SPREADS)) for spread in _SPREADS]  # mean, variance, weight
 
     def observe(self, logit: float, accepted: bool) -> None:
         """A token of a draft, accepted or refused, whose measured log-odds are `logit`."""
-        chance = _chance(logit + self.mean)
-        self.variance = self.variance / (1 + self.variance * chance * (1 - chance))
-        self.mean += self.variance * (accepted - chance)
+        filters, total, self.mean = [], 0.0, 0.0
+        for mean, variance, weight in self._filters:
+            chance = _chance(logit + mean)
+            variance /= 1 + variance * chance * (1 - chance)
+            mean += variance * (accepted - chance)
+            weight *= chance if accepted else 1 - chance
+            filters.append((mean, variance, weight))
+            total += weight
+            self.mean += weight * mean
+        self._filters = [(mean, variance, weight / total) for mean, variance, weight in filters]
+        self.mean /= total
 
     def return_to(self, home: float, rate: float) -> None:
         """A step has gone by."""
-        self.mean += (home - self.mean) * rate
-        self.variance += (_SPREAD - self.variance) * _DOUBT
+        self._filters = [
+            (
+                mean + (home - mean) * rate,
+                variance + (spread - variance) * _DOUBT,
+                weight + (1 / len(_SPREADS) - weight) * _TURN,
+            )
+            for (mean, variance, weight), spread in zip(self._filters, _SPREADS, strict=True)
+        ]
+        self.mean = sum(mean * weight for mean, _, weight in self._filters)
 
     @property
     def bucket(self) -> int:
@@ -126,17 +149,15 @@ def best(choices: Sequence[Choice], cost: Cost, greedy: Greedy, rows: int) -> Sh
 class _Shifts:
     """Of the head's tokens, of a lookup's, and of these where the head's was refused against any of them."""
 
-    def __init__(self) -> None:
-        self.head, self.lookup, self.beside = self.all = Shift(), Shift(), Shift()
+    def __init__(self, *means: float) -> None:
+        self.head, self.lookup, self.beside = self.all = [Shift(mean) for mean in means or (0.0, 0.0, 0.0)]
 
 
 class _Row(_Shifts):
     """What is known of a request."""
 
     def __init__(self, of_all: _Shifts):
-        super().__init__()
-        for own, home in zip(self.all, of_all.all, strict=True):
-            own.mean = home.mean
+        super().__init__(*(shift.mean for shift in of_all.all))
         self.steps, self.length = 0, 0  # at the last decision
         self.copied: list[int] = []
         self.logit = 0.0
