@@ -35,6 +35,36 @@ def state() -> PartialState:
     return PartialState(cpu=not accelerator.is_available())
 
 
+def begun(folder: Path) -> dict[str, Any] | None:
+    """What the record of the work in a folder says, finished or not; None where none is begun.
+
+    Raises:
+        UserError: the folder holds something else, or the record is damaged.
+    """
+    manifest, work = folder / "manifest.json", folder / "batches"
+    for file in (manifest, work / "record.json", manifest):  # another process may be finishing it just now
+        if file.exists():
+            try:
+                return _read_object(file)
+            except UserError as error:
+                if file == manifest or not manifest.exists():
+                    raise UserError(f"{error}: damaged; remove {folder}, and it is made anew") from None
+    if folder.exists() and any(folder.iterdir()) and not work.exists():
+        raise UserError(f"{folder} holds other files: take another folder")
+    return None
+
+
+def awaited(folder: Path, group: Group | None) -> dict[str, Any] | None:
+    """What `begun` gives, of several processes to the first, or the first group; to the others once it has begun."""
+    known = begun(folder)
+    if part(group, state().process_index, state().num_processes)[0] == 0:
+        return known if group is None else group.agreed(known)
+    while known is None:
+        time.sleep(_POLL_SECONDS)
+        known = begun(folder)
+    return known
+
+
 class Batches:
     """The folder where the continuations of some prompts come together.
 
@@ -55,6 +85,7 @@ class Batches:
         progress: show a bar over this process's share, if it is the main one.
         title: of the bar.
         group: processes that make the same batches, because they hold one target; its first one writes.
+        notes: what record and manifest say besides, of how the work was begun.
 
     Raises:
         UserError: the folder holds something else, was made with another record, or is damaged or can't be written.
@@ -68,28 +99,23 @@ class Batches:
         progress: bool = True,
         title: str = "generating",
         group: Group | None = None,
+        notes: dict[str, Any] | None = None,
     ):
-        self._group = group
+        self._group, self._notes = group, notes or {}
         self.folder, self.record, self.rows = folder, record, rows
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
         self._seal = json.dumps(record, sort_keys=True)
-        made = next((file for file in (self._manifest, self._record) if file.exists()), None)
-        if made:
-            try:
-                known = _read_object(made)
-            except UserError as error:
-                raise UserError(f"{error}: damaged; remove {folder}, and it is made anew") from None
+        finished, known = self.finished, begun(folder)
+        if known is not None:
             for name, value in record.items():
                 if known.get(name) != value:
                     raise UserError(
                         f"{folder} was made with {name} {json.dumps(known.get(name))}, not {json.dumps(value)}: "
                         "take another folder, or remove that one"
                     )
-            if made == self._manifest:
+            if finished:
                 self._check_finished(known)
-        elif folder.exists() and any(folder.iterdir()) and not self._work.exists():
-            raise UserError(f"{folder} holds other files: take another folder")
         hidden = not progress or not state().is_main_process or self._manifest.exists()
         self._bar = tqdm(desc=title, unit="row", disable=hidden)
         self._tokens, self._began = 0, time.monotonic()
@@ -138,7 +164,7 @@ class Batches:
         """Take the folder; gives where work in progress lies, which goes when the rows are finished."""
         if not self._record.exists():
             make_folder(self._work)
-            write_text(self._record, self._seal)
+            write_text(self._record, json.dumps({**self.record, **self._notes}, sort_keys=True))
         return self._work
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
@@ -200,7 +226,7 @@ class Batches:
                 lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
             )
             table.save_to_disk(str(scratch))
-        manifest = {**self.record, **facts, "files": _sums(final)}
+        manifest = {**self.record, **self._notes, **facts, "files": _sums(final)}
         write_text(self._manifest, json.dumps({**manifest, "sha256": self._sum(manifest)}, indent=2))
 
     def _check_finished(self, manifest: dict[str, Any]) -> None:

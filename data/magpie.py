@@ -21,8 +21,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
+from data.choice import Drafts, identity
 from data.duplicates import NearDuplicates
-from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
+from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, settings_of
 from data.sources import parse
 from speculator.chat import chat_text, chat_tokens
 from speculator.device import dtype_name
@@ -39,7 +40,7 @@ ROWS = 4000
 ASKING = Sampling(temperature=1.0, top_p=0.99)
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
-_COSTS = ("rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds")
+_COSTS = ("drafter", "rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds", "choice")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
 
 
@@ -109,7 +110,7 @@ def _around(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
 
 def self_rows(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | Drafts | None,
     folder: str | Path,
     *,
     rows: int,
@@ -133,7 +134,7 @@ def self_rows(
 
     Args:
         target: who writes.
-        drafter: who proposes; None decodes plainly.
+        drafter: who proposes; None decodes plainly. Of `Drafts` each pass takes what `generate_rows` would.
         folder: where rows and manifest come to lie; a source like any other.
         rows: chats that are begun; fewer are left.
         turns: of the user in a chat, at most.
@@ -146,9 +147,10 @@ def self_rows(
 
     Returns:
         Rows {"input_ids", "loss_mask": 1 on the answers}, with `keep_refused` also "refused". Beside them
-        manifest.json: the settings, "rows", "tokens": those of the answers, "dropped": why and how often, "seconds",
-        with a drafter "plain_seconds": about as long it would have taken without, by the passes' own clocks, and in
-        "passes" of the manifest of each pass; with `after` in "before" what its chats took.
+        manifest.json: the settings, "rows", "tokens": those of the answers, "dropped": why and how often, "seconds":
+        those of the passes, and what choosing the draft took; with a drafter "plain_seconds": about as long it would
+        have taken without, by the passes' own clocks; in "passes" of the manifest of each pass; with `after` in
+        "before" what its chats took.
 
     Raises:
         UserError: nothing to begin with, no turn that can be used, or as `generate_rows`.
@@ -160,7 +162,7 @@ def self_rows(
     record = {
         "target": target.name,
         "dtype": dtype_name(target.dtype),
-        "drafter": identity(drafter) if drafter else None,
+        "drafter": identity(drafter),
         "begun": rows,
         "turns": turns,
         "asking": settings_of(asking),
@@ -185,7 +187,7 @@ def self_rows(
         shown = {"progress": progress, "title": what}
         made = generate_rows(target, drafter, prompts, where, batch_size=batch_size, **own, **shown)
         manifest = json.loads(read_text(where / "manifest.json"))
-        passes.append({"what": what, **{key: manifest[key] for key in _COSTS}})
+        passes.append({"what": what, **{key: manifest[key] for key in _COSTS if key in manifest}})
         rows = list(zip(made, map(len, prompts), strict=True))
         refused = [row["refused"][length:] if own["keep_refused"] else [] for row, length in rows]
         return [row["input_ids"][length:] for row, length in rows], refused
@@ -209,7 +211,7 @@ def self_rows(
         "rows": len(whole),
         "tokens": sum(sum(chat.mask) for chat in whole),
         "dropped": dict(dropped.most_common()),
-        "seconds": sum(each["seconds"] for each in passes),
+        "seconds": sum(each["seconds"] + each.get("choice", {"seconds": 0})["seconds"] for each in passes),
         "passes": passes,
     }
     if drafter:

@@ -1,4 +1,4 @@
-"""On-policy text: the target continues prompts through the project's own decoder, a head drafting."""
+"""On-policy text: the target continues prompts through the project's own decoder, a head drafting where that pays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from torch import nn, uint8
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from data.batches import Batches
+from data.choice import Choice, Drafts, choose, identity
+from data.tally import tell
 from speculator.device import dtype_name
-from speculator.drafters import Drafter, HeadDrafter
+from speculator.drafters import Drafter
 from speculator.engine import Engine
 from speculator.errors import refuse
 from speculator.request import Generation, Step, check_prompts
@@ -24,8 +26,8 @@ from speculator.sampling import Sampling
 from speculator.target import Target
 
 BATCH_SIZE = 16
-"""Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them: the more rows, the
-shorter should be the drafts (docs/benchmarks/training.md)."""
+"""Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them, or takes from them: of
+a head's drafts and none the fastest is found out (`data.choice`, docs/benchmarks/training.md)."""
 _PIECE = 4
 """So many times the batch size are the rows of a piece of work, which is made whole or anew: within it rows join as
 others end, so only its last ones decode beside empty slots."""
@@ -45,7 +47,7 @@ class Ends:
 
 def generate_rows(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | Drafts | None,
     prompts: list[list[int]],
     folder: str | Path,
     *,
@@ -66,7 +68,10 @@ def generate_rows(
 
     Args:
         target: the model that decides. The processes that hold it together make the same pieces.
-        drafter: who proposes; None decodes plainly.
+        drafter: who proposes; None decodes plainly. Of `Drafts` the fastest here, or nobody where that is faster,
+            unless `keep_refused` asks for drafts: first all decode some of the prompts, at most a twentieth of the
+            tokens. Where that is too little to tell, a chain of one token: it loses the least where drafting does not
+            pay. What is gone on with keeps the one with which it began.
         prompts: token ids. The longest come first: what does not fit in memory fails soon.
         folder: where the rows and manifest.json come to lie; several processes share it.
         sampling: temperature and its kin; its seed is not used. Of several the rows take each in turn.
@@ -83,7 +88,8 @@ def generate_rows(
         Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens", "batch_size", "prompts":
         their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second": {"speculative", "same_loop"},
         "seconds"}: the two speeds clocked on the same few rows, one after the other, without the prefill; the seconds
-        of all rows, prefill included, over all processes.
+        of all rows, prefill included, over all processes. Where the drafter was chosen also "choice":
+        {"tokens_per_second": of each candidate, "seconds": what choosing took}.
 
     Raises:
         UserError: no prompt, an empty one or one that fills the context; a folder that was made otherwise; a target
@@ -102,29 +108,41 @@ def generate_rows(
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
+    slots = min(batch_size, len(prompts))
+    longest = min(max(map(len, prompts)) + max_new_tokens, target.context_length)
+    stopping = asdict(ends) if ends else {}
+    settings = [replace(samplings[row % len(samplings)], seed=seed + row) for row in range(len(prompts))]
+    requests = list(zip(prompts, settings, strict=True))
+    choice: Choice | None = None
+    if isinstance(drafter, Drafts):
+        sample = order[:: max(1, len(order) // piece_size)][:piece_size]
+        how = {"batch_size": batch_size, "capacity": longest, "max_new_tokens": max_new_tokens, **stopping}
+        choice = choose(drafter, target, Path(folder), requests, sample, plain=not keep_refused, **how)
+        drafter = choice.drafter
+        if choice.fresh and choice.clocked and progress:
+            tell(f"{title}: {choice}")
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
         "target": target.name,
         "dtype": dtype_name(target.dtype),
-        "drafter": identity(drafter) if drafter else None,
+        "drafter": identity(drafter),
         **record_of(samplings, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
         **({"keep_refused": True} if keep_refused else {}),
         **({"ends": asdict(ends)} if ends else {}),
     }
-    stopping = asdict(ends) if ends else {}
-
-    slots = min(batch_size, len(prompts))
-    longest = min(max(map(len, prompts)) + max_new_tokens, target.context_length)
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
     def decode(engine: Engine, rows: list[int], count: int) -> Generation:
-        own = [replace(samplings[row % len(samplings)], seed=seed + row) for row in rows]
         engine.forget()
-        return engine.generate([prompts[row] for row in rows], own, max_new_tokens=count, **stopping)
+        own, how = zip(*(requests[row] for row in rows), strict=True)
+        return engine.generate(own, how, max_new_tokens=count, **stopping)
 
-    with Batches(Path(folder), record, pieces, progress, title, target.group) as work:
+    notes = {"choice": choice.clocked} if choice and choice.clocked else None
+    with Batches(Path(folder), record, pieces, progress, title, target.group, notes) as work:
+        if notes and choice.fresh:
+            work.begin()  # whoever comes to this folder goes on as was chosen
         for piece in work.todo():
             clocks: dict[str, list[float] | None] = {"speculative": None, "same_loop": None}
             if piece in timed:
@@ -189,17 +207,6 @@ def _summary(batches: list[dict]) -> dict[str, Any]:
         "tokens_per_second": {"speculative": rate("speculative"), "same_loop": rate("same_loop")},
         "seconds": sum(batch.get("seconds", 0.0) for batch in batches),
     }
-
-
-def identity(drafter: Drafter) -> str:
-    """Names a drafter. What it drafts decides which uniform decides what, so a head's weights are part of its name."""
-    name = f"{drafter.name}, {drafter.nodes} tokens, {drafter.rules[0]} rule"
-    if not isinstance(drafter, HeadDrafter):
-        return name
-    digest = hashlib.sha256()
-    for weight in drafter.head.state_dict().values():
-        digest.update(weight.detach().cpu().contiguous().flatten().view(uint8).numpy().tobytes())
-    return f"{name}, weights {digest.hexdigest()[:16]}"
 
 
 def _is_sharded(model: nn.Module) -> bool:

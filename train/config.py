@@ -199,7 +199,7 @@ class GenerateConfig:
     batch_size: int = 8
     """Rows decoded together."""
     draft_length: int = 0
-    """Tokens drafted per step; 0 takes n_predict."""
+    """Tokens drafted per step; 0 takes what is the fastest here."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from accelerate import PartialState
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from data.choice import Drafts
 from data.magpie import only_self
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
@@ -34,7 +35,7 @@ from speculator.device import cores
 from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.target import Target
-from speculator.tuned import TUNED, tuned_drafter
+from speculator.tuned import TUNED
 from train import checks
 from train.checkpoint import writing
 from train.config import RunConfig
@@ -241,16 +242,14 @@ def own_prompts_of(config: RunConfig, target: Target) -> Prompts:
 def generate_own_text(
     config: RunConfig, target: Target, head_folder: Path, own_prompts: list[list[int]] | None
 ) -> datasets.Dataset:
-    """What the target says after prompts from the training text, at the configured temperatures; the head drafts.
+    """What the target says after prompts from the training text, at the configured temperatures; the head drafts, where
+    that is faster here.
 
     Without prompts the target writes these as well.
     """
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
-    if settings.draft_length:
-        drafter = HeadDrafter(load_head(head_folder, target), settings.draft_length)
-    else:
-        # What is drawn by a seed must not depend on what was generated before a run was killed.
-        drafter = tuned_drafter(head_folder, target, settings.temperatures[0], settings.batch_size, auto=False)
+    head, fixed = load_head(head_folder, target), settings.draft_length
+    drafter = HeadDrafter(head, fixed) if fixed else Drafts(head, head_folder)
     if own_prompts is None:
         return fresh_rows(config, target, drafter, folder)
     return generate_rows(

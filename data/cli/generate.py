@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
+from data.choice import Drafts
 from data.client import CONCURRENCY, Prompt, fetch_rows
 from data.magpie import ROWS, SELF, asking_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
@@ -81,7 +82,7 @@ def build_parser() -> OneLineParser:
         type=int,
         help=f"rows decoded at a time, or requests to each server; default: {BATCH_SIZE}, {CONCURRENCY} with --server",
     )
-    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: all that the head has")
+    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: what is the fastest here")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
     return parser
 
@@ -111,7 +112,10 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         target = drafting.load_target(arguments)
         head = load_head(arguments.speculator, target) if arguments.speculator else None
-        drafter = HeadDrafter(head, arguments.draft_length) if head else None
+        drafter: HeadDrafter | Drafts | None = None
+        if head:
+            fixed = arguments.draft_length
+            drafter = HeadDrafter(head, fixed) if fixed else Drafts(head, arguments.speculator)
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
         if arguments.sources == [SELF]:
             self_rows(

@@ -299,7 +299,7 @@ def command(target_folder, text_file, tmp_path, monkeypatch):
 
     def build(output: Path, processes: int = 1) -> list[str]:
         flags = {"target": target_folder, "speculator": head, "sources": text_file, "output": output}
-        flags |= {"prompt_tokens": 8, "max_rows": 60, "max_new_tokens": 100, "batch_size": 2}
+        flags |= {"prompt_tokens": 8, "max_rows": 60, "max_new_tokens": 100, "batch_size": 2, "draft_length": 3}
         launcher = [sys.executable]
         if processes > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d"]

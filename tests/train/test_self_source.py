@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_targets import chatty, save, tiny_llama
+from conftest import tiny_head
 from datasets import load_from_disk
 from filelock import FileLock
 
 from data import magpie
+from data.choice import Drafts
 from data.prepare import cache_folder
 from speculator.errors import UserError
 from speculator.target import Target
-from train import self_source
+from train import run, self_source
 from train.config import parse
 from train.dry_run import rehearse
 from train.run import _run, rows
@@ -177,6 +179,18 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
         for rows in (load_from_disk(str(folder_of(config, target) / "rows")), second)
     ]
     assert not asked[0] & asked[1]
+
+
+def test_stage_2_has_its_draft_chosen_unless_a_length_is_given(chat_folder, target, tmp_path, monkeypatch):
+    drafters = []
+    monkeypatch.setattr(run, "load_head", lambda *_: tiny_head())
+    monkeypatch.setattr(run, "fresh_rows", lambda config, target, drafter, folder: drafters.append(drafter))
+    for length in (0, 2):
+        config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.draft_length": length})
+        run.generate_own_text(config, target, tmp_path / "head", None)
+    assert isinstance(drafters[0], Drafts)
+    assert drafters[0].folder == tmp_path / "head"
+    assert (drafters[1].name, drafters[1].nodes) == ("head", 2)
 
 
 def test_too_few_fresh_chats_for_a_batch_is_one_line(chat_folder, tmp_path):
