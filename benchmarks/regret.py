@@ -67,9 +67,9 @@ def measure(
     batch_size: int,
     samples: int = 1,
 ) -> dict:
-    """Tokens per second of each decoder in a cell."""
+    """Tokens per second and per step of each decoder in a cell."""
     engines = {name: Engine(target, drafter, slots=batch_size) for name, drafter in every.items()}
-    tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
+    tokens, seconds, steps = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
     eos = target.eos_token_ids if suite.chat else ()
     prompts = [prompt for prompt in suite.prompts for _ in range(samples)]
     rows = [(prompt, Sampling(temperature, seed=number)) for number, prompt in enumerate(prompts)]
@@ -88,12 +88,14 @@ def measure(
             made = engines[name].generate(given, own, max_new_tokens=count, eos_token_ids=eos)
             tokens[name] += sum(len(row) - 1 for row in made.tokens)
             seconds[name] += made.decode_seconds
+            steps[name] += sum(map(len, made.steps))
             if samples > 1:
                 seconds[name] += made.prefill_seconds
                 engines[name].forget()
     speeds = {name: tokens[name] / seconds[name] for name in engines}
     cell = {"suite": suite.name, "temperature": temperature, "batch_size": batch_size, "num_samples": samples}
-    return {**cell, "tokens_per_second": speeds}
+    per_step = {name: tokens[name] / steps[name] for name in engines}
+    return {**cell, "tokens_per_second": speeds, "tokens_per_step": per_step}
 
 
 def summary(cells: list[dict]) -> dict:

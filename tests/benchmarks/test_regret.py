@@ -32,7 +32,8 @@ def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_pa
     names = {"none", "n-gram 2", "n-gram 4", "n-gram 8", "1 token", "2 tokens", "a tree of 2 tokens, 1 deep", "auto"}
     names.add("2 tokens, n-gram 4")
     for cell in report["cells"]:
-        assert cell["tokens_per_second"].keys() == names
+        assert cell["tokens_per_second"].keys() == cell["tokens_per_step"].keys() == names
+        assert cell["tokens_per_step"]["none"] == 1 <= min(cell["tokens_per_step"].values())
         best = max(speed for name, speed in cell["tokens_per_second"].items() if name != "auto")
         assert cell["auto_over_best"] == pytest.approx(cell["tokens_per_second"]["auto"] / best)
     assert (out / "regret.png").stat().st_size > 1000
