@@ -65,10 +65,10 @@ def start(argv: list[str], cache: Path, **options: Any) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *argv], env=environment, **options)
 
 
-def finish(argv: list[str], cache: Path, **options: Any) -> str:
+def finish(argv: list[str], cache: Path, timeout: float = 300, **options: Any) -> str:
     """Run a command to its good end; gives its stderr."""
     process = start(argv, cache, **options)
-    _, said = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=timeout)
     assert process.returncode == 0, said
     return said
 
