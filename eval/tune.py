@@ -26,6 +26,7 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, load_targe
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.costs import Costs, measure, measure_table, walk
+from speculator.drafters.corpus import LONGEST
 from speculator.drafters.topology import Chain
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
@@ -152,11 +153,12 @@ def chains(head: Speculator, acceptance: Sequence[Sequence[float]], max_new_toke
 
 
 def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-    """How often the next token is the one that a lookup in the text so far copies, after matches of 1, 2 and 3 tokens.
+    """How often the next token is the one that a lookup in the text so far copies, after matches of 1, 2, ... tokens.
 
-    Of prompts with what the target said; a lookup is as often right when the text is drafted for.
+    Of prompts with what the target said; a lookup is as often right when the text is drafted for. It never falls with
+    the match: neighbours that do are taken together.
     """
-    counts = [[1.0, 3.0] for _ in range(NgramDrafter().max_ngram)]  # as if a few had been seen, mostly wrong
+    counts = [[0.1, 0.3] for _ in range(LONGEST)]  # as if very little had been seen, mostly wrong
     for prompt, said in texts:
         drafter, text = NgramDrafter(1), list(prompt)
         for token in said:
@@ -165,7 +167,12 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
                 counts[size - 1][0] += copied[0] == token
                 counts[size - 1][1] += 1
             text.append(token)
-    return [hits / tried for hits, tried in counts]
+    pools: list[list[float]] = []  # hits, tried, how many sizes
+    for hits, tried in counts:
+        pools.append([hits, tried, 1])
+        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+            pools[-2:] = [[sum(pair) for pair in zip(*pools[-2:], strict=True)]]
+    return [hits / tried for hits, tried, sizes in pools for _ in range(int(sizes))]
 
 
 def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: float) -> list[dict]:

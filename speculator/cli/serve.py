@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     table = None
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
         folder, head, rows = arguments.speculator, drafter.head, arguments.max_batch_size
-        auto = automatic(folder, target, head, [0.0, 1.0], rows)
+        auto = automatic(folder, target, head, [0.0, 1.0], rows, MEMORY)
         table = None if auto else tuned_table(folder, target, head, rows)
         drafter = auto or drafter
     make = partial(Engine, target, drafter, slots=arguments.max_batch_size, rule=arguments.rule)

@@ -20,6 +20,8 @@ from speculator.sampling import RowSampling
 MEMORY = 2**17
 """Tokens of other texts that a server, or several samples of a prompt, look in: some 40 MB."""
 _PLACES = 4
+_ELSEWHERE = 2
+"""What followed in another text is as often right as in the text itself behind a match so many tokens shorter."""
 Place = tuple[Sequence[int], int]
 """A text, and where in it an n-gram ended."""
 
@@ -169,10 +171,10 @@ class NgramDrafter(Drafter):
             self.memory = Memory(self.memory.tokens, self.max_ngram)
 
     def look(self, texts: Texts) -> list[tuple[int, list[int]]]:
-        """For each text how much of its end was matched, at most `max_ngram` tokens, and what followed there.
+        """For each text how much of its end was matched, at most `LONGEST` tokens, and what followed there.
 
-        The longest match counts; of equal ones the text's own comes before the other texts' and those before the
-        corpus'.
+        The longest match counts, one in another text or in the corpus as two tokens shorter; of equal ones the text's
+        own comes before the other texts' and those before the corpus'.
         """
         # An index holds its text, so no other text has that id.
         self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in texts}
@@ -188,12 +190,15 @@ class NgramDrafter(Drafter):
         size, tokens = 0, []
         for other, end in places:
             alike = _alike(other, end, text)
+            if other is not text:
+                alike = max(1, alike - _ELSEWHERE)
             if alike > size:
                 size, tokens = alike, list(other[end : end + self.draft_length])
-        if self.corpus and size < LONGEST:
+        if self.corpus and size < LONGEST - _ELSEWHERE:
             alike, found = self.corpus.find(text, self.draft_length)
-            size, tokens = (alike, found) if alike > size else (size, tokens)
-        return min(size, self.max_ngram), tokens
+            if found and max(1, alike - _ELSEWHERE) > size:
+                size, tokens = max(1, alike - _ELSEWHERE), found
+        return size, tokens
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
         return Draft(*self.found.first(len(pending), self.draft_length))

@@ -38,17 +38,20 @@ def test_a_text_is_looked_up_in_itself_alone_unless_told_otherwise():
 def test_other_rows_are_looked_up_as_they_grow():
     drafter = NgramDrafter(3, memory=100)
     one, other = [1, 2, 3, 4, 5], [7, 2, 3, 4]
-    assert found(drafter, one, other) == [(0, []), (3, [5])]
+    assert found(drafter, one, other) == [(0, []), (1, [5])], "three tokens elsewhere count as one here"
     one += [6, 8, 9]
-    assert found(drafter, one, other) == [(0, []), (3, [5, 6, 8])]
-    assert found(drafter, other) == [(3, [5, 6, 8])], "it has ended, and is known"
+    assert found(drafter, one, other) == [(0, []), (1, [5, 6, 8])]
+    assert found(drafter, other) == [(1, [5, 6, 8])], "it has ended, and is known"
 
 
 def test_the_longest_match_wins_and_the_own_text_of_equal_ones():
     drafter = NgramDrafter(1, memory=100)
     own = [1, 2, 3, 10, 0, 1, 2, 3]
-    assert found(drafter, own, [5, 1, 2, 3, 20]) == [(3, [10]), (0, [])], "equal"
-    assert found(drafter, [0, 1, 2, 3, 10, 5, 1, 2, 3], [4, 5, 1, 2, 3, 20])[0] == (3, [20]), "longer in another text"
+    assert found(drafter, own, [5, 1, 2, 3, 20]) == [(3, [10]), (0, [])], "as long in another text, which counts less"
+    ends = [7, 8, 4, 5, 1, 2, 3]
+    for longer, size, copied in ((2, 3, 10), (3, 4, 20)):
+        here, there = [0, 1, 2, 3, 10, *ends], [*ends[-3 - longer :], 20]
+        assert found(drafter, here, there)[0] == (size, [copied]), "longer by more than two tokens"
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes():
