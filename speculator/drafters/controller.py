@@ -7,7 +7,8 @@ reads no clock: the same requests in the same order, with the same costs, are de
 How often a draft is accepted depends on the text. Tuning measured it on some text; on others the log-odds of all depths
 are taken to be shifted by as much, which is estimated for each request and for all of them: a Kalman filter on a shift
 that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0. Most texts
-shift little, some much and at once: of two such filters, one for either, each counts as it has foretold what came.
+shift little, some much and at once: of two such filters, one for either, each counts as it has foretold what came. What
+all have in common changes slowly.
 
 A mixed step accepts what the head's draft does, and then goes on along the copied path where that has agreed so far.
 Both sources are right on easy tokens, so how often a copied token is right where the head's was refused is a shift of
@@ -28,9 +29,9 @@ from speculator.drafters.topology import Shape
 from speculator.request import Request
 
 # With these the lengths that were accepted of two targets' drafts and copies are among the likeliest.
-_SPREADS = (0.03, 1.5)  # variances of a shift of which nothing is known
-_ROW, _ALL = 1 / 50, 1 / 1000  # how much of the way home a shift goes in a step
-_DOUBT = 1 / 15  # how much of the way to not being known its variance goes
+_SPREADS, _SPREAD_OF_ALL = (0.03, 2.0), (0.5,)  # variances of a shift of which nothing is known
+_ROW, _ALL = (1 / 200, 1 / 10), (1 / 1000, 1 / 1000)
+"""How much of the way home a shift goes in a step, and its variances to not being known."""
 _TURN = 1 / 50  # how much of the way to not knowing which of the two is right
 _PROBES = 0.01  # the share of the time that goes into trying a head that does not seem to pay
 _RAREST, _OFTENEST = 512, 16  # steps between two of them
@@ -48,11 +49,12 @@ class Shift:
 
     Args:
         mean: what is expected before anything is seen.
+        spreads: the variance of that, a filter for each.
     """
 
-    def __init__(self, mean: float = 0.0) -> None:
-        self.mean = mean
-        self._filters = [(mean, spread, 1 / len(_SPREADS)) for spread in _SPREADS]  # mean, variance, weight
+    def __init__(self, mean: float, spreads: Sequence[float]) -> None:
+        self.mean, self._spreads = mean, spreads
+        self._filters = [(mean, spread, 1 / len(spreads)) for spread in spreads]  # mean, variance, weight
 
     def observe(self, logit: float, accepted: bool) -> None:
         """A token of a draft, accepted or refused, whose measured log-odds are `logit`."""
@@ -68,15 +70,15 @@ class Shift:
         self._filters = [(mean, variance, weight / total) for mean, variance, weight in filters]
         self.mean /= total
 
-    def return_to(self, home: float, rate: float) -> None:
+    def return_to(self, home: float, rates: tuple[float, float]) -> None:
         """A step has gone by."""
         self._filters = [
             (
-                mean + (home - mean) * rate,
-                variance + (spread - variance) * _DOUBT,
-                weight + (1 / len(_SPREADS) - weight) * _TURN,
+                mean + (home - mean) * rates[0],
+                variance + (spread - variance) * rates[1],
+                weight + (1 / len(self._spreads) - weight) * _TURN,
             )
-            for (mean, variance, weight), spread in zip(self._filters, _SPREADS, strict=True)
+            for (mean, variance, weight), spread in zip(self._filters, self._spreads, strict=True)
         ]
         self.mean = sum(mean * weight for mean, _, weight in self._filters)
 
@@ -149,15 +151,15 @@ def best(choices: Sequence[Choice], cost: Cost, greedy: Greedy, rows: int) -> Sh
 class _Shifts:
     """Of the head's tokens, of a lookup's, and of these where the head's was refused against any of them."""
 
-    def __init__(self, *means: float) -> None:
-        self.head, self.lookup, self.beside = self.all = [Shift(mean) for mean in means or (0.0, 0.0, 0.0)]
+    def __init__(self, means: Sequence[float], spreads: Sequence[float]) -> None:
+        self.head, self.lookup, self.beside = self.all = [Shift(mean, spreads) for mean in means]
 
 
 class _Row(_Shifts):
     """What is known of a request."""
 
     def __init__(self, of_all: _Shifts):
-        super().__init__(*(shift.mean for shift in of_all.all))
+        super().__init__([shift.mean for shift in of_all.all], _SPREADS)
         self.steps, self.length = 0, 0  # at the last decision
         self.copied: list[int] = []
         self.logit = 0.0
@@ -212,7 +214,7 @@ class Controller:
         self._lookup = [_logit(chance) for chance in lookup]
         lengths = [1 << i for i in range(COPIED.bit_length())]
         self._mixed = {choice: {length: choice.beside(length) for length in lengths} for choice in choices}
-        self._all = _Shifts()  # of all requests
+        self._all = _Shifts([0.0] * 3, _SPREAD_OF_ALL)  # of all requests
         self._rows: dict[Request, _Row] = {}
         self._last: Choice | int = 0
         self._idle = 0  # steps since the head drafted
