@@ -4,7 +4,8 @@
 
 Writes regret.json, regret.md and regret.png. A cell is a suite, a batch size and a temperature. Its prompts go batch by
 batch through every decoder before the next batch comes, in an order that rotates; each has one engine for the cell. The
-best fixed choice is known in hindsight only: of a cell, and of all cells together.
+best fixed choice is known in hindsight only: of a cell, and of all cells together. Of many choices the one that looks
+best was also lucky, so auto is besides compared with the one that was best in a cell's other batches, batch by batch.
 
 `--num_samples n` decodes n texts of each prompt, those of a prompt beside each other: they share its prefill, and
 lookups look in all of them. A few choices, and the same rows beside other prompts' ("apart"); the time of prefills
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from itertools import product
 
 from matplotlib.figure import Figure
@@ -69,7 +71,7 @@ def measure(
 ) -> dict:
     """Tokens per second and per step of each decoder in a cell."""
     engines = {name: Engine(target, drafter, slots=batch_size) for name, drafter in every.items()}
-    tokens, seconds, steps = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+    parts: dict[str, list[tuple[int, float, int]]] = {name: [] for name in engines}  # tokens, seconds, steps
     eos = target.eos_token_ids if suite.chat else ()
     prompts = [prompt for prompt in suite.prompts for _ in range(samples)]
     rows = [(prompt, Sampling(temperature, seed=number)) for number, prompt in enumerate(prompts)]
@@ -86,16 +88,39 @@ def measure(
             batch = (apart if name.endswith(_APART) else rows)[start : start + batch_size]
             given, own = zip(*batch, strict=True)
             made = engines[name].generate(given, own, max_new_tokens=count, eos_token_ids=eos)
-            tokens[name] += sum(len(row) - 1 for row in made.tokens)
-            seconds[name] += made.decode_seconds
-            steps[name] += sum(map(len, made.steps))
+            seconds = made.decode_seconds
             if samples > 1:
-                seconds[name] += made.prefill_seconds
+                seconds += made.prefill_seconds
                 engines[name].forget()
-    speeds = {name: tokens[name] / seconds[name] for name in engines}
-    cell = {"suite": suite.name, "temperature": temperature, "batch_size": batch_size, "num_samples": samples}
-    per_step = {name: tokens[name] / steps[name] for name in engines}
-    return {**cell, "tokens_per_second": speeds, "tokens_per_step": per_step}
+            parts[name].append((sum(len(row) - 1 for row in made.tokens), seconds, sum(map(len, made.steps))))
+    sums = {name: [sum(column) for column in zip(*own, strict=True)] for name, own in parts.items()}
+    return {
+        "suite": suite.name,
+        "temperature": temperature,
+        "batch_size": batch_size,
+        "num_samples": samples,
+        "tokens_per_second": {name: tokens / seconds for name, (tokens, seconds, _) in sums.items()},
+        "tokens_per_step": {name: tokens / steps for name, (tokens, _, steps) in sums.items()},
+        "batches": {name: [own[:2] for own in each] for name, each in parts.items()},
+    }
+
+
+def without_luck(cell: dict) -> float | None:
+    """Auto's tokens per second over those of the fixed choice that was the best in the other batches, taken batch by
+    batch; None of one batch."""
+    batches = cell["batches"]
+    count = len(batches["auto"])
+    if count == 1:
+        return None
+    chosen = []
+    for left_out in range(count):
+        others = {name: _speed([*batches[name][:left_out], *batches[name][left_out + 1 :]]) for name in _fixed(cell)}
+        chosen.append(batches[max(others, key=others.__getitem__)][left_out])
+    return _speed(batches["auto"]) / _speed(chosen)
+
+
+def _speed(batches: Sequence[Sequence[float]]) -> float:
+    return sum(tokens for tokens, _ in batches) / sum(seconds for _, seconds in batches)
 
 
 def summary(cells: list[dict]) -> dict:
@@ -106,6 +131,7 @@ def summary(cells: list[dict]) -> dict:
         speeds = cell["tokens_per_second"]
         cell["best_fixed"] = max(_fixed(cell), key=speeds.__getitem__)
         cell["auto_over_best"] = speeds["auto"] / speeds[cell["best_fixed"]]
+        cell["auto_over_best_elsewhere"] = without_luck(cell)
         cell["auto_over_plain"] = speeds["auto"] / speeds["none"]
         apart = {name: speeds["auto"] / speeds[name] for name in speeds if name.endswith(_APART)}
         if apart:
@@ -122,8 +148,8 @@ def _fixed(cell: dict) -> set[str]:
 
 
 def markdown(report: dict) -> str:
-    speeds = ("plain, tokens/s", "best fixed choice", "its tokens/s", "auto's", "auto / best", "auto / plain")
-    header = ("suite", "temperature", "batch", *speeds)
+    speeds = ("plain, tokens/s", "best fixed choice", "its tokens/s", "auto's")
+    header = ("suite", "temperature", "batch", *speeds, "auto / best", "auto / best of other batches", "auto / plain")
     table = [
         (
             cell["suite"],
@@ -134,6 +160,7 @@ def markdown(report: dict) -> str:
             f"{cell['tokens_per_second'][cell['best_fixed']]:.0f}",
             f"{cell['tokens_per_second']['auto']:.0f}",
             f"{cell['auto_over_best']:.2f}",
+            "" if cell["auto_over_best_elsewhere"] is None else f"{cell['auto_over_best_elsewhere']:.2f}",
             f"{cell['auto_over_plain']:.2f}",
         )
         for cell in report["cells"]

@@ -9,6 +9,15 @@ from conftest import write_tuned
 from benchmarks import regret
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
+
+def test_the_best_choice_is_not_the_lucky_one():
+    """Of a and b either has one batch that is twice as fast: the best of the other batch is the slower in this one."""
+    batches = {"auto": [(10, 1.0)] * 2, "a": [(20, 1.0), (10, 1.0)], "b": [(10, 1.0), (20, 1.0)]}
+    cell = {"batches": batches, "tokens_per_second": dict.fromkeys(batches, 0.0)}
+    assert regret.without_luck(cell) == 1
+    assert regret.without_luck({**cell, "batches": {name: own[:1] for name, own in batches.items()}}) is None
+
+
 STEPS = [{"draft_length": n, "draft": 0.1 * n, "verify": 1 + 0.01 * n} for n in (0, 1, 2)]
 
 
@@ -35,6 +44,7 @@ def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_pa
         assert cell["tokens_per_second"].keys() == cell["tokens_per_step"].keys() == names
         assert cell["tokens_per_step"]["none"] == 1 <= min(cell["tokens_per_step"].values())
         best = max(speed for name, speed in cell["tokens_per_second"].items() if name != "auto")
+        assert (cell["auto_over_best_elsewhere"] is None) == (cell["batch_size"] == 2)
         assert cell["auto_over_best"] == pytest.approx(cell["tokens_per_second"]["auto"] / best)
     assert (out / "regret.png").stat().st_size > 1000
     assert regret.main([*command, *sizes, "--temperature", "1", "--output", str(tmp_path / "other")]) == 2

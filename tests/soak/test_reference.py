@@ -36,13 +36,15 @@ def test_the_reference_run_is_killed_and_gives_the_same_text_and_heads(tmp_path)
     length, draw, killed = time.monotonic() - began, random.Random(0), 0
     for _ in range(KILLS):
         process = start(argv("cut"), cache, start_new_session=True)
-        wait = draw.uniform(0.1, 0.5) * length
+        wait = draw.uniform(0.08, 0.3) * length
         time.sleep(wait)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             killed += 1
         process.communicate()
-        print(f"killed after {wait:.0f} s of {length:.0f}: {sorted(path.name for path in (tmp_path / 'cut').iterdir())}")
+        print(
+            f"killed after {wait:.0f} s of {length:.0f}: {sorted(path.name for path in (tmp_path / 'cut').iterdir())}"
+        )
     assert killed >= 2
     finish(argv("cut"), cache, timeout=1200)
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")

@@ -211,8 +211,8 @@ def test_a_request_begins_with_what_all_have_in_common(monkeypatch):
 
 
 def test_a_shift_wanders_little_where_texts_do_and_follows_one_that_leaps():
-    """Over 300 tokens of no shift it is less off in the mean than the wide filter alone; 30 tokens behind a leap by 4 it
-    is about as far as that, the narrow one alone is not."""
+    """Over 300 tokens of no shift it is less off in the mean than the wide filter alone; 30 tokens behind a leap by 4
+    it is about as far as that, the narrow one alone is not."""
     wandering, reached = {}, {}
     for spreads in (_SPREADS, _SPREADS[:1], _SPREADS[1:]):
         shift, chances, apart = Shift(0.0, spreads), random.Random(3), []
