@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, Features, Sequence, Value
+from filelock import FileLock, Timeout
 from torch import accelerator
 from tqdm import tqdm
 
@@ -74,7 +75,8 @@ class Batches:
 
     Of several processes the k-th of n works on every n-th batch. They share the folder, on one machine or over a
     network, and find out about each other by its files alone: waiting for a slow process takes part in no collective,
-    so it can't run into a time-out. A process that dies takes the others with it by way of the launcher.
+    so it can't run into a time-out. Only when all is written do they wait for each other, before what is no longer
+    needed is removed. A process that dies takes the others with it by way of the launcher.
 
     All files have checksums. A damaged batch is made anew; a finished folder that is damaged is refused.
 
@@ -105,6 +107,7 @@ class Batches:
         self.folder, self.record, self.rows = folder, record, rows
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
+        self._lock = FileLock(self._work / "lock")
         self._seal = json.dumps(record, sort_keys=True)
         finished, known = self.finished, begun(folder)
         if known is not None:
@@ -129,6 +132,7 @@ class Batches:
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
+        self._lock.release()
 
     def todo(self) -> list[int]:
         """The unfinished batches of this process."""
@@ -161,10 +165,21 @@ class Batches:
         self._bar.update(len(continuations))
 
     def begin(self) -> Path:
-        """Take the folder; gives where work in progress lies, which goes when the rows are finished."""
+        """Take the folder; gives where work in progress lies, which goes when the rows are finished.
+
+        Raises:
+            UserError: another run has taken it.
+        """
         if not self._record.exists():
             make_folder(self._work)
             write_text(self._record, json.dumps({**self.record, **self._notes}, sort_keys=True))
+        if state().is_main_process and not self._lock.is_locked:
+            try:
+                self._lock.acquire(blocking=False)
+            except Timeout:
+                raise UserError(f"{self.folder}: another run is writing it") from None
+            except (OSError, NotImplementedError):  # a file system without locks
+                pass
         return self._work
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
@@ -187,12 +202,16 @@ class Batches:
             assemble: gives the rows, and what the manifest says beside the record. On the main process.
         """
         self._bar.close()
-        if state().is_main_process:
-            if not self._manifest.exists():
-                self._save(*assemble())
-            shutil.rmtree(self._work, ignore_errors=True)
+        if state().is_main_process and not self._manifest.exists():
+            self.begin()
+            self._save(*assemble())
         _wait_for(self._manifest)
-        return Dataset.load_from_disk(str((self.folder / "rows").resolve()))  # datasets reads "~" as a shell does
+        made = Dataset.load_from_disk(str((self.folder / "rows").resolve()))  # datasets reads "~" as a shell does
+        state().wait_for_everyone()  # others may still read what lies there; all come here at about the same time
+        if state().is_main_process:
+            shutil.rmtree(self._work, ignore_errors=True)
+            self._lock.release()
+        return made
 
     def _assemble(
         self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]

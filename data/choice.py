@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,11 @@ from data.batches import awaited, begun
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
 from speculator.drafters.topology import Shape
 from speculator.engine import Engine
+from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
 from speculator.target import Target
-from speculator.tuned import LONGEST_CHAIN, described, tuned_shapes
+from speculator.tuned import LONGEST_CHAIN, described, named, shape_of, tuned_shapes
 
 _TURNS = 2
 """All are clocked so often on the same text, one after the other, and the better counts: some moments are slow."""
@@ -85,7 +88,8 @@ class Choice:
     """Who drafts.
 
     Attributes:
-        clocked: {"tokens_per_second": of each candidate, "seconds": of all}; None where none was clocked.
+        clocked: {"tokens_per_second": of each candidate, "seconds": of all, "shape": the fastest's, as `decoding.json`
+            names it}; None where none was clocked.
         fresh: whether it was made now, and not read in a folder that is gone on with.
     """
 
@@ -130,16 +134,30 @@ def choose(
     tokens = min(tokens, max(_TOKENS, _ENOUGH // slots)) if tokens >= min(_LEAST, max_new_tokens) else 0
     known = awaited(folder, target.group) if tokens else target.agreed(begun(folder))
     if known is not None:
-        name, weights = known.get("drafter"), digest(drafts.head)
-        if name is None and plain:
-            return Choice(None, known.get("choice"), False)
-        named = (each for each in candidates if identity(each, weights) == name)
-        return Choice(next(named, HeadDrafter(drafts.head, 1)), known.get("choice"), False)  # any other is refused
+        return _known(drafts, folder, known, plain)
     if not tokens:
         return Choice(HeadDrafter(drafts.head, 1))
     tried = [*candidates, *([None] if plain else [])]
     own = [requests[row] for row in sample]
     return fastest(target, tried, own, tokens, slots=slots, max_new_tokens=max_new_tokens, **how)
+
+
+def _known(drafts: Drafts, folder: Path, record: dict[str, Any], plain: bool) -> Choice:
+    """The drafter that a folder's record names, of these."""
+    name, weights, clocked = record.get("drafter"), digest(drafts.head), record.get("choice")
+    if name is None and plain:
+        return Choice(None, clocked, False)
+    shapes: list[Shape] = [Chain(length) for length in range(1, drafts.head.n_predict + 1)]
+    with suppress(KeyError, TypeError, ValueError):
+        shapes += [shape_of(clocked["shape"])] if clocked else []
+    for shape in shapes:
+        drafter = HeadDrafter(drafts.head, shape)
+        if identity(drafter, weights) == name:
+            return Choice(drafter, clocked, False)
+    raise UserError(
+        f"{folder} was made with drafter {json.dumps(name)}, which is none of the head {drafts.folder}, weights "
+        f"{weights}: take another folder, or remove that one"
+    )
 
 
 def fastest(
@@ -179,7 +197,7 @@ def fastest(
                 speeds[_named(each)] = max(speeds[_named(each)], made / seconds)
     clocked = target.agreed({"tokens_per_second": speeds, "seconds": monotonic() - began})
     best = max(candidates, key=lambda each: clocked["tokens_per_second"][_named(each)])
-    return Choice(best, clocked)
+    return Choice(best, {**clocked, "shape": named(best.shape) if best else None})
 
 
 def _clock(

@@ -255,8 +255,10 @@ def _read(file: Path, head: Speculator) -> _Tuned:
         measured = [
             (float(each["temperature"]), shape_of(each), [float(chance) for chance in each["acceptance_by_position"]])
             for each in read.get("measured", [])
-            if each["batch_size"] == read["measured"][0]["batch_size"] and "acceptance_by_position" in each
+            if "acceptance_by_position" in each and each["batch_size"] == read["measured"][0]["batch_size"]
         ]
+        if not all(0 < len(own) <= shape.depth and all(0 <= each <= 1 for each in own) for _, shape, own in measured):
+            raise ValueError(measured)
         lookup = [float(chance) for chance in read.get("lookup", [])]
         entries = [_entry(each) for each in read.get("costs", [])]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
@@ -306,7 +308,10 @@ def _entry(read: dict[str, Any]) -> Entry:
     numbers = read["rows"], read["context"]
     if not all(type(number) is int for number in numbers) or type(read["greedy"]) is not bool or not shapes:
         raise TypeError(read)
-    return Entry(*numbers, read["greedy"], float(read["seconds"]), shapes)
+    seconds = float(read["seconds"])
+    if min(numbers) < 1 or not seconds > 0:
+        raise ValueError(read)
+    return Entry(*numbers, read["greedy"], seconds, shapes)
 
 
 def written(entry: Entry) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_clocked(target
     clocked(monkeypatch, None)
     with pytest.raises(UserError, match="seed 5, not 6"):
         made(target, tmp_path / "out", seed=6)
-    with pytest.raises(UserError, match=r"drafter .*2 tokens.* not .*1 tokens"):
+    with pytest.raises(UserError, match=r"drafter .*2 tokens.* which is none of the head"):
         made(target, tmp_path / "out", Drafts(tiny_head(vocab_size=31), tmp_path))
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
@@ -153,11 +153,11 @@ def test_real_clocks_see_who_is_slow(tmp_path, monkeypatch, architecture):
 
     def slow_head(drafter, *args):
         tried.add(drafter.nodes)
-        time.sleep(0.002 * drafter.nodes)
+        time.sleep(0.008 * drafter.nodes)
         return propose(drafter, *args)
 
     def slow_target(*args):
-        time.sleep(0.01)
+        time.sleep(0.025)
         return extend(*args)
 
     for slow, drafted in ((("propose", HeadDrafter, slow_head), False), (("extend", Target, slow_target), True)):
@@ -182,19 +182,22 @@ def test_real_clocks_see_who_is_slow(tmp_path, monkeypatch, architecture):
     assert tried == {1, 2, 3, 4}
 
 
-def test_a_tuned_tree_is_gone_on_with_and_another_of_its_size_is_not(target, tmp_path, monkeypatch):
+def test_a_tuned_tree_is_gone_on_with_whatever_is_tuned_meanwhile(target, tmp_path, monkeypatch):
     clocked(monkeypatch, {**SPEEDS, 4: 99})
     write_tuned(tmp_path, [{"temperature": 1.0, "tree": TREE}], batch_size=2)
     rows = made(target, tmp_path / "out", Drafts(tiny_head(), tmp_path))
     clocked(monkeypatch, None)
     assert made(target, tmp_path / "out", Drafts(tiny_head(), tmp_path)) == rows
     write_tuned(tmp_path, [{"temperature": 1.0, "tree": [[0], [1], [0, 0], [0, 1]]}], batch_size=2)
-    with pytest.raises(UserError, match="was made with drafter"):
-        made(target, tmp_path / "out", Drafts(tiny_head(), tmp_path))
+    assert made(target, tmp_path / "out", Drafts(tiny_head(), tmp_path)) == rows
+    other = tiny_head()
+    next(other.parameters()).data += 1
+    with pytest.raises(UserError, match=r"was made with drafter .* which is none of the head"):
+        made(target, tmp_path / "out", Drafts(other, tmp_path))
 
 
 def test_processes_take_the_choice_of_the_first(tmp_path, monkeypatch):
-    own = threading.local()
+    own, together = threading.local(), threading.Barrier(2, timeout=60)
     monkeypatch.setattr(batches, "state", lambda: own.state)
 
     def clock(engine, requests, most, how):
@@ -207,7 +210,10 @@ def test_processes_take_the_choice_of_the_first(tmp_path, monkeypatch):
     targets = [Target(tiny_model(), None) for _ in range(2)]
 
     def process(index, count, folder):
-        own.state = SimpleNamespace(process_index=index, num_processes=count, is_main_process=index == 0)
+        wait = together.wait if count > 1 else lambda: None
+        own.state = SimpleNamespace(
+            process_index=index, num_processes=count, is_main_process=index == 0, wait_for_everyone=wait
+        )
         try:
             rows[index, count] = made(targets[index], folder, drafts)
         except BaseException as error:
@@ -224,13 +230,45 @@ def test_processes_take_the_choice_of_the_first(tmp_path, monkeypatch):
     assert manifest_of(tmp_path / "two")["drafter"].startswith("head, 3 tokens")
 
 
+def test_a_slow_process_still_finds_what_the_last_pass_left(tmp_path, monkeypatch):
+    """The first of two is done with the chats while the second has yet to look for the answers."""
+    own, together = threading.local(), threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(batches, "state", lambda: own.state)
+    wait = batches._wait_for
+
+    def slowly(file):
+        if own.state.process_index and "answers" in str(file):
+            time.sleep(1)
+        wait(file)
+
+    monkeypatch.setattr(batches, "_wait_for", slowly)
+    rows = {}
+
+    def process(index):
+        own.state = SimpleNamespace(
+            process_index=index, num_processes=2, is_main_process=index == 0, wait_for_everyone=together.wait
+        )
+        target = chatty(tiny_llama())
+        sizes = {"rows": 12, "max_prompt_tokens": 24, "max_new_tokens": 12, "batch_size": 2, "progress": False}
+        rows[index] = list(self_rows(target, None, tmp_path / "out", **sizes))
+
+    threads = [threading.Thread(target=process, args=(index,), daemon=True) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert rows[0] == rows[1]
+    assert not (tmp_path / "out" / "batches").exists()
+
+
 def test_processes_that_hold_a_target_together_take_the_choice_of_their_first(target, tmp_path, monkeypatch):
     clocked(monkeypatch, SPEEDS)
     theirs = {"tokens_per_second": {"no draft": 1.0, "1 token": 2.0, "2 tokens": 1.0, "3 tokens": 3.0}, "seconds": 1.0}
+    shape = {"draft_length": 3}
     monkeypatch.setattr(target, "agreed", lambda said: theirs if said and "seconds" in said else said)
     made(target, tmp_path)
     assert manifest_of(tmp_path)["drafter"].startswith("head, 3 tokens")
-    assert manifest_of(tmp_path)["choice"] == theirs
+    assert manifest_of(tmp_path)["choice"] == {**theirs, "shape": shape}
 
 
 def test_each_pass_of_the_targets_own_chats_chooses_for_itself(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import torch
 from conftest import tiny_head, tiny_model
 from datasets import load_from_disk
 from enumeration import chi_square_p, joint_distribution
+from filelock import FileLock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -135,6 +136,21 @@ def test_refused_drafts_are_those_of_the_steps_and_survive_a_kill(target, tmp_pa
     assert made(target, tmp_path / "cut", seed=5, keep_refused=True) == rows
 
 
+def test_a_folder_that_another_run_is_writing_is_refused(target, tmp_path, monkeypatch):
+    rows = made(target, tmp_path / "whole")
+
+    def killed(*args, **kwargs):
+        raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batches.Batches, "_save", killed)
+        with pytest.raises(Cut):
+            made(target, tmp_path / "out")
+    with FileLock(tmp_path / "out" / "batches" / "lock"), pytest.raises(UserError, match="another run is writing it"):
+        made(target, tmp_path / "out")
+    assert made(target, tmp_path / "out") == rows
+
+
 class Cut(BaseException):
     """The process ends here."""
 
@@ -189,7 +205,8 @@ def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):
     record, written = json.loads((first.parent / "record.json").read_text()), json.loads(first.read_text())
     del written["sha256"]
     work = batches.Batches(tmp_path, record, [[]], progress=False)
-    work.write(0, **{**written, "continuations": [[30, 31], *written["continuations"][1:]]})
+    with work:
+        work.write(0, **{**written, "continuations": [[30, 31], *written["continuations"][1:]]})
     longest = PROMPTS.index([9] * 7)
     assert made(target, tmp_path)[longest]["input_ids"] == [9] * 7 + [30, 31]
 

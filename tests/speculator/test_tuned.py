@@ -150,9 +150,13 @@ def test_a_file_that_tune_did_not_write_is_refused(target_folder, tuned_folder, 
     "damage",
     [
         {"measured": 3},
-        {"measured": [{}]},
+        {"measured": [{"acceptance_by_position": [0.5]}]},
         {"measured": [{**MEASURED[0], "draft_length": -1}]},
         {"measured": [{**MEASURED[0], "acceptance_by_position": ["often"]}]},
+        {"measured": [{**MEASURED[0], "acceptance_by_position": [float("nan")] * 3}]},
+        {"measured": [{**MEASURED[0], "acceptance_by_position": []}]},
+        {"costs": [{**COSTS[0], "seconds": 0}]},
+        {"costs": [{**COSTS[0], "rows": 0}]},
         {"lookup": ["x"]},
         {"costs": [{**COSTS[0], "rows": "many"}]},
         {"costs": [{**COSTS[0], "steps": []}]},
@@ -161,6 +165,13 @@ def test_a_file_that_tune_did_not_write_is_refused(target_folder, tuned_folder, 
 )
 def test_figures_that_tune_did_not_write_are_refused(target_folder, tuned_folder, damage):
     refuse_file(target_folder, tuned_folder, SETTINGS, **FIGURES | damage)
+
+
+def test_a_file_of_an_older_version_says_what_to_draft_and_no_more(target_folder, tuned_folder):
+    write_tuned(tuned_folder, SETTINGS, measured=[{"temperature": 0.0, "draft_length": 2, "speedup": 1.2}])
+    drafter = tuned_drafter(tuned_folder, Target.load(str(target_folder)))
+    assert not isinstance(drafter, AutoDrafter)
+    assert drafter.shape.depth == SETTINGS[0]["draft_length"]
 
 
 def refuse_file(target_folder, tuned_folder, settings, **more):
