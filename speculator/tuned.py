@@ -8,6 +8,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +204,12 @@ class _Tuned:
                 return []
             wanted = max(temperatures)
             nearest = min(known, key=lambda each: abs(each - wanted))
-            for temperature, shape, acceptance in self.measured:
-                if temperature == nearest:
-                    key = shape.paths if isinstance(shape, FixedTree) else shape.depth
-                    chosen.setdefault(key, (shape, {}))[1][greedy] = acceptance
+            own = [(shape, acceptance) for temperature, shape, acceptance in self.measured if temperature == nearest]
+            of_chains = _together([acceptance for shape, acceptance in own if not isinstance(shape, FixedTree)])
+            for shape, acceptance in own:
+                tree = isinstance(shape, FixedTree)
+                key = shape.paths if isinstance(shape, FixedTree) else shape.depth
+                chosen.setdefault(key, (shape, {}))[1][greedy] = acceptance if tree else of_chains[: shape.depth]
         return [Choice(shape, acceptance) for shape, acceptance in chosen.values()]
 
     def table(
@@ -238,6 +242,21 @@ class _Tuned:
                 entries += measure_table(target, head, shapes, wanted, _SECONDS)
                 stored.update(asked=wanted, entries=[written(entry) for entry in entries])
         return CostTable([_entry(each) for each in target.agreed([written(entry) for entry in entries])])
+
+
+def _together(chains: Sequence[Sequence[float]]) -> list[float]:
+    """How often a token of each depth is accepted, from chains of several lengths that decoded as many tokens each.
+
+    The drafts of one are the beginnings of another's; each alone was seen in few steps.
+    """
+    longest = max(map(len, chains), default=0)
+    hits, tried = [0.0] * longest, [0.0] * longest
+    for chain in chains:
+        reached = list(accumulate(chain, mul, initial=1.0))  # of a step
+        for depth, chance in enumerate(chain):
+            hits[depth] += chance * reached[depth] / sum(reached)
+            tried[depth] += reached[depth] / sum(reached)
+    return [hit / max(count, 1e-9) for hit, count in zip(hits, tried, strict=True)]
 
 
 def _read(file: Path, head: Speculator) -> _Tuned:

@@ -167,6 +167,22 @@ def test_figures_that_tune_did_not_write_are_refused(target_folder, tuned_folder
     refuse_file(target_folder, tuned_folder, SETTINGS, **FIGURES | damage)
 
 
+def test_chains_of_all_lengths_tell_together_how_often_a_depth_is_accepted(target_folder, tuned_folder):
+    """By 1.5 and 2.12 tokens a step the first depth was tried in 1/1.5 and 1/2.12 steps of as many tokens; a tree's
+    acceptance is its own."""
+    figures = [{"draft_length": 1}, {"draft_length": 2}, {"tree": [[0], [1]]}]
+    for each, chances in zip(figures, ([0.5], [0.7, 0.6], [0.9]), strict=True):
+        each |= {"temperature": 0.0, "batch_size": 1, "acceptance_by_position": chances}
+    write_tuned(tuned_folder, SETTINGS, **{**FIGURES, "measured": figures})
+    choices = tuned_drafter(tuned_folder, Target.load(str(target_folder))).choices
+    first = (0.5 / 1.5 + 0.7 / 2.12) / (1 / 1.5 + 1 / 2.12)
+    assert [list(choice.acceptance[True]) for choice in choices] == [
+        pytest.approx([first]),
+        pytest.approx([first, 0.6]),
+        [0.9],
+    ]
+
+
 def test_a_file_of_an_older_version_says_what_to_draft_and_no_more(target_folder, tuned_folder):
     write_tuned(tuned_folder, SETTINGS, measured=[{"temperature": 0.0, "draft_length": 2, "speedup": 1.2}])
     drafter = tuned_drafter(tuned_folder, Target.load(str(target_folder)))
