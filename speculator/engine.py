@@ -45,11 +45,10 @@ class Verified:
 
     tokens: Tensor  # [R, depth + 1] the pending token and the path
     hidden: Tensor  # [R, depth + 1, D] or the taps that the drafter reads
-    drafted: Tensor  # [R] the depth of the draft
-    accepted: Tensor  # [R] of its tokens
-    copied: Tensor  # [R] of these, how many a path from elsewhere gave that was hung on
+    accepted: Tensor  # [R] of the path's tokens
     following: Tensor  # [R] the token after them
-    report: Tensor  # [R, depth + 4] for the host: the path, drafted, accepted, copied, following
+    report: Tensor  # [R, depth + 4] for the host: the path, the draft's depth, accepted, of these how many a path from
+    # elsewhere gave that was hung on, following
 
 
 class Engine:
@@ -98,7 +97,7 @@ class Engine:
             raise UserError(f"no accept rule {rule!r}: there are {', '.join(RULES)}")
         if rule not in fitting:
             raise UserError(f"the rule {rule!r} does not fit what this drafter drafts; these do: {', '.join(fitting)}")
-        if target.group is not None and _asks(drafter):
+        if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
             raise UserError("min_confidence: the processes of a target in shards could end a draft at different tokens")
         self.target, self.drafter, self.accept, self.chunk = target, drafter, RULES[rule], chunk
         self.slots = Slots(slots)
@@ -459,7 +458,7 @@ class Engine:
             self._scores = score(logits, given, self._most_logprobs)
         columns = (drafted, accepted, copied, following)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
-        return Verified(tokens, hidden, drafted, accepted, copied, following, report)
+        return Verified(tokens, hidden, accepted, following, report)
 
     def keep(self, verified: Verified) -> None:
         """The pending token and the accepted ones are part of the text: the cache and the drafter learn of it."""
@@ -549,12 +548,6 @@ def generate(
         eos_token_ids=eos_token_ids,
         on_step=on_step,
     )
-
-
-def _asks(drafter: Drafter | None) -> bool:
-    """Whether how many tokens it drafts depends on its own numbers."""
-    shape = drafter and getattr(drafter.shape, "inner", drafter.shape)
-    return bool(getattr(shape, "min_confidence", 0))
 
 
 def most_logprobs(requests: Iterable[Request]) -> int | None:
