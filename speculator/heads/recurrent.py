@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -114,18 +113,6 @@ class RecurrentHead(Speculator):
         state = self.advance(index, state, self.embedding(index)(tokens))
         return state, self.spread(self.output(index)(self.features(index, state)))
 
-    def unroll(
-        self,
-        hidden: Tensor,  # [B, S, D]
-        tokens: Tensor,  # [B, S+N-1] step i reads columns i..i+S-1
-    ) -> Iterator[Tensor]:  # N times [B, S, V]
-        """Each step's logits in turn, teacher-forced."""
-        length = hidden.shape[1]
-        state = self.start(hidden)
-        for i in range(self.n_predict):
-            state, logits = self.step(i, state, tokens[:, i : i + length])
-            yield logits
-
     def forward(
         self,
         hidden: Tensor,  # [B, S, D]
@@ -148,9 +135,13 @@ class RecurrentHead(Speculator):
     def logits(
         self,
         hidden: Tensor,  # [B, S, D]
-        tokens: Tensor,  # [B, S+N-1]
+        tokens: Tensor,  # [B, S+N-1] step i reads columns i..i+S-1
     ) -> Tensor:  # [N, B, S, V]
-        return torch.stack(list(self.unroll(hidden, tokens)))
+        state, every = self.start(hidden), []
+        for i in range(self.n_predict):
+            state, logits = self.step(i, state, tokens[:, i : i + hidden.shape[1]])
+            every.append(logits)
+        return torch.stack(every)
 
     @torch.no_grad()
     def initialise_from(self, embedding: Tensor, output: Tensor) -> None:

@@ -91,7 +91,7 @@ def half_known(target, prompts, texts, kind: str):
         row, hidden = rows[step % len(rows)], states[step % len(rows)]
         length = row.shape[1] - N - 1
         loss = torch.zeros(())
-        for i, logits in enumerate(made.unroll(hidden[:, :length], row[:, 1:-1])):
+        for i, logits in enumerate(made.logits(hidden[:, :length], row[:, 1:-1])):
             loss = loss + torch.nn.functional.cross_entropy(logits[0], row[0, i + 2 : i + 2 + length])
         optimiser.zero_grad()
         loss.backward()

@@ -375,7 +375,7 @@ def test_gradients_on_two_processes_are_those_of_all_logits_at_once(on_two_proce
     loss = list(CASES.values())[index][1]
     head.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for i, z in enumerate(head.unroll(hidden[:, :S], ids[:, 1:-1])):
+    for i, z in enumerate(head.logits(hidden[:, :S], ids[:, 1:-1])):
         each = loss(z, hidden[:, i + 1 : i + 1 + S] @ lm_head.T, labels[:, i].clamp_min(0))
         total = total + (each * (labels[:, i] != IGNORE)).sum()
     total.backward()
