@@ -1,5 +1,6 @@
 """Draft heads that make a language model generate faster without changing what it says."""
 
+# ruff: noqa: F401  the imports are for type checkers: `__all__` names them
 from __future__ import annotations
 
 from importlib import import_module
@@ -36,37 +37,6 @@ if TYPE_CHECKING:
     from speculator.target import Target
     from speculator.tuned import tuned_drafter
 
-__all__ = [
-    "Candidates",
-    "Chain",
-    "Draft",
-    "Drafter",
-    "EarlyExitDrafter",
-    "Engine",
-    "FixedTree",
-    "Generation",
-    "HeadDrafter",
-    "LSTMSpeculator",
-    "LSTMSpeculatorConfig",
-    "MLPSpeculator",
-    "MLPSpeculatorConfig",
-    "MixedDrafter",
-    "ModelDrafter",
-    "NgramDrafter",
-    "Paths",
-    "Request",
-    "Sampling",
-    "Speculator",
-    "Step",
-    "Target",
-    "Tree",
-    "UserError",
-    "generate",
-    "load_head",
-    "speculative",
-    "tuned_drafter",
-]
-
 # A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
 _HOMES = {
     "checkpoints.loading": ["load_head"],
@@ -99,6 +69,7 @@ _HOMES = {
     "sampling": ["Sampling"],
     "target": ["Target"],
 }
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
