@@ -16,7 +16,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from speculator.checkpoints.layout import KEPT, Layout, Server
+from speculator.checkpoints import layout
+from speculator.checkpoints.layout import Layout, Server
+from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
@@ -39,7 +41,7 @@ SHAPE: dict[str, type] = {
     "fc_norm": bool,
     "norm_output": bool,
 }
-KINDS = {**KEPT, "taps": list, "sliding_window": int, "own_embedding": bool}
+KEPT = {**layout.KEPT, "taps": list, "sliding_window": int, "own_embedding": bool}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
@@ -133,7 +135,7 @@ def from_tables(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor])
     integer = not offsets.is_floating_point() and offsets.dtype != torch.bool
     refuse(
         (offsets.shape != (rows,), f"{where}: d2t is {list(offsets.shape)}, config.json says {[rows]}"),
-        (not integer, f"{where}: d2t is stored as {str(offsets.dtype)[6:]}, not int64"),
+        (not integer, f"{where}: d2t is stored as {dtype_name(offsets.dtype)}, not int64"),
         (mask is None, f"{where}: tensors that are missing: t2d"),
     )
     assert mask is not None
@@ -258,16 +260,12 @@ EAGLE3 = Layout(
     name="eagle3",
     head=Eagle3Speculator,
     architecture="LlamaForCausalLMEagle3",
-    prefix="",
     fields=fields,
-    defaults={},
-    kept=tuple(KINDS),
     servers=servers,
-    expandable=False,
     translate=translate,
     also=("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"),
     shape=SHAPE,
-    kinds=KINDS,
+    kept=KEPT,
     pack=pack,
     unpack=unpack,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from speculator.checkpoints.layout import PREFIX, Layout, Server
+from speculator.checkpoints.layout import KEPT, PREFIX, Layout, Server
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp import MLPSpeculator
 
@@ -65,9 +65,9 @@ IBM = Layout(
     architecture="MLPSpeculatorPreTrainedModel",
     prefix=PREFIX,
     fields=fields,
+    servers=servers,
     # The accelerators from before July 2024 have neither of the last two, and are neither.
     defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},
-    kept=("base_model_name_or_path", "top_k_tokens_per_head", "n_candidates"),
-    servers=servers,
+    kept={name: KEPT[name] for name in ("base_model_name_or_path", "top_k_tokens_per_head", "n_candidates")},
     expandable=True,
 )

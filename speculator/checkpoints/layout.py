@@ -69,18 +69,17 @@ class Layout:
         name: what the user types.
         head: the kind of head; another kind has another layout of this name, or none.
         architecture: `architectures[0]` of its config.json, by which a folder is recognised.
-        prefix: of the tensor names, as written.
         fields: config.json as written, from the head's config and the name of its dtype.
-        defaults: what a field of the shape means where config.json leaves it out; others have to be there.
-        kept: the fields beside the shape that are read into the head's config.
         servers: who loads a head of this config from the folder that is named, and how.
+        prefix: of the tensor names, as written.
+        defaults: what a field of the shape means where config.json leaves it out; others have to be there.
         expandable: whether its loaders take tied tensors under every head's name.
         translate: config.json as read, into the names that heads here give the fields; may raise a UserError.
         bare: whether its loaders find tensors by names without prefix only.
         also: other architectures that its loaders take for this one.
         mark: a field that its config.json has and no other layout's, where the architecture's name does not tell.
         shape: the fields that have to be there, and what they are.
-        kinds: what the fields in `kept` are.
+        kept: the fields beside the shape that are read into the head's config, and what they are.
         pack: a head's tensors as they are stored, where these are not its own under their names.
         unpack: the stored tensors as the head has them; may raise a UserError that names the folder.
     """
@@ -88,18 +87,17 @@ class Layout:
     name: str
     head: type[Speculator]
     architecture: str
-    prefix: str
     fields: Callable[[Any, str], dict[str, Any]]
-    defaults: dict[str, Any]
-    kept: tuple[str, ...]
     servers: Callable[[Any, str], list[Server]]
-    expandable: bool
+    prefix: str = ""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    expandable: bool = False
     translate: Callable[[dict[str, Any], Path], dict[str, Any]] = lambda read, file: read
     bare: bool = False
     also: tuple[str, ...] = ()
     mark: str | None = None
     shape: dict[str, type] = field(default_factory=lambda: SHAPE)
-    kinds: dict[str, type] = field(default_factory=lambda: KEPT)
+    kept: dict[str, type] = field(default_factory=lambda: KEPT)
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
 
@@ -172,7 +170,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     if layout.pack is not None:
         written = layout.pack(head)
     with new_folder(folder) as scratch:
-        files.write(scratch, layout.fields(config, _dtype_name(head)), written)
+        files.write(scratch, layout.fields(config, dtype_name(head.dtype)), written)
         _prove(head, scratch, layout, written)
 
 
@@ -188,7 +186,7 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     file = folder / files.CONFIG
     read = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
     kept = {name: read[name] for name in layout.kept if read.get(name) is not None}
-    for name, kind in {**layout.shape, **{name: layout.kinds[name] for name in kept}}.items():
+    for name, kind in {**layout.shape, **{name: layout.kept[name] for name in kept}}.items():
         refuse(
             (name not in read, f"{file}: no {name} in it"),
             (type(read.get(name)) is not kind, f"{file}: {name} is {read.get(name)!r}, not {kind.__name__}"),
@@ -246,10 +244,6 @@ def _check_draft_tokens(where: object, tokens: Tensor, vocab_size: int) -> None:
     )
 
 
-def _dtype_name(head: Speculator) -> str:
-    return dtype_name(head.dtype)
-
-
 def _list(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -265,7 +259,7 @@ def _prove(head: Speculator, folder: Path, layout: Layout, written: dict[str, Te
     inputs = head.probe()
     weights = again.state_dict()
     held = {
-        "config.json": files.read_config(folder) == layout.fields(config, _dtype_name(head)),
+        "config.json": files.read_config(folder) == layout.fields(config, dtype_name(head.dtype)),
         "tensors": stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored),
         "weights": all(torch.equal(weights[name], tensor) for name, tensor in head.state_dict().items()),
         "logits": torch.equal(again.logits(*inputs), head.logits(*inputs)),

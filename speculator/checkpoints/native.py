@@ -18,7 +18,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     return [Server("speculator", True, how)]
 
 
-def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kinds: dict[str, type] = KEPT) -> Layout:
+def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kept: dict[str, type] = KEPT) -> Layout:
     def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
         """config.json, as transformers writes it."""
         written = json.loads(config.to_json_string(use_diff=True))
@@ -28,18 +28,14 @@ def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kinds: dict[
         name="native",
         head=head,
         architecture=head.__name__,
-        prefix="",
         fields=fields,
-        defaults={},
-        kept=tuple(kinds),
         servers=servers,
-        expandable=False,
         shape=shape,
-        kinds=kinds,
+        kept=kept,
     )
 
 
 NATIVE = tuple(
-    _layout(head, eagle3.SHAPE, eagle3.KINDS) if head is Eagle3Speculator else _layout(head)
+    _layout(head, eagle3.SHAPE, eagle3.KEPT) if head is Eagle3Speculator else _layout(head)
     for _, head in ARCHITECTURES.values()
 )

@@ -57,12 +57,8 @@ def _layout(head: type[Speculator], architecture: str) -> Layout:
         name="vllm-plugin",
         head=head,
         architecture=architecture,
-        prefix="",
         fields=fields,
-        defaults={},
-        kept=tuple(KEPT),
         servers=servers,
-        expandable=False,
     )
 
 
