@@ -82,7 +82,7 @@ def measure(
     engines: Engines = {}
 
     def once(decoder: Decoder, batch: list[list[int]], sampling: Sampling, new: int, out: Timed) -> None:
-        time_ours(target, decoder.drafter, batch, sampling, new, out, decoder.rule, engines=engines)
+        time_ours(target, decoder.drafter, batch, sampling, new, out, engines, decoder.rule)
 
     for decoder in table:
         once(decoder, prompts[:batch_size], Sampling(temperature), 8, Timed())

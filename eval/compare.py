@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.metrics import shown
+from eval.report import per_step
 from speculator.errors import OneLineParser, UserError, show
 from speculator.files import parse_json, read_text
 from speculator.tables import markdown_table
@@ -84,9 +85,8 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(row: dict) -> dict[str, dict[str, Any]]:
-    none = {"low": None, "high": None}
-    figures = {"tokens per step": {"value": row["tokens_per_step"], **row.get("tokens_per_step_interval", none)}}
-    return figures | {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
+    speedups = {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
+    return {"tokens per step": per_step(row), **speedups}
 
 
 def _key(row: dict) -> tuple:

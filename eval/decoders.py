@@ -125,7 +125,7 @@ def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engin
     rule = rule if drafter and rule in drafter.rules else None
 
     def run(prompts, sampling, count, out, stop_at) -> None:
-        time_ours(target, drafter, prompts, sampling, count, out, rule=rule, stop_at=stop_at, engines=engines)
+        time_ours(target, drafter, prompts, sampling, count, out, engines=engines, rule=rule, stop_at=stop_at)
 
     return Decoder(key, run, drafter, rule=rule)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.decoders import BASELINES, Decoder
 from eval.metrics import shown
-from eval.report import facts, head_lengths, label, per_step, plots
+from eval.report import drafting, facts, head_lengths, label, per_step, plots
 from eval.suites import Suite
 from speculator.draft import Draft
 from speculator.engine import Engine, Verified
@@ -222,8 +222,8 @@ def _decoders(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
 
 
 def _categories(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
-    for row in report["suites"]:
-        for part in row.get("categories", ()) if row["drafter"] != "none" else ():
+    for row in drafting(report["suites"]):
+        for part in row.get("categories", ()):
             yield {
                 **_where(report, row),
                 "category": part["name"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from eval.decoders import BASELINES
-from eval.report import groups, head_lengths, label, plots
+from eval.report import drafting, groups, head_lengths, label, per_step, plots
 from speculator.files import write_bytes
 
 _COLOURS = {
@@ -91,10 +91,6 @@ def _colour(row: dict, lengths: set[int]) -> str:
     return _SHADES[sorted(lengths, reverse=True).index(row["draft_length"]) % len(_SHADES)]
 
 
-def _drafting(rows: list[dict]) -> list[dict]:
-    return [row for row in rows if row["drafter"] != "none"]
-
-
 def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[dict], list[float]], first: int) -> None:
     """A group of bars at each place, one bar a drafter; of one head's chains the longest."""
     longest = max((row["draft_length"] for row in rows if row["drafter"] == "head"), default=0)
@@ -111,7 +107,7 @@ def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[d
 
 
 def _acceptance(axis, rows: list[dict], lengths: set[int]) -> None:
-    _side_by_side(axis, _drafting(rows), lengths, lambda row: row["acceptance_by_position"], first=1)
+    _side_by_side(axis, drafting(rows), lengths, lambda row: row["acceptance_by_position"], first=1)
     axis.set_xlabel("draft position")
     axis.set_ylabel("accepted, given that the one before was", fontsize=9)
     _up_to_one(axis)
@@ -127,7 +123,7 @@ def _lengths(axis, rows: list[dict], lengths: set[int]) -> None:
     def shares(row: dict) -> list[float]:
         return [count / max(1, row["steps"]) for count in row["accepted_lengths"]]
 
-    _side_by_side(axis, _drafting(rows), lengths, shares, first=0)
+    _side_by_side(axis, drafting(rows), lengths, shares, first=0)
     axis.set_xlabel("drafted tokens accepted in a step")
     axis.set_ylabel("share of steps")
     _up_to_one(axis)
@@ -137,7 +133,7 @@ def _bars(rows: list[dict], lengths: set[int]) -> list[tuple[str, float, dict | 
     """Name, tokens per second, interval of the ratio to the plain loop, colour."""
     speeds = rows[0]["tokens_per_second"]
     bars = [(_SHORT[n], speeds[n], None, _PLAIN if n == "same_loop" else _THEIRS) for n in BASELINES if n in speeds]
-    for row in _drafting(rows):
+    for row in drafting(rows):
         name = label(row, lengths).replace(" ", "\n", 1)
         bars.append((name, row["tokens_per_second"]["speculative"], row["speedup"]["same_loop"], _colour(row, lengths)))
     return bars
@@ -177,34 +173,22 @@ def _draft_lengths(axis, rows: list[dict], lengths: set[int]) -> None:
 
 
 def _categories(axis, rows: list[dict], lengths: set[int]) -> None:
-    drafting = _drafting(rows)
-    names = [part["name"] for part in drafting[0]["categories"]]
-    height = 0.8 / len(drafting)
-    for k, row in enumerate(drafting):
-        places = [i + (k - (len(drafting) - 1) / 2) * height for i in range(len(names))]
-        values = [part["tokens_per_step"] for part in row["categories"]]
-        intervals = [
-            {"value": v, **part.get("tokens_per_step_interval", {"low": None, "high": None})}
-            for v, part in zip(values, row["categories"], strict=True)
-        ]
-        axis.barh(
-            places,
-            values,
-            height,
-            xerr=_errors(intervals, 1),
-            capsize=2,
-            color=_colour(row, lengths),
-            label=label(row, lengths),
-        )
+    rows = drafting(rows)
+    names = [part["name"] for part in rows[0]["categories"]]
+    height = 0.8 / len(rows)
+    for k, row in enumerate(rows):
+        places = [i + (k - (len(rows) - 1) / 2) * height for i in range(len(names))]
+        means = [per_step(part) for part in row["categories"]]
+        values, colour = [mean["value"] for mean in means], _colour(row, lengths)
+        axis.barh(places, values, height, xerr=_errors(means, 1), capsize=2, color=colour, label=label(row, lengths))
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("tokens per step")
-    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(drafting))
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(rows))
 
 
-def _errors(intervals: list[dict | None], scale: float) -> list[list[float]]:
+def _errors(intervals: Sequence[dict | None], scale: float) -> list[list[float]]:
     """What matplotlib calls yerr; nothing where there is no interval."""
-    known = [interval and interval["low"] is not None for interval in intervals]
-    below = [(i["value"] - i["low"]) * scale if k and i else math.nan for i, k in zip(intervals, known, strict=True)]
-    above = [(i["high"] - i["value"]) * scale if k and i else math.nan for i, k in zip(intervals, known, strict=True)]
-    return [below, above]
+    none = {"value": math.nan, "low": math.nan, "high": math.nan}
+    known = [interval if interval and interval["low"] is not None else none for interval in intervals]
+    return [[(i["value"] - i["low"]) * scale for i in known], [(i["high"] - i["value"]) * scale for i in known]]

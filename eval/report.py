@@ -37,6 +37,11 @@ def per_step(part: dict) -> dict[str, float | None]:
     return {"value": part["tokens_per_step"], **interval}
 
 
+def drafting(rows: list[dict]) -> list[dict]:
+    """Those of the drafters."""
+    return [row for row in rows if row["drafter"] != "none"]
+
+
 def facts(report: dict) -> dict[str, str]:
     """What was measured, where and by what; and what was not run, with the reason."""
     return {
@@ -90,7 +95,7 @@ def markdown(report: dict) -> str:
     lengths = head_lengths(report)
     for heading, rows in groups(report).items():
         lines += ["", f"## {heading}", "", _what(rows[0]), "", _table(rows, lengths), ""]
-        lines += [_details(row, lengths) for row in rows if row["drafter"] != "none"]
+        lines += [_details(row, lengths) for row in drafting(rows)]
         lines += _categories(rows, lengths)
     lines += ["", *(f"![{alt}]({name}.png)" for name, alt in plots(report).items()), ""]
     return "\n".join(lines)
@@ -168,13 +173,13 @@ def _details(row: dict, lengths: set[int]) -> str:
 
 
 def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
-    drafting = [row for row in rows if row["drafter"] != "none"]
-    if not any("categories" in row for row in drafting):
+    rows = drafting(rows)
+    if not any("categories" in row for row in rows):
         return []
     header = ("category", "turns", "decoder", "tokens per step", "tokens/s", "speedup over the same loop")
     lines = []
-    for parts in zip(*(row["categories"] for row in drafting), strict=True):
-        for row, part in zip(drafting, parts, strict=True):
+    for parts in zip(*(row["categories"] for row in rows), strict=True):
+        for row, part in zip(rows, parts, strict=True):
             speed, ratio = part["tokens_per_second"]["speculative"], shown(part["speedup"]["same_loop"])
             cells = (part["name"], part["turns"], label(row, lengths), shown(per_step(part)), f"{speed:.1f}", ratio)
             lines.append(cells)

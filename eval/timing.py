@@ -87,21 +87,19 @@ def time_ours(
     sampling: Sampling,
     count: int,
     out: Timed,
+    engines: Engines,
     rule: str | None = None,
     stop_at: Sequence[int] = (),
-    engines: Engines | None = None,
 ) -> None:
     """Decode one batch of prompts with the engine; tokens `stop_at` end a text.
 
     Steps that are captured as graphs stay in `engines` for the next batch. A run in which one had to be captured does
     not count and is done again.
     """
-    kept = engines is not None and capturable(target, drafter)
-    engine = engines.get((len(prompts), id(drafter), rule)) if engines is not None and kept else None
-    if engine is None:
-        engine = Engine(target, drafter, slots=len(prompts), rule=rule, capture=kept)
-    if engines is not None and kept:
-        engines[len(prompts), id(drafter), rule] = engine
+    kept, key = capturable(target, drafter), (len(prompts), id(drafter), rule)
+    engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=kept)
+    if kept:
+        engines[key] = engine
     for _ in range(_TRIES):
         engine.forget()
         prepared = Captured.prepared
