@@ -13,7 +13,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from speculator.errors import OneLineParser, start
+from speculator.errors import OneLineParser, run_command, start
 
 COMMANDS = ("prepare", "generate", "view")
 
@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
     # Only the one that runs: `generate` loads what a model needs, the others don't.
-    return import_module(f"data.cli.{command}").main(argv[1:])
+    module = import_module(f"data.cli.{command}")
+    arguments = module.build_parser().parse_args(argv[1:])
+    return run_command(f"data {command}", lambda: module.run(arguments))
 
 
 if __name__ == "__main__":

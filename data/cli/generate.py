@@ -21,17 +21,11 @@ from data.tally import Tally, add_max_bad_rows
 from speculator.checkpoints.loading import load_head
 from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
-from speculator.errors import OneLineParser, UserError, check_text, printable, refuse, run_command
+from speculator.errors import OneLineParser, UserError, check_text, printable, refuse
 from speculator.files import check_folder
 from speculator.gguf import read_config
 from speculator.prompts import read_prompts
 from speculator.sampling import Sampling
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
-    arguments = build_parser().parse_args(argv)
-    return run_command("data generate", lambda: run(arguments))
 
 
 def build_parser() -> OneLineParser:

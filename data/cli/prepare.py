@@ -13,14 +13,8 @@ from data.prepare import save_rows
 from data.rendering import load_tokenizer
 from data.tally import add_max_bad_rows
 from data.workers import PROCESSES
-from speculator.errors import OneLineParser, refuse, run_command
+from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder
-
-
-def main(argv: list[str]) -> int:
-    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
-    arguments = build_parser().parse_args(argv)
-    return run_command("data prepare", lambda: run(arguments))
 
 
 def build_parser() -> OneLineParser:

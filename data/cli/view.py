@@ -15,15 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from data.rendering import load_tokenizer
 from data.sources import token_documents
 from data.tally import Tally
-from speculator.errors import OneLineParser, printable, refuse, run_command
+from speculator.errors import OneLineParser, printable, refuse
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-
-
-def main(argv: list[str]) -> int:
-    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
-    arguments = build_parser().parse_args(argv)
-    return run_command("data view", lambda: run(arguments))
 
 
 def build_parser() -> OneLineParser:

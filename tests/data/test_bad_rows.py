@@ -8,7 +8,7 @@ import pytest
 from chat_templates import chat_tokenizer
 from conftest import tiny_tokenizer
 
-from data.cli.generate import main as generate_main
+from data.__main__ import main
 from data.prepare import save_rows, token_rows
 from data.prompts import prompts
 from data.rows import content
@@ -120,12 +120,12 @@ def test_the_command_counts_and_refuses(tmp_path, target_folder, capsys):
     source = write(tmp_path / "texts.jsonl", [*texts, {"txt": "x"}, {"text": 5}])
     flags = ["--target", str(target_folder), "--sources", source, "--output", str(tmp_path / "out"), "--split", "train"]
     sizes = ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_rows", "99"]
-    assert generate_main([*flags, *sizes, "--max_bad_rows", "0.001"]) == 2
+    assert main(["generate", *flags, *sizes, "--max_bad_rows", "0.001"]) == 2
     assert "max_bad_rows 0.001" in capsys.readouterr().err
-    assert generate_main([*flags, *sizes, "--max_bad_rows", "2"]) == 2
+    assert main(["generate", *flags, *sizes, "--max_bad_rows", "2"]) == 2
     assert "--max_bad_rows: a share" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert generate_main([*flags, *sizes]) == 0
+    assert main(["generate", *flags, *sizes]) == 0
     assert "can't be used and are left out" in capsys.readouterr().err
 
 

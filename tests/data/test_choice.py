@@ -10,8 +10,8 @@ from chat_targets import chatty, tiny_llama
 from conftest import tiny_head, tiny_model, write_tuned
 
 from data import batches, choice, onpolicy
+from data.__main__ import main
 from data.choice import Drafts, choose, identity
-from data.cli import generate
 from data.magpie import self_rows
 from data.onpolicy import generate_rows
 from speculator import Engine, FixedTree, HeadDrafter, Sampling, Target, UserError
@@ -307,7 +307,7 @@ def test_a_draft_length_that_is_given_is_not_questioned(target_folder, text_file
     flags += ["--max_rows", "5", "--prompt_tokens", "8", "--max_new_tokens", "4", "--batch_size", "2"]
     for given, who in (([], None), (["--draft_length", "2"], "head, 2 tokens")):
         out = tmp_path / f"out{len(given)}"
-        assert generate.main([*flags, "--output", str(out), *given]) == 0
+        assert main(["generate", *flags, "--output", str(out), *given]) == 0
         named = manifest_of(out)["drafter"]
         assert named is None if who is None else named.startswith(who)
         assert ("choice" in manifest_of(out)) == (who is None)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from data import client as module
 from data import connection
-from data.cli.generate import main
+from data.__main__ import main
 from data.client import Prompt, fetch_rows
 from data.rendering import end_of_answer
 from speculator import Sampling, UserError
@@ -289,7 +289,7 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     process.send_signal(signal.SIGKILL)
     process.wait()
     asked = len(server.bodies)
-    assert main(command[4:]) == 0
+    assert main(command[3:]) == 0
     assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + 3  # and the probe
     prompts = [Prompt(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)

@@ -10,7 +10,7 @@ from chat_templates import CHATML
 from datasets import load_from_disk
 from transformers import AutoTokenizer
 
-from data.cli.generate import main
+from data.__main__ import main
 from data.sources import token_documents
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
@@ -28,7 +28,7 @@ def test_text_is_cut_into_prompts_and_continued(target_folder, head_folder, text
     flags = ["--target", str(target_folder), "--sources", str(text_file), "--output", str(tmp_path / "out")]
     flags += ["--speculator", str(head_folder), "--draft_length", "2"] if drafting else []
     sizes = ["--max_rows", "5", "--prompt_tokens", "16", "--max_new_tokens", "8", "--batch_size", "2", "--top_k", "50"]
-    assert main([*flags, *sizes]) == 0
+    assert main(["generate", *flags, *sizes]) == 0
     rows = list(load_from_disk(tmp_path / "out" / "rows"))
     assert [len(row["input_ids"]) for row in rows] == [len(row["loss_mask"]) for row in rows]
     assert [row["loss_mask"].index(1) for row in rows] == [16] * 5
@@ -49,7 +49,7 @@ def test_prompts_come_from_a_file(target_folder, tmp_path, name):
     with (gzip.open if name.endswith("gz") else open)(file, "wt") as stream:
         stream.write('{"prompt": "import os"}\n{"prompt": "def main():"}\n{"prompt": "x"}\n')
     flags = ["--target", str(target_folder), "--prompts", str(file), "--output", str(tmp_path / "out")]
-    assert main([*flags, "--max_new_tokens", "4", "--max_rows", "2"]) == 0
+    assert main(["generate", *flags, "--max_new_tokens", "4", "--max_rows", "2"]) == 0
     rows = list(load_from_disk(tmp_path / "out" / "rows"))
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     for row, prompt in zip(rows, ["import os", "def main():"], strict=True):
@@ -70,7 +70,7 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "import os"}]))
     flags = ["--target", str(target), "--prompts", str(file), "--output", str(tmp_path / "out")]
-    assert main([*flags, "--max_new_tokens", "4"]) == 0
+    assert main(["generate", *flags, "--max_new_tokens", "4"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     first, second = (tokenizer.decode(row["input_ids"]) for row in load_from_disk(tmp_path / "out" / "rows"))
     assert first.startswith("search<|im_start|>user\nHi<|im_end|>")
@@ -79,10 +79,10 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
     out = [*flags[:-1], str(tmp_path / "none"), "--max_new_tokens", "128"]
-    assert main(out) == 2
+    assert main(["generate", *out]) == 2
     assert "prompts.jsonl: none of its 3 prompts fits" in capsys.readouterr().err
     server = [*out, "--server", "http://127.0.0.1:9"]
-    assert main(server) == 2
+    assert main(["generate", *server]) == 2
     assert "prompts.jsonl: none of its 3 prompts fits" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
@@ -107,7 +107,7 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
     given = {"--target": str(target_folder), "--output": str(tmp_path / "out"), "--prompt_tokens": "8"}
     given |= {"--max_new_tokens": "4"} | dict([flags])
     source = [] if "--prompts" in given else ["--sources", str(text_file)]
-    assert main([*(word for pair in given.items() for word in pair), *source]) == 2
+    assert main(["generate", *(word for pair in given.items() for word in pair), *source]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
     assert len(lines) == 1
     assert message in lines[0]
@@ -119,7 +119,7 @@ def test_a_folder_whose_name_a_shell_would_change_is_that_folder(target_folder, 
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
     flags = ["--target", str(target_folder), "--prompts", "in.jsonl", "--max_new_tokens", "2"]
     for name in ("~", "a\x1b[2J"):
-        assert main([*flags, "--output", name]) == 0
+        assert main(["generate", *flags, "--output", name]) == 0
         assert (tmp_path / name / "rows").is_dir()
     assert "a\\x1b[2J: 1 rows, 2 new tokens" in capsys.readouterr().err
 
@@ -130,6 +130,6 @@ def test_a_folder_whose_name_a_shell_would_change_is_that_folder(target_folder, 
 )
 def test_flags_that_do_not_parse_are_one_line(tmp_path, capsys, flags):
     with pytest.raises(SystemExit) as ended:
-        main(["--target", "t", "--output", str(tmp_path / "out"), *flags])
+        main(["generate", "--target", "t", "--output", str(tmp_path / "out"), *flags])
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
 
-from data.cli.generate import main
+from data.__main__ import main
 from data.duplicates import NearDuplicates
 from data.magpie import _Chat, _Writer, loops, self_rows, turns_of
 from speculator import UserError
@@ -122,7 +122,7 @@ def test_a_text_loops_if_most_of_it_came_before():
 )
 def test_wrong_flags_are_one_line_and_leave_nothing(target_folder, tmp_path, capsys, flags, message):
     words = ["--target", str(target_folder), "--output", str(tmp_path / "out"), "--sources", "self", *flags]
-    assert main(words) == 2
+    assert main(["generate", *words]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
     assert len(said) == 1
     assert message in said[0]
@@ -132,6 +132,10 @@ def test_wrong_flags_are_one_line_and_leave_nothing(target_folder, tmp_path, cap
 def test_the_command_says_what_was_written_and_dropped(model, tmp_path, capsys):
     folder = save(chatty(model), tmp_path / "target")
     sizes = ["--max_rows", "60", "--max_prompt_tokens", "24", "--max_new_tokens", "12", "--batch_size", "8"]
-    assert main(["--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
+    assert (
+        main(["generate", "--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
+    )
     assert "of 60 prompts that the target wrote were dropped: " in capsys.readouterr().err.splitlines()[-1]
-    assert main(["--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
+    assert (
+        main(["generate", "--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
+    )

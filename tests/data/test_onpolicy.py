@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from data import batches, onpolicy
-from data.cli.generate import main
+from data.__main__ import main
 from data.onpolicy import generate_rows
 from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
@@ -342,7 +342,7 @@ def test_killed_and_taken_over_by_two_processes_it_makes_the_same(command, tmp_p
     assert not (killed / "manifest.json").exists()
     process = subprocess.Popen(command(killed, processes=2), cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
-    assert main(command(whole)[4:]) == 0
+    assert main(command(whole)[3:]) == 0
     assert process.wait() == 0, process.stderr.read()
     assert rows_of(killed) == rows_of(whole)
     assert len(rows_of(whole)) == 60
