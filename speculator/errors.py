@@ -79,9 +79,14 @@ def printable(text: str) -> str:
     return "".join(c if so else c.encode("unicode_escape").decode() for c, so in zip(text, harmless, strict=True))
 
 
-def show(text: str, end: str = "\n") -> None:
-    """Print on stdout: on a terminal nothing that would steer it, into a file or pipe the text as it is."""
-    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+def safe(text: str) -> str:
+    """What stdout gets of a text: on a terminal nothing that would steer it, in a file or pipe the text as it is."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def show(text: str) -> None:
+    """Print on stdout what is `safe`."""
+    print(safe(text), flush=True)
 
 
 def check_text(where: str, text: str) -> None:

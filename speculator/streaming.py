@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.errors import printable
+from speculator.errors import safe, show
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 LEGEND = f"{_GREEN}green{_PLAIN}: draft tokens that the target accepted; uncoloured: tokens that it gave itself"
@@ -81,22 +80,12 @@ class TextStream:
 
     def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:
         """A step's new tokens, of which the first `drafted` were drafted."""
-        text, self.lead = _safe(self.lead), ""
+        text, self.lead = safe(self.lead), ""
         for place, token in enumerate(tokens):
-            piece = _safe(self.detokenizer.push(token))
+            piece = safe(self.detokenizer.push(token))
             text += f"{_GREEN}{piece}{_PLAIN}" if piece and self.colours and place < drafted else piece
-        _write(text)
+        print(text, end="", flush=True)
 
     def finish(self) -> None:
         """Print what was held back, and end the line."""
-        _write(_safe(self.detokenizer.finish()) + "\n")
-
-
-def _safe(text: str) -> str:
-    """On a terminal nothing that would steer it; into a file or pipe the text goes as it is."""
-    return printable(text) if sys.stdout.isatty() else text
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+        show(self.detokenizer.finish())
