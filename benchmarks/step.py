@@ -61,17 +61,7 @@ def projected(row: dict, tokens_per_step: float) -> float:
 
 def markdown(report: dict) -> str:
     projection = report["projection"]
-    header = [
-        "batch size",
-        "G",
-        "plain step, ms",
-        "over bound",
-        "verify pass, ms",
-        "over bound",
-        "c",
-        "c by bytes",
-        "v",
-    ]
+    header = ("batch size", "G", "plain step, ms", "over bound", "verify pass, ms", "over bound")
     table = [
         (
             row["batch_size"],
