@@ -27,30 +27,22 @@ from speculator.tables import markdown_table
 Work = Callable[[], int]
 
 
-def static(target: Target, drafter: Drafter | None, slots: int, prompts: list, limits: list[int]) -> Work:
-    """So many at a time: the next ones when all of them have ended."""
+def decoding(
+    target: Target, drafter: Drafter | None, slots: int, prompts: list, limits: list[int], at_once: int
+) -> Work:
+    """So many at a time, the next ones when all of them have ended; of more than there are slots each joins when one is
+    free.
+    """
     engine = Engine(target, drafter, slots=slots)
 
     def work() -> int:
         tokens = 0
-        for start in range(0, len(prompts), slots):
+        for start in range(0, len(prompts), at_once):
             engine.forget()
-            part, own = prompts[start : start + slots], limits[start : start + slots]
+            part, own = prompts[start : start + at_once], limits[start : start + at_once]
             made = engine.generate(part, Sampling(), max_new_tokens=own, eos_token_ids=())
             tokens += sum(map(len, made.tokens))
         return tokens
-
-    return work
-
-
-def joining(target: Target, drafter: Drafter | None, slots: int, prompts: list, limits: list[int]) -> Work:
-    """All at once: each joins when a slot is free."""
-    engine = Engine(target, drafter, slots=slots)
-
-    def work() -> int:
-        engine.forget()
-        made = engine.generate(prompts, Sampling(), max_new_tokens=limits, eos_token_ids=())
-        return sum(map(len, made.tokens))
 
     return work
 
@@ -89,36 +81,17 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{target.name}, {hardware(target.device)}, {len(prompts)} requests, {slots} slots, greedy\n")
     table = []
     for name, drafter in {"none": None, **({"head": HeadDrafter(head)} if head else {})}.items():
-        rows = {
-            "ragged": (
-                joining(target, drafter, slots, prompts, ragged),
-                static(target, drafter, slots, prompts, ragged),
-            ),
-            "equal": (joining(target, drafter, slots, prompts, equal), static(target, drafter, slots, prompts, equal)),
-            "one at a time": (
-                static_one(target, drafter, slots, few),
-                static(target, drafter, 1, few, [128] * len(few)),
-            ),
+        works = {
+            "ragged": (prompts, ragged, len(prompts), slots),
+            "equal": (prompts, equal, len(prompts), slots),
+            "one at a time": (few, equal, 1, 1),
         }
-        for work, (ours, theirs) in rows.items():
+        for work, (asked, limits, joining, static) in works.items():
+            ours = decoding(target, drafter, slots, asked, limits, joining)
+            theirs = decoding(target, drafter, static, asked, limits, static)
             a, b, gain = ratio(ours, theirs, arguments.turns)
             table.append((work, name, f"{a:.1f}", f"{b:.1f}", f"{gain:.2f}"))
     print(markdown_table(("work", "drafter", "engine, tokens/s", "static, tokens/s", "ratio"), table))
-
-
-def static_one(target: Target, drafter: Drafter | None, slots: int, prompts: list) -> Work:
-    """One request after the other, in an engine of many slots."""
-    engine = Engine(target, drafter, slots=slots)
-
-    def work() -> int:
-        tokens = 0
-        for prompt in prompts:
-            engine.forget()
-            made = engine.generate([prompt], Sampling(), max_new_tokens=128, eos_token_ids=())
-            tokens += len(made.tokens[0])
-        return tokens
-
-    return work
 
 
 def main(argv: list[str] | None = None) -> int:

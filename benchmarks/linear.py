@@ -28,6 +28,7 @@ from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.linear import FAST_DTYPES, TIMED_ROWS, PackedLinear, pack_linears
+from speculator.tables import markdown_table
 
 _BYTES = 2**26  # of all matrices of a size
 _SIZES = ("192x512", "192x4096", "1024x1024", "4096x4096")
@@ -74,17 +75,16 @@ def markdown(report: dict) -> str:
         f"`python -m benchmarks.linear`: {report['hardware']}, {report['dtype']}, torch {report['torch']}; the median "
         f"of {report['blocks']} blocks in turns.",
         "",
-        "| matrix | rows | torch's own, µs | packed, µs | ratio | over one row: torch's own | packed |",
-        "|---" * 7 + "|",
     ]
+    header = ("matrix", "rows", "torch's own, µs", "packed, µs", "ratio", "over one row: torch's own", "packed")
+    table = []
     for line in report["lines"]:
         first = one[line["in"], line["out"]]
-        lines.append(
-            f"| {line['in']} x {line['out']} | {line['rows']} | {1e6 * line['torch']:,.0f} "
-            f"| {1e6 * line['packed']:,.0f} | {line['torch'] / line['packed']:.2f} "
-            f"| {line['torch'] / first['torch']:.2f} | {line['packed'] / first['packed']:.2f} |"
-        )
-    return "\n".join([*lines, ""])
+        micros = (f"{1e6 * line[way]:,.0f}" for way in ("torch", "packed"))
+        over = (f"{line[way] / first[way]:.2f}" for way in ("torch", "packed"))
+        ratio = f"{line['torch'] / line['packed']:.2f}"
+        table.append((f"{line['in']} x {line['out']}", line["rows"], *micros, ratio, *over))
+    return "\n".join([*lines, markdown_table(header, table), ""])
 
 
 def passes(target: Target, blocks: int) -> list[dict]:
@@ -108,12 +108,11 @@ def passes(target: Target, blocks: int) -> list[dict]:
 
 def passes_table(target: Target, lines: list[dict]) -> str:
     rows = [
-        f"| {line['products']} | {1e3 * line['decode_seconds']:.2f} | {line['verify_over_decode']:.2f} |"
-        for line in lines
+        (line["products"], f"{1e3 * line['decode_seconds']:.2f}", f"{line['verify_over_decode']:.2f}") for line in lines
     ]
     title = f"{target.name}, {hardware(target.device)}, {dtype_name(target.dtype)}, torch {torch.__version__}"
-    head = ["| products | plain step, ms | verify pass of five over a plain step |", "|---" * 3 + "|"]
-    return "\n".join([title, "", *head, *rows, ""])
+    header = ("products", "plain step, ms", "verify pass of five over a plain step")
+    return f"{title}\n\n{markdown_table(header, rows)}\n"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,46 +36,40 @@ class Preset:
     source: str
 
 
+def _llama(
+    vocabulary: int, hidden: int, inner: int, layers: int, heads: int, shared: int, context: int
+) -> dict[str, int]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "max_position_embeddings": context,
+    }
+
+
+def _untied(inner_dim: int, n_predict: int) -> dict[str, Any]:
+    return {"inner_dim": inner_dim, "n_predict": n_predict, "tie_weights": False, "scale_input": False}
+
+
 PRESETS = {
     "llama-3-8b": Preset(
-        target={
-            "vocab_size": 128_256,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 8192,
-        },
-        head={"inner_dim": 3072, "n_predict": 4, "tie_weights": False, "scale_input": False},
+        _llama(128_256, 4096, 14_336, 32, 32, 8, 8192),
+        _untied(3072, 4),
         tokens_per_step=2.43,
         source="arXiv 2602.23881: an MLP head that drafts 6 tokens for Llama 3.1 8B, KL loss, temperature 0",
     ),
     "llama-2-13b": Preset(
-        target={
-            "vocab_size": 32_000,
-            "hidden_size": 5120,
-            "intermediate_size": 13_824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-            "max_position_embeddings": 4096,
-        },
-        head={"inner_dim": 4096, "n_predict": 3, "tie_weights": False, "scale_input": False},
+        _llama(32_000, 5120, 13_824, 40, 40, 40, 4096),
+        _untied(4096, 3),
         tokens_per_step=3.03,
         source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
     ),
     "tiny": Preset(
-        target={
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-        },
-        head={"inner_dim": 32, "n_predict": 3, "tie_weights": False, "scale_input": False},
+        _llama(512, 64, 128, 2, 4, 2, 1024),
+        _untied(32, 3),
         tokens_per_step=2.0,
         source="no one: a shape for tests",
     ),
