@@ -20,8 +20,9 @@ from torch import accelerator
 from tqdm import tqdm
 
 from speculator.errors import UserError
-from speculator.files import digest, make_folder, new_folder, parse_json, read_text, write_text
+from speculator.files import digest, make_folder, new_folder, write_text
 from speculator.sharding import Group, part
+from speculator.stored import read_object
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
@@ -29,6 +30,7 @@ _FEATURES = {
     "refused": Sequence(Value("int8")),
 }
 _POLL_SECONDS = 0.2
+_MOST_BYTES = 1 << 30  # of a batch
 
 
 def state() -> PartialState:
@@ -46,7 +48,7 @@ def begun(folder: Path) -> dict[str, Any] | None:
     for file in (manifest, work / "record.json", manifest):  # another process may be finishing it just now
         if file.exists():
             try:
-                return _read_object(file)
+                return read_object(file, _MOST_BYTES)
             except UserError as error:
                 if file == manifest or not manifest.exists():
                     raise UserError(f"{error}: damaged; remove {folder}, and it is made anew") from None
@@ -266,7 +268,7 @@ class Batches:
     def _kept(self, batch: int) -> dict[str, Any] | None:
         """What a batch's file says; None if it is damaged."""
         try:
-            content = _read_object(self._file(batch))
+            content = read_object(self._file(batch), _MOST_BYTES)
         except UserError:
             return None
         return content if content.pop("sha256", None) == self._sum(content) else None
@@ -300,13 +302,6 @@ class Batches:
 def _wait_for(file: Path) -> None:
     while not file.exists():
         time.sleep(_POLL_SECONDS)
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    content = parse_json(read_text(file, most=1 << 30), str(file))
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object")
-    return content
 
 
 def _sums(folder: Path) -> dict[str, str]:

@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 
 from speculator.errors import UserError, first_line, refuse
 
+MOST_BYTES = 64 << 20
+"""Of a small text file."""
 _WAIT = 60  # seconds for who measures
 
 
@@ -187,7 +189,7 @@ def check_input(path: str | Path) -> Path:
     return Path(path)
 
 
-def read_text(path: str | Path, most: int = 64 << 20) -> str:
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     """A small text file, such as a config or a manifest.
 
     Args:

@@ -8,20 +8,20 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import parse_json, read_text
+from speculator.files import MOST_BYTES, parse_json, read_text
 
 CONFIG = "config.json"
 # In the order in which transformers prefers them. An index lists the files of a checkpoint that was cut in several.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """A JSON file of at most so many bytes that holds an object.
 
     Raises:
         UserError: it can't be read, or holds something else.
     """
-    read = parse_json(read_text(file), str(file))
+    read = parse_json(read_text(file, most), str(file))
     refuse((not isinstance(read, dict), f"{file}: not a JSON object"))
     return read
 
