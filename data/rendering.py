@@ -92,7 +92,10 @@ def _rendered(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
                 ids = _ended(next(tokens), tokenizer)
                 rendered = [(ids, [1] * len(ids))]
             elif "messages" in document:
-                rendered = [_all_or_raise(next(chats))]
+                chat = next(chats)
+                if isinstance(chat, RowError):
+                    raise chat
+                rendered = [chat]
             elif "prompt" in document:
                 rendered = [_completion(document, tokenizer)]
             else:
@@ -193,12 +196,6 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
             yield RowError(document["where"], f"{none_or_all} of the chat's tokens are the assistant's")
         else:
             yield list(chain.from_iterable(parts)), mask
-
-
-def _all_or_raise(chat: Chat | RowError) -> Chat:
-    if isinstance(chat, RowError):
-        raise chat
-    return chat
 
 
 def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:

@@ -136,10 +136,8 @@ def held_out(
     """What a head is measured on: the held-out split of python-sources, or all documents of a file.
 
     Raises:
-        UserError: as `from_text`, or an empty name.
+        UserError: as `from_text`.
     """
-    if not source:
-        raise UserError("--suite is empty: give a .jsonl or .txt file, or python-sources")
     split = "held-out" if source == PYTHON_SOURCES else None
     return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room)
 

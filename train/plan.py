@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self
+from speculator.device import dtype_name
 from speculator.engine import AHEAD, CHUNK
 from speculator.errors import UserError, first_line
 from speculator.gguf import read_config
@@ -291,7 +292,7 @@ class Plan:
         where = f"{place.processes} process{'es' if place.processes > 1 else ''}, each "
         where += f"with 1/{place.shards} of the target ({config.target.parallel}), on " if place.shards > 1 else "on "
         where += place.name if place.memory is None else f"one {place.name} of {_gb(place.memory)} GB"
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         head = config.speculator
         lines = [
             f"target: {config.target.name_or_path}, {shapes.config.model_type}, {shapes.weights / 1e9:,.2f} billion "
@@ -344,15 +345,8 @@ class Plan:
 def _gb(size: float) -> str:
     """In 10^9 bytes, with three digits or so."""
     value = size / 1e9
-    return (
-        f"{value:,.0f}"
-        if value >= 100
-        else f"{value:,.1f}"
-        if value >= 10
-        else f"{value:,.2f}"
-        if value >= 0.1
-        else f"{value:.4f}"
-    )
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
+    return f"{value:,.{digits}f}"
 
 
 def _time(seconds: float) -> str:

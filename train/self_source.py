@@ -15,13 +15,12 @@ from filelock import FileLock, Timeout
 
 from data.choice import Drafts
 from data.magpie import SELF, asking_of, names_self, self_rows, summary
-from data.prepare import cache_folder
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, tell
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError
-from speculator.files import make_folder
+from speculator.files import cache_folder, make_folder
 from speculator.sampling import Sampling
 from speculator.target import Target
 from train import checks

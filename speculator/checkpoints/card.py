@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from speculator.checkpoints import LAYOUTS, load_any
+from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import write_text
 from speculator.heads.base import Speculator, SpeculatorConfig
@@ -96,7 +97,7 @@ def _architecture(head: Speculator, config: SpeculatorConfig) -> list[str]:
     kind = type(head).__name__.removesuffix("Speculator")
     facts = {
         "architecture": f"{kind}, drafts up to {config.n_predict} tokens",
-        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {str(head.dtype)[6:]}",
+        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
         "drafts from": f"{config.output_size} of {config.vocab_size} tokens",
         "form": config.describe(),
