@@ -127,8 +127,8 @@ class Writer:
                 choice |= self._prompt(at)
         return choice
 
-    def events(self, choice: dict[str, Any]) -> str:
-        return self._event({"choices": [choice], **({"usage": None} if self._usage_wanted else {})})
+    def events(self, choice: dict[str, Any], **more: Any) -> str:
+        return self._event({"choices": [choice], **({"usage": None} if self._usage_wanted else {}), **more})
 
     def _event(self, content: dict[str, Any]) -> str:
         return f"data: {json.dumps({**self._head, 'object': self.chunk, **content})}\n\n"
@@ -158,9 +158,8 @@ class ChatWriter(Writer):
     def _prompt(self, at: int) -> dict[str, Any]:
         return {}
 
-    def events(self, choice: dict[str, Any]) -> str:
-        first = "role" in choice["delta"] and self._echo()
-        return self._event({"choices": [choice], **({"usage": None} if self._usage_wanted else {}), **(first or {})})
+    def events(self, choice: dict[str, Any], **more: Any) -> str:
+        return super().events(choice, **(self._echo() if "role" in choice["delta"] else {}), **more)
 
     def _logprobs(self, at: int, tokens: Sequence[int], scores: Sequence[Scores]) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
