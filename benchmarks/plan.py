@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from benchmarks.recipes import parts_of, trainer_of
 from benchmarks.recipes import run as on_recipes
+from benchmarks.shapes import NO_ENDS, llama
 from benchmarks.training import peak_bytes
 from speculator.device import resolve_device
 from speculator.errors import OneLineParser, refuse, run_command
@@ -41,15 +42,7 @@ STAGE = StageConfig(max_steps=2, warmup_steps=0)
 def sizes(width: int, layers: int, vocabulary: int) -> dict:
     """Of a Llama."""
     heads = width // 64
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 4),
-        "max_position_embeddings": 2048,
-    }
+    return llama(vocabulary, width, 3 * width, layers, heads, max(1, heads // 4), 2048)
 
 
 def run_of(head: SpeculatorConfig, length: int, **stage: int | bool) -> RunConfig:
@@ -176,7 +169,7 @@ def on_cpu() -> str:
     """The table of what is foreseen and measured here, on a CPU."""
     rows = []
     for name, (target, run) in CONFIGURATIONS.items():
-        config = LlamaConfig(**target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        config = LlamaConfig(**target, **NO_ENDS)
         plan, real = foreseen(config, run), measured(config, run)
         exact = all(plan[part] == real[part] for part in (TARGET, WEIGHTS, MOMENTS))
         sums = [f"{each['in all'] / 1e6:,.0f}" for each in (plan, real)]

@@ -22,7 +22,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PrinterCallback, Qwen3Config, TrainerCallback, TrainingArguments
 
-from benchmarks.shapes import PRESETS, of_random_weights
+from benchmarks.shapes import NO_ENDS, PRESETS, llama, of_random_weights
 from data.onpolicy import generate_rows
 from speculator.checkpoints.loading import bind
 from speculator.cuda_graphs import capturable
@@ -40,26 +40,22 @@ from train.place import Place
 from train.plan import MOMENTS, TARGET, WEIGHTS, Plan, dtype_of
 from train.trainer import Collator, SpeculatorTrainer, on_one_gpu
 
-_NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _STEPS = 3
 _ENOUGH = 20.0  # seconds of steps after which none is begun, once a second one is done
 _DOCUMENTS = 4  # of a row: chats of ultrachat_200k have some 1,100 tokens
 
 
 def llama_8b() -> PreTrainedConfig:
-    return LlamaConfig(**PRESETS["llama-3-8b"].target, **_NO_ENDS)
+    return LlamaConfig(**PRESETS["llama-3-8b"].target, **NO_ENDS)
 
 
 def qwen3_8b() -> PreTrainedConfig:
-    sizes = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    return Qwen3Config(**sizes, **heads, max_position_embeddings=40_960, tie_word_embeddings=False, **_NO_ENDS)
+    sizes = llama(151_936, 4096, 12_288, 36, 32, 8, 40_960)
+    return Qwen3Config(**sizes, head_dim=128, tie_word_embeddings=False, **NO_ENDS)
 
 
 def smollm2_135m() -> PreTrainedConfig:
-    sizes = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
-    return LlamaConfig(**sizes, **heads, max_position_embeddings=8192, tie_word_embeddings=True, **_NO_ENDS)
+    return LlamaConfig(**llama(49_152, 576, 1536, 30, 9, 3, 8192), tie_word_embeddings=True, **NO_ENDS)
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,13 @@ class Preset:
     source: str
 
 
-def _llama(
+NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def llama(
     vocabulary: int, hidden: int, inner: int, layers: int, heads: int, shared: int, context: int
 ) -> dict[str, int]:
+    """Sizes of a Llama's config; `shared` are its key heads."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -56,19 +60,19 @@ def _untied(inner_dim: int, n_predict: int) -> dict[str, Any]:
 
 PRESETS = {
     "llama-3-8b": Preset(
-        _llama(128_256, 4096, 14_336, 32, 32, 8, 8192),
+        llama(128_256, 4096, 14_336, 32, 32, 8, 8192),
         _untied(3072, 4),
         tokens_per_step=2.43,
         source="arXiv 2602.23881: an MLP head that drafts 6 tokens for Llama 3.1 8B, KL loss, temperature 0",
     ),
     "llama-2-13b": Preset(
-        _llama(32_000, 5120, 13_824, 40, 40, 40, 4096),
+        llama(32_000, 5120, 13_824, 40, 40, 40, 4096),
         _untied(4096, 3),
         tokens_per_step=3.03,
         source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
     ),
     "tiny": Preset(
-        _llama(512, 64, 128, 2, 4, 2, 1024),
+        llama(512, 64, 128, 2, 4, 2, 1024),
         _untied(32, 3),
         tokens_per_step=2.0,
         source="no one: a shape for tests",
@@ -78,7 +82,7 @@ PRESETS = {
 
 def random_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
     """A target of a preset's shape, made on the device and in its dtype: there is never a second copy."""
-    config = LlamaConfig(**PRESETS[name].target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = LlamaConfig(**PRESETS[name].target, **NO_ENDS)
     config.name_or_path = f"{name}, random weights"
     return of_random_weights(config, dtype, resolve_device())
 

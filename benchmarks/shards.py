@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks.plan import foreseen, run_of, trained
+from benchmarks.shapes import NO_ENDS, llama
 from speculator.tables import markdown_table
 from speculator.target import Target
 from train.config import ROOT, RunConfig, SpeculatorConfig, TargetConfig
@@ -29,9 +30,7 @@ from train.place import Place
 from train.plan import TARGET
 
 PROCESSES = 2
-SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32_000}
-SIZES |= {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048}
-IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES = llama(32_000, 2048, 5632, 22, 32, 4, 2048)
 KINDS = {"none": "whole", "tp": "tp 2", "fsdp": "fsdp 2"}
 
 
@@ -71,7 +70,7 @@ def main(argv: list[str]) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = LlamaConfig(**SIZES, **IDS)
+        config = LlamaConfig(**SIZES, **NO_ENDS)
         torch.manual_seed(0)
         # In float32: weights that are loaded as they are stored stay where the file is mapped, and are not allocated.
         LlamaForCausalLM(config).save_pretrained(folder)
