@@ -189,7 +189,6 @@ def from_text(
 def add_flags(parser: OneLineParser, max_prompts: int) -> None:
     """The flags of every measurement: a target, and how much it is asked."""
     drafting.add_target_flags(parser)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--max_prompts", type=int, default=max_prompts, help=f"of each suite; default: {max_prompts}")
     parser.add_argument("--prompt_tokens", type=int, default=64, help="of prompts that are cut from text; default: 64")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt and turn; default: 128")

@@ -67,7 +67,6 @@ def build_parser() -> OneLineParser:
         default=[1.0],
         help="0 is greedy; of several the rows take each in turn; default: 1, the target's own distribution",
     )
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
     parser.add_argument("--min_p", type=float, default=0.0, help="sample from those this share as likely as the first")

@@ -34,10 +34,12 @@ _TREE = ("branches", "nodes", "paths", "replacement")
 
 
 def add_target_flags(parser: OneLineParser) -> None:
-    """Which target, but for its dtype and revision, which not all commands have."""
+    """Which target, but for its revision, which not all commands have."""
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
+    dtypes = ["auto", "float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help="default: auto, as stored; float32 on a CPU")
 
 
 def load_target(arguments: argparse.Namespace) -> Target:

@@ -51,7 +51,6 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="STRING", help="end a text there; repeatable")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="the most new tokens of a text; default: 128")
     parser.add_argument("--batch_size", type=int, default=1, help="rows of --prompts at a time; default: 1")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
     parser.add_argument("--output", type=Path, help="write rows as .jsonl instead of printing the text")
     parser.add_argument("--show-drafts", "--show_drafts", action="store_true", help="colour accepted drafts green")

@@ -41,7 +41,6 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     parser.add_argument("--max_batch_size", type=int, default=8, help="requests decoded at a time; default: 8")
     parser.add_argument("--api_key", help=f"ask for this key under /v1; default: ${KEY}, else none")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
 
 
 def leave_a_core() -> None:
