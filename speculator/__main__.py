@@ -21,7 +21,9 @@ def build_parser() -> OneLineParser:
     commands = parser.add_subparsers(dest="command", required=True)
     modules = {"generate": generate, "serve": serve, "export": export, "inspect": inspect, "push": push}
     for name, command in modules.items():
-        command.add_flags(commands.add_parser(name, help=command.HELP, description=command.HELP))
+        own = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        own.set_defaults(run=command.run)
+        command.add_flags(own)
     return parser
 
 

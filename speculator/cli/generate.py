@@ -29,8 +29,7 @@ Submit = Callable[..., Request]
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The command's flags, and `run` as its work."""
-    parser.set_defaults(run=run)
+    """The command\'s flags."""
     drafting.add_target_flags(parser)
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 
