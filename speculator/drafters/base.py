@@ -65,7 +65,8 @@ class Drafter:
 
     def reshape(self, shape: Shape) -> None:
         """Draft another shape from the next step on."""
-        raise NotImplementedError
+        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
+        self.capturable = shape.capturable
 
     def open(self: Self, slots: int, capacity: int) -> Self:
         """A copy with memory of its own, for so many rows of so many tokens."""

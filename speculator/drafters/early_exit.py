@@ -37,9 +37,9 @@ class EarlyExitDrafter(Drafter):
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
     def reshape(self, shape: Shape) -> None:
-        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
+        super().reshape(shape)
         self.room = 1 + shape.offered
-        self.capturable = shape.capturable and self.target.capturable
+        self.capturable &= self.target.capturable
 
     def lend(self, cache: KVCache) -> None:
         self.cache = cache

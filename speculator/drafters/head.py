@@ -55,8 +55,7 @@ class HeadDrafter(Drafter):
             raise UserError(
                 f"{shape.width} children of a token: the head drafts from {self.head.config.output_size} tokens only"
             )
-        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        self.capturable = shape.capturable
+        super().reshape(shape)
         self.source.reshape(shape)
 
     def open(self: Self, slots: int, capacity: int) -> Self:

@@ -44,8 +44,8 @@ class ModelDrafter(Drafter):
 
     def reshape(self, shape: Shape) -> None:
         """Before it is opened."""
-        self.shape, self.draft_length, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        self.capturable = shape.capturable and self.model.capturable
+        super().reshape(shape)
+        self.capturable &= self.model.capturable
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
         # So many tokens behind the pending one are processed again.
         self._again = 1 if isinstance(shape, Chain) else shape.depth
