@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import get_native_id
 from typing import Any
 
 from filelock import FileLock
@@ -83,8 +84,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     scratch = None
     try:
         final = _destination(path)
-        # Processes that write the same file do not meet.
-        scratch = final.with_name(f"{final.name}.{os.getpid()}.partial")
+        # Processes and threads that write the same file do not meet.
+        scratch = final.with_name(f"{final.name}.{get_native_id()}.partial")
         with scratch.open("wb") as stream:
             stream.write(content)
             stream.flush()
