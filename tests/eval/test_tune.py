@@ -106,7 +106,7 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
         assert setting.get("tree") == chosen["tree"]
     assert "chosen" in capsys.readouterr().out
     assert all(len(row["acceptance_by_position"]) == row["draft_length"] for row in tuned["measured"])
-    assert len(tuned["lookup"]) == 3
+    assert len(tuned["lookup"]) == 16
     assert {(entry["rows"], entry["greedy"]) for entry in tuned["costs"]} >= {(1, True), (1, False)}
     drafter = tuned_drafter(folder, target, 1.0)
     assert isinstance(drafter, AutoDrafter)
