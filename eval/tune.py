@@ -27,7 +27,7 @@ from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.costs import Costs, measure, measure_table, walk
 from speculator.drafters.corpus import LONGEST
-from speculator.drafters.topology import Chain
+from speculator.drafters.topology import Chain, Shape
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
 from speculator.heads import AttentionHead, Speculator
@@ -184,8 +184,19 @@ def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: floa
     for greedy in kinds:
         own = [shape_of(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy]
         sizes = [(size, context, greedy) for context, size in places]
-        entries += measure_table(target, head, telling(head, own), sizes, seconds / len(kinds))
+        for entry in measure_table(target, head, telling(head, own), sizes, seconds / len(kinds)):
+            decoded = _decoded(rows, entry.rows, greedy) if entry.context == contexts(target)[0] else []
+            entries.append(entry.known_better(decoded) if decoded else entry)
     return [written(entry) for entry in entries]
+
+
+def _decoded(rows: list[dict], batch_size: int, greedy: bool) -> list[tuple[Shape, float, float]]:
+    """What drafts and verify passes of these rows' shapes cost where they were decoded."""
+    return [
+        (shape_of(each), each["cost"]["draft_over_decode"] * each["draft_length"], each["cost"]["verify_over_decode"])
+        for each in rows
+        if each["batch_size"] == batch_size and Sampling(each["temperature"]).greedy == greedy
+    ]
 
 
 def _figures(target, decoder: Decoder, suite, sampling, measured, max_new_tokens, batch_size) -> dict:

@@ -37,7 +37,8 @@ from speculator.target import Target
 Result = TypeVar("Result")
 BLOCK = 5
 """Steps of one kind in a row: the first is not counted."""
-_ROUNDS = (1, 2, 4)  # blocks of each shape, the shapes in turns; the last for the sizes that matter most
+_ROUNDS, _MORE = (1, 2), 4
+"""Blocks of each shape, the shapes in turns; and more for the sizes that matter most, where there is time."""
 
 
 @dataclass
@@ -204,6 +205,17 @@ class Entry:
             return sum(self._trees[what.paths])
         return self._draft(what) + _between(self._passes, what.nodes)
 
+    def known_better(self, shapes: Sequence[tuple[Shape, float, float]]) -> Entry:
+        """The same with these costs, measured for longer; what joining a path to a draft costs stays."""
+        none = [each for each in self.shapes if not each[0].nodes]
+        made = Entry(self.rows, self.context, self.greedy, self.seconds, [*none, *shapes])
+        for shape, _, verify in self.shapes:
+            if isinstance(shape, Mixed):
+                draft = made._draft(shape.inner) + _between(made._passes, shape.nodes) + self._joining - verify
+                made.shapes.append((shape, draft, verify))
+        made._joining = self._joining
+        return made
+
     def _draft(self, shape: Shape) -> float:
         if isinstance(shape, FixedTree) and shape.paths in self._trees:
             return self._trees[shape.paths][0]
@@ -273,26 +285,33 @@ def measure_table(
         sizes: rows, length of their texts, whether greedily: the most wanted first.
         seconds: when so many have gone by, no other size is begun, and the first is measured by few steps.
     """
-    began, entries = time.perf_counter(), []
+    began = time.perf_counter()
 
     def late() -> bool:
         return target.agreed(time.perf_counter() - began > seconds)
 
-    first = {greedy: (rows, context) for rows, context, greedy in reversed(sizes)}
-    for rows, context, greedy in sizes:
+    def measured(size: tuple[int, int, bool], blocks: int) -> None:
+        rows, context, greedy = size
         prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(context)] for row in range(rows)]
-        for shape in shapes:
+        for shape, own in zip(shapes, costs.setdefault(size, [Costs() for _ in shapes]), strict=True):
             if isinstance(shape, Mixed):
                 shape.found = Found.of([[0] * shape.depth] * rows, target.device)
-        drafters = [HeadDrafter(head, shape) for shape in shapes]
-        costs = [Costs() for _ in shapes]
-        for blocks in _ROUNDS if first[greedy] == (rows, context) else _ROUNDS[:-1]:
-            if not costs[0].plain or not late():
-                for drafter, own in zip(drafters, costs, strict=True):
-                    measure(target, drafter, prompts, Sampling(0.0 if greedy else 1.0), blocks, own)
-        plain = [seconds for own in costs for seconds in own.plain]
-        measured = [(shape, *own.ratios()) for shape, own in zip(shapes, costs, strict=True)]
-        entries.append(Entry(rows, context, greedy, _middle(plain) / (BLOCK - 1), measured))
+            measure(target, HeadDrafter(head, shape), prompts, Sampling(0.0 if greedy else 1.0), blocks, own)
+
+    costs: dict[tuple[int, int, bool], list[Costs]] = {}
+    for size in sizes:
+        for blocks in _ROUNDS:
+            if size not in costs or not late():
+                measured(size, blocks)
         if late():
             break
+    for greedy in (True, False):
+        first = next((size for size in costs if size[2] == greedy), None)
+        if first and not late():
+            measured(first, _MORE)
+    entries = []
+    for (rows, context, greedy), each in costs.items():
+        plain = _middle(seconds for own in each for seconds in own.plain) / (BLOCK - 1)
+        ratios = [(shape, *own.ratios()) for shape, own in zip(shapes, each, strict=True)]
+        entries.append(Entry(rows, context, greedy, plain, ratios))
     return entries

@@ -103,6 +103,17 @@ def test_a_noisy_pass_makes_no_draft_cheaper_by_more_tokens():
     assert mixed == sorted(mixed)
 
 
+def test_longer_measurements_are_believed_and_what_joining_costs_stays():
+    mixed = Mixed(Chain(3), 2)
+    short = Entry(1, 64, True, 0.01, [(Chain(1), 0.2, 1.3), (Chain(3), 0.5, 1.4), (mixed, 0.5, 1.8)])
+    joining = 0.5 + 1.8 - (0.5 + 1.5)  # a pass over 5 tokens is on the line through those over 1 and 3
+    entry = short.known_better([(Chain(1), 0.1, 1.1), (Chain(2), 0.2, 1.2), (Chain(3), 0.3, 1.3)])
+    assert entry.of(Chain(3)) == pytest.approx(1.6)
+    assert entry.of(mixed) == pytest.approx(0.3 + 1.5 + joining)
+    again = Entry(1, 64, True, 0.01, entry.shapes)
+    assert again.of(mixed) == pytest.approx(entry.of(mixed)), "as it is written"
+
+
 def test_passes_over_as_many_tokens_cost_as_much():
     """Of trees their own: a mask of paths may cost more than a chain's."""
     other = FixedTree([(0,), (1,), (0, 0)])
