@@ -19,7 +19,7 @@ HELP = "write a head in a server's checkpoint layout, or a server's head in ours
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The command\'s flags."""
+    """The command's flags."""
     parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any of the layouts")
     parser.add_argument("--format", required=True, choices=FORMATS, help="the layout to write")
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must not be there, or be empty")

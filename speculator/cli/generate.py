@@ -29,7 +29,7 @@ Submit = Callable[..., Request]
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The command\'s flags."""
+    """The command's flags."""
     drafting.add_target_flags(parser)
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 

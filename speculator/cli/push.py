@@ -18,7 +18,7 @@ _FILES = ["config.json", NAME, "*.safetensors", "*.safetensors.index.json", "pyt
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The command\'s flags."""
+    """The command's flags."""
     parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any of the layouts")
     parser.add_argument("--repo_id", required=True, help="org/name; made if it is not there")
     parser.add_argument("--private", action="store_true", help="make it private, if it is made")

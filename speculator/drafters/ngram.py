@@ -196,8 +196,9 @@ class NgramDrafter(Drafter):
                 size, tokens = alike, list(other[end : end + self.draft_length])
         if self.corpus and size < LONGEST - _ELSEWHERE:
             alike, found = self.corpus.find(text, self.draft_length)
-            if found and max(1, alike - _ELSEWHERE) > size:
-                size, tokens = max(1, alike - _ELSEWHERE), found
+            alike = max(1, alike - _ELSEWHERE)
+            if found and alike > size:
+                size, tokens = alike, found
         return size, tokens
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
