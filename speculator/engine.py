@@ -437,6 +437,9 @@ class Engine:
         logits, hidden = self.target.logits(hidden), states(hidden)
         if self.sampling.greedy:
             last, following = greedy(logits.argmax(-1), draft)
+        elif not draft.tokens.shape[1]:  # every rule leaves p
+            own = u[:, 0 if self.accept is walk else -1]
+            last, following = draft.lengths, draw(self.sampling.probs(logits)[:, 0], own)
         else:
             last, rest = self.accept(self.sampling.probs(logits), draft, u)
             following = draw(rest, u[:, -1])

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speculator import cuda_graphs
 from speculator.draft import take_at
 from speculator.drafters.base import Texts
 from speculator.drafters.topology import Shape
 from speculator.heads.attention import AttentionHead, Memory
 from speculator.kv_cache import bucketed
+
+LATE = 8
+"""Positions."""
 
 
 class AttentionSource:
@@ -27,21 +31,24 @@ class AttentionSource:
     memory: Memory
     _capacity: int
     # What was accepted and is not read yet: taps, the tokens after them but the last, and how many.
-    _taps: Tensor  # [slots, G + 1, nD]
-    _next: Tensor  # [slots, G + 1]
+    _taps: Tensor  # [slots, W, nD]
+    _next: Tensor  # [slots, W]
     _counts: Tensor  # [slots]
 
     def __init__(self, head: AttentionHead):
-        self.head, self._width, self._behind = head, 0, 0
+        self.head, self._widest, self._behind = head, 0, 0
+        self._unread = self._late = 0
+        """The most that a decoding row has not read, as far as the host knows; and how much may wait to be read at once
+        while others draft."""
 
     def reshape(self, shape: Shape) -> None:
         """Have room for drafts of this shape, beside those before."""
         # Behind a text: the draft, and what is read of a row that is not decoding.
-        behind = max(self._behind, shape.offered + shape.depth + 2)
-        more = max(0, shape.depth + 1 - self._width)
+        behind = max(self._behind, shape.offered + shape.depth + 2 + LATE)
+        more = max(0, shape.depth + 1 - self._widest)
         if behind == self._behind and not more:
             return
-        self._behind, self._width = behind, self._width + more
+        self._behind, self._widest = behind, self._widest + more
         if hasattr(self, "memory"):
             self.grow(self._capacity)
             self._taps = nn.functional.pad(self._taps, (0, 0, 0, more))
@@ -49,7 +56,9 @@ class AttentionSource:
 
     def open(self, slots: int, capacity: int) -> AttentionSource:
         opened = copy(self)
-        device, width, size = self.head.device, self._width, len(self.head.taps) * self.head.config.emb_dim
+        device, size = self.head.device, len(self.head.taps) * self.head.config.emb_dim
+        opened._late = 0 if device.type in cuda_graphs.DEVICES else LATE  # captured steps are of one width
+        width = self._widest + opened._late
         opened.memory, opened._capacity = self.head.memory(slots, capacity + self._behind), capacity
         opened._taps = torch.zeros(slots, width, size, dtype=self.head.dtype, device=device)
         opened._next = torch.zeros(slots, width, dtype=torch.long, device=device)
@@ -69,7 +78,7 @@ class AttentionSource:
     def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
         rows, device = slice(start, start + len(texts)), hidden.device
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        part = self.memory.select(rows.start, rows.stop, max(ends) + self._width - 1)
+        part = self.memory.select(rows.start, rows.stop, max(ends) + self._taps.shape[1] - 1)
         if any(begins):  # a prefix of the text before stays, whose last step may not have been read
             self.head.read(part, self._taps[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
         part.lengths.copy_(torch.tensor(begins))
@@ -81,33 +90,49 @@ class AttentionSource:
         ended = torch.tensor(counts, device=device)
         self._taps[rows, 0] = take_at(taps, ended - 1)
         self._counts[rows] = ended - read
+        self._unread = max(self._unread, 1)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         rows, width = slice(0, len(counts)), tokens.shape[1]
-        self._taps[rows, :width] = hidden.to(self._taps.dtype)
-        self._next[rows, : width - 1] = tokens[:, 1:]
-        self._counts[rows] = counts
+        if self._late and self._unread:
+            places = self._counts[rows, None] + torch.arange(width, device=tokens.device)
+            self._taps[rows].scatter_(1, places[:, :, None].expand_as(hidden), hidden.to(self._taps.dtype))
+            self._next[rows].scatter_(1, places[:, : width - 1], tokens[:, 1:])
+        else:
+            self._taps[rows, :width] = hidden.to(self._taps.dtype)
+            self._next[rows, : width - 1] = tokens[:, 1:]
+        self._counts[rows] += counts
+        self._unread += width
 
     @property
     def buffers(self) -> Sequence[Tensor]:
         return [self._taps, self._next, self._counts, self.memory.lengths]
 
     def skip(self, pending: Tensor, texts: Texts) -> None:
-        """What `first` does to the memory, where this source drafts nothing."""
-        self._read(self.head.read, pending, texts)
+        """What `first` does to the memory, where this source drafts nothing; later, if there is room until then."""
+        if self._late and self._unread + self._widest <= self._taps.shape[1]:
+            self._complete(pending)
+        else:
+            self._read(self.head.read, pending, texts)
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
         return self._read(self.head.first, pending, texts)
 
     def _read(self, read: Callable[..., Any], pending: Tensor, texts: Texts) -> Any:
-        rows = slice(0, len(pending))
+        rows, width = slice(0, len(pending)), self._unread if self._late else self._widest
         counts = self._counts[rows]
         longest = bucketed(max(map(len, texts)) - 1, pending.device) + 1  # as of the target's cache
         self._part: Memory = self.memory.select(0, len(pending), longest)
-        tokens = self._next[rows].scatter(1, (counts - 1).clamp_min(0)[:, None], pending[:, None])
-        given = read(self._part, self._taps[rows], tokens, counts)
+        self._complete(pending)
+        given = read(self._part, self._taps[rows, :width], self._next[rows, :width], counts)
         counts.zero_()
+        self._unread = 0
         return given
+
+    def _complete(self, pending: Tensor) -> None:
+        """Of each row's last position the token after it is known now."""
+        rows = slice(0, len(pending))
+        self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], pending[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         return self.head.next(self._part, tokens, parents)

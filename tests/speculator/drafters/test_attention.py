@@ -9,7 +9,8 @@ from conftest import tiny_model
 
 from speculator import Candidates, Chain, HeadDrafter, Sampling, Target, Tree
 from speculator.checkpoints.loading import bind
-from speculator.drafters.attention import AttentionSource
+from speculator.drafters.attention import LATE, AttentionSource
+from speculator.drafters.auto import Copied
 from speculator.engine import Engine
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.attention import Memory
@@ -110,6 +111,46 @@ def test_every_shape_drafts_by_the_training_forms_distributions(target, head, sh
     assert [len(tokens) for tokens in made.tokens] == [12] * 5
     assert any(step.accepted for steps in made.steps for step in steps)
     assert gap(target, head, drafter) < 1e-10
+
+
+class Seldom(Noted):
+    """Drafts in one of so many steps, and nothing in the others."""
+
+    every: int
+
+    def choose(self, requests):
+        self.turn = getattr(self, "turn", -1) + 1
+        self.own, self.none = getattr(self, "own", self.shape), getattr(self, "none", Copied(0))
+        return self.none if self.turn % self.every else self.own
+
+
+@pytest.mark.parametrize("every", [2, 5, 2 * LATE])
+def test_steps_without_a_draft_are_read_later_by_the_same_training_form(target, head, every):
+    """By rows that accepted more or less before, beside rows that join, leave and go on from a prefix."""
+    drafter = Seldom(head, Chain(2))
+    drafter.every = every
+    engine = Engine(target, drafter, slots=3)
+    limits = [40, 35, 50, 44, 30]
+    first = engine.generate(PROMPTS, max_new_tokens=limits).tokens
+    turns = [prompt + said + [1, 2] for prompt, said in zip(PROMPTS, first, strict=True)]
+    second = engine.generate(turns, max_new_tokens=30).tokens
+    assert second == Engine(target, None, slots=1).generate(turns, max_new_tokens=30).tokens
+    assert gap(target, head, drafter) < 1e-10
+
+
+def test_what_is_lost_before_it_is_read_is_seen(target, head, monkeypatch):
+    own = AttentionSource.commit
+
+    def losing(self, tokens, hidden, counts):
+        self._counts[: len(counts)] = 0
+        own(self, tokens, hidden, counts)
+
+    monkeypatch.setattr(AttentionSource, "commit", losing)
+    drafter = Seldom(head, Chain(2))
+    drafter.every = 5
+    engine = Engine(target, drafter, slots=3)
+    engine.generate(PROMPTS, max_new_tokens=40)
+    assert gap(target, head, drafter) > 1e-3
 
 
 def changed(head, change) -> Eagle3Speculator:
