@@ -25,7 +25,7 @@ from eval.metrics import row, shown
 from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
-from speculator.costs import Costs, measure, measure_table, walk
+from speculator.costs import Costs, measure, measure_table, rising, walk
 from speculator.drafters.corpus import LONGEST
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import OneLineParser, UserError
@@ -167,12 +167,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
                 counts[size - 1][0] += copied[0] == token
                 counts[size - 1][1] += 1
             text.append(token)
-    pools: list[list[float]] = []  # hits, tried, how many sizes
-    for hits, tried in counts:
-        pools.append([hits, tried, 1])
-        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
-            pools[-2:] = [[sum(pair) for pair in zip(*pools[-2:], strict=True)]]
-    return [hits / tried for hits, tried, sizes in pools for _ in range(int(sizes))]
+    return [chance for _, chance in rising((size, hits / tried, tried) for size, (hits, tried) in enumerate(counts))]
 
 
 def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: float) -> list[dict]:

@@ -181,12 +181,12 @@ class Entry:
     def __post_init__(self):
         own = [each for each in self.shapes if not isinstance(each[0], Mixed)]
         chains = sorted((s.depth, draft, verify) for s, draft, verify in own if not isinstance(s, FixedTree))
-        self._drafts = _rising((depth, draft) for depth, draft, _ in chains)
-        trees = [(s.nodes, verify) for s, _, verify in own if isinstance(s, FixedTree)]
+        self._drafts = rising((depth, draft, 1) for depth, draft, _ in chains)
+        trees = [(s.nodes, verify, 1) for s, _, verify in own if isinstance(s, FixedTree)]
         # A tree's pass costs more than a chain's over as many tokens: it tells of chains no longer measured.
-        wider = [(nodes, verify) for nodes, verify in trees if not chains or nodes > chains[-1][0]]
-        self._passes = _rising([(0, 1.0), *((depth, verify) for depth, _, verify in chains), *wider])
-        of_trees = dict(_rising(trees))
+        wider = [tree for tree in trees if not chains or tree[0] > chains[-1][0]]
+        self._passes = rising([(0, 1, 1), *((depth, verify, 1) for depth, _, verify in chains), *wider])
+        of_trees = dict(rising(trees))
         self._trees = {s.paths: (draft, of_trees[s.nodes]) for s, draft, _ in own if isinstance(s, FixedTree)}
         self._joining = 0.0  # a path to a draft: what is measured beyond the draft and the pass over as many tokens
         mixed = [draft + verify - self.of(s) for s, draft, verify in self.shapes if isinstance(s, Mixed)]
@@ -222,22 +222,22 @@ class Entry:
         return _between(self._drafts, shape.depth)
 
 
-def _rising(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The nearest costs that never fall with the number of tokens: neighbours that do are both their mean, as are those
-    of one number.
+def rising(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]]:
+    """The nearest values that never fall: neighbours that do are both their mean, as are those of one x.
 
-    One noisy measurement would otherwise make a line on which more tokens cost less.
+    Of costs one noisy measurement would otherwise make a line on which more tokens cost less.
+
+    Args:
+        points: x, value and weight.
     """
-    pools: list[list[tuple[int, float]]] = []
-    for _, alike in groupby(sorted(points), key=itemgetter(0)):
-        pools.append([*alike])
-        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    return [(x, _mean(pool)) for pool in pools for x in sorted({x for x, _ in pool})]
-
-
-def _mean(pool: list[tuple[int, float]]) -> float:
-    return statistics.fmean(y for _, y in pool)
+    pools: list[tuple[list[int], float, float]] = []  # x, sum and weight
+    for x, alike in groupby(sorted(points), key=itemgetter(0)):
+        own = [(value * weight, weight) for _, value, weight in alike]
+        pools.append(([x], sum(value for value, _ in own), sum(weight for _, weight in own)))
+        while len(pools) > 1 and pools[-2][1] / pools[-2][2] > pools[-1][1] / pools[-1][2]:
+            every, value, weight = pools.pop()
+            pools[-1] = (pools[-1][0] + every, pools[-1][1] + value, pools[-1][2] + weight)
+    return [(x, value / weight) for every, value, weight in pools for x in every]
 
 
 def _between(points: list[tuple[int, float]], x: int) -> float:
