@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ class Target:
 
         Args:
             name: hub id, folder, or a .gguf file, whose weights are dequantised.
-            revision: hub branch, tag or commit.
+            revision: hub branch, tag or commit; none of a folder or a file.
             dtype: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16" or "float16".
             device: default: the accelerator if there is one, else the CPU.
             adapter: hub id or folder of a PEFT adapter, which stays beside the weights as transformers loads it.
@@ -159,6 +160,7 @@ class Target:
                 group is not None and adapter is not None,
                 f"parallel {parallel}: merge the adapter into the weights first",
             ),
+            (revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"),
             (group is not None and is_gguf(name), f"parallel {parallel}: a GGUF file is read whole by every process"),
         )
         place = resolve_device(device)
@@ -168,7 +170,8 @@ class Target:
         tokenizer, model = read_target(name, revision, wanted, where, trust_remote_code)
         if adapter is not None:
             add_adapter(model, adapter)
-            model.config.name_or_path = f"{name} --adapter {adapter}"
+        flags = {"revision": revision, "adapter": adapter}
+        model.config.name_or_path = " ".join([name, *(f"--{flag} {value}" for flag, value in flags.items() if value)])
         return cls(model, tokenizer, group)
 
     def _refuse_unsupported(self) -> None:

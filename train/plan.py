@@ -53,7 +53,7 @@ def target_config(config: RunConfig) -> PreTrainedConfig:
     """
     target = config.target
     try:
-        return read_config(target.name_or_path, revision=target.revision)
+        return read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
     except UserError:
         raise
     except Exception as error:  # a damaged file fails anywhere in the libraries that read it

@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     samplings = _samplings(arguments)
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
-        tokenizer = load_tokenizer(arguments.target)
-        prompts = _prompts(arguments, tokenizer, _context_length(arguments.target))
+        tokenizer = load_tokenizer(arguments.target, arguments.revision)
+        prompts = _prompts(arguments, tokenizer, _context_length(arguments))
         concurrency = arguments.batch_size or CONCURRENCY
         fetch_rows(
             arguments.server,
@@ -164,10 +164,11 @@ def _samplings(arguments: argparse.Namespace) -> list[Sampling]:
     return [Sampling(each, arguments.top_k, arguments.top_p, arguments.min_p) for each in arguments.temperature]
 
 
-def _context_length(target: str) -> int:
+def _context_length(arguments: argparse.Namespace) -> int:
     """The target's, where its config is at hand: the server's own may be shorter."""
     try:
-        return read_config(target).get_text_config().max_position_embeddings or sys.maxsize
+        config = read_config(arguments.target, arguments.trust_remote_code, revision=arguments.revision)
+        return config.get_text_config().max_position_embeddings or sys.maxsize
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return sys.maxsize
 

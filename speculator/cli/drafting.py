@@ -34,8 +34,9 @@ _TREE = ("branches", "nodes", "paths", "replacement")
 
 
 def add_target_flags(parser: OneLineParser) -> None:
-    """Which target, but for its revision, which not all commands have."""
+    """Which target."""
     parser.add_argument("--target", required=True, help="hub id or folder of a causal LM")
+    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
@@ -50,7 +51,7 @@ def load_target(arguments: argparse.Namespace) -> Target:
     """
     return Target.load(
         arguments.target,
-        revision=getattr(arguments, "revision", None),
+        revision=arguments.revision,
         dtype=arguments.dtype,
         adapter=arguments.adapter,
         trust_remote_code=arguments.trust_remote_code,

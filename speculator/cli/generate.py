@@ -31,7 +31,6 @@ Submit = Callable[..., Request]
 def add_flags(parser: OneLineParser) -> None:
     """The command's flags."""
     drafting.add_target_flags(parser)
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 
     drafting.add_flags(parser)
 
@@ -106,10 +105,6 @@ def _check(arguments: argparse.Namespace) -> None:
         (min(arguments.batch_size, arguments.max_new_tokens) < 1, "--batch_size and --max_new_tokens: at least 1"),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (not all(arguments.stop), "--stop: the string is empty"),
-        (
-            arguments.revision is not None and Path(arguments.target).is_dir(),
-            f"--revision: {arguments.target} is a folder, which has no revisions",
-        ),
         (
             arguments.show_drafts and printed_late,
             "--show-drafts colours text as it comes: not with --output, nor with a --batch_size above 1",

@@ -32,7 +32,6 @@ _SWITCH_SECONDS = 0.001  # the engine's thread waits so long at most for the int
 def add_flags(parser: OneLineParser) -> None:
     """The command's flags."""
     drafting.add_target_flags(parser)
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
 
     drafting.add_flags(parser)
 

@@ -150,7 +150,7 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--max_new_tokens", "0"], "--max_new_tokens"),
         ([*TEXT, "--seed", str(2**70)], "--seed"),
         ([*TEXT, "--stop", ""], "--stop"),
-        ([*TEXT, "--target", ".", "--revision", "x"], "--revision: . is a folder"),
+        ([*TEXT, "--target", ".", "--revision", "x"], "revision x: . is on this disk"),
         ([*TEXT, "--stop", "x\udcff"], "--stop 'x\\udcff': character 2 is half of a surrogate pair"),
         ([*TEXT, "--output", "pipe"], "--output pipe is a pipe or device"),
         ([*TEXT, "--output", ""], "--output is empty"),

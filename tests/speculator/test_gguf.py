@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
 
-from data.cli.generate import _context_length
+from data.cli.generate import _context_length, build_parser
 from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
 from speculator.checkpoints.layout import base_config
@@ -53,7 +53,8 @@ def test_a_target_is_what_its_file_says(file, model, tokenizer):
 
 def test_its_config_is_read_without_its_weights(file, tmp_path):
     """By who only looks: generating on a server, a rehearsal, a checkpoint layout."""
-    assert _context_length(str(file)) == 128
+    flags = ["--target", str(file), "--sources", "x", "--output", "y"]
+    assert _context_length(build_parser().parse_args(flags)) == 128
     known = _known_config(parse(["--target.name_or_path", str(file)]))
     for config in (known, base_config(str(file))):
         assert (config.model_type, config.hidden_size, config.max_position_embeddings) == ("llama", 32, 128)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from speculator import Sampling, Target, UserError, attention, generate
+from speculator.loading import read_target
 from speculator.target import same_target
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12]]
@@ -40,6 +41,20 @@ def assert_text_is_transformers(target: Target, model) -> None:
     with torch.no_grad():
         rows = torch.tensor(PROMPTS[:1])
         torch.testing.assert_close(target.logits(target.hidden(rows)), model(rows).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_revision_is_asked_for_and_named(folder, monkeypatch):
+    asked = []
+
+    def read(name, revision, *rest):
+        asked.append((name, revision))
+        return read_target(str(folder), None, *rest)
+
+    monkeypatch.setattr("speculator.target.read_target", read)
+    assert Target.load("org/name", revision="v2").name == "org/name --revision v2"
+    assert asked == [("org/name", "v2")]
+    with pytest.raises(UserError, match=f"revision v2: {folder} is on this disk"):
+        Target.load(str(folder), revision="v2")
 
 
 def quantise_fp8(folder, to):
