@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -49,10 +50,15 @@ def shown(file: str) -> str:
 
 
 def call(command: list[str], online: bool = False) -> int:
-    """Run Python with these arguments; gives its exit code."""
+    """Run Python with these arguments; gives its exit code. A SIGTERM is passed on to it."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths} | ({} if online else {"HF_HUB_OFFLINE": "1"})
-    return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+    with subprocess.Popen([sys.executable, *command], env=environment) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def record(folder: Path, phase: Phase, seconds: float) -> None:

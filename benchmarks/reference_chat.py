@@ -40,7 +40,7 @@ class Scale:
 FULL = Scale(
     questions=(130, 20, 20),
     text="--max_rows 2688 --max_prompt_tokens 160 --max_new_tokens 256 --batch_size 32",
-    answers="--max_new_tokens 64",
+    answers="--max_new_tokens 48",
 )
 _STAGE = "--stage1.max_steps 2 --stage1.warmup_steps 1 --stage1.eval_steps 2 --stage1.save_steps 2"
 REHEARSAL = Scale(
@@ -61,7 +61,7 @@ def phases(folder: Path, scale: Scale, suites: list[str]) -> Phases:
     model, text = folder / "model", folder / "text"
     found.add("model", "model", "-m", "benchmarks.chat_model", *scale.model.split(), "--output", model, online=True)
     writing = ["-m", "data", "generate", "--target", model, "--sources", "self", "--temperature", "0", "1"]
-    found.add("text", "text/manifest.json", *writing, "--dtype", "float32", *scale.text.split(), "--output", text)
+    found.add("text", "text/manifest.json", *writing, "--dtype", "bfloat16", *scale.text.split(), "--output", text)
     for head in HEADS:
         recipe = [shown("train.py"), "--config", shown(f"configs/smollm2-135m-{head}.yaml")]
         where = ["--target.name_or_path", model, "--data.sources", json.dumps([str(text)])]
@@ -73,6 +73,7 @@ def phases(folder: Path, scale: Scale, suites: list[str]) -> Phases:
             how = ["--target", model, "--dtype", "bfloat16", "--speculator", folder / head / "speculator"]
             how += ["--suite", suite, "--max_prompts", most[number], *scale.answers.split()]
             place = f"eval-{head}-{number + 1}"
-            how += ["--baseline", "hf_prompt_lookup", "--output", folder / place]
+            baseline = ["--baseline", "hf_prompt_lookup"] if head == HEADS[-1] else []  # once for each suite
+            how += [*baseline, "--output", folder / place]
             found.add(place, f"{place}/report.json", "-m", "eval", *how, online=True)
     return found

@@ -7,6 +7,7 @@ out, as in `benchmarks.plan`. Takes some minutes, 5 GB of the disk and 15 of mem
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import subprocess
@@ -23,6 +24,7 @@ from transformers.utils import logging
 
 from benchmarks.plan import foreseen, run_of, trained
 from benchmarks.shapes import NO_ENDS, llama
+from speculator.errors import OneLineParser
 from speculator.tables import markdown_table
 from speculator.target import Target
 from train.config import ROOT, RunConfig, SpeculatorConfig, TargetConfig
@@ -65,8 +67,11 @@ def main(argv: list[str]) -> None:
     """Print the table."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if argv:
-        return measure(Path(argv[0]), argv[1])
+    parser = OneLineParser(prog="python -m benchmarks.shards", description=__doc__)
+    parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
+    process = parser.parse_args(argv).process
+    if process:
+        return measure(Path(process[0]), process[1])
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,7 +83,9 @@ def main(argv: list[str]) -> None:
         gc.collect()
         for kind, said in KINDS.items():
             launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={PROCESSES}", "-m"]
-            subprocess.run([sys.executable, "-m", *launch, "benchmarks.shards", str(folder), kind], check=True)
+            subprocess.run(
+                [sys.executable, "-m", *launch, "benchmarks.shards", "--process", str(folder), kind], check=True
+            )
             real = [json.loads(file.read_text()) for file in folder.glob(f"{kind}.*.json")]
             place = Place("cpu", PROCESSES, "CPU", shards=1 if kind == "none" else PROCESSES)
             plan, most = foreseen(config, run(folder, kind), place), {}

@@ -2,7 +2,9 @@
 
 import json
 import runpy
+import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def test_the_chat_rehearsal_makes_every_report_and_goes_on_after_a_phase_that_fa
         report = json.loads((folder / "published" / f"eval-{head}-1" / "report.json").read_text())
         parts = {part["name"] for row in report["suites"] for part in row["categories"]}
         assert parts == {"writing", "math"}
-        assert "hf_prompt_lookup" in report["suites"][0]["tokens_per_second"]
+        assert ("hf_prompt_lookup" in report["suites"][0]["tokens_per_second"]) == (head == "eagle3")
     record = json.loads((folder / "published" / "run.json").read_text())
     assert list(record) == ["model", "text", "mlp", "eagle3", "eval-mlp-1", "eval-eagle3-1"]
     monkeypatch.setattr(phases, "call", lambda command, online: pytest.fail(f"done again: {command}"))
@@ -81,6 +83,18 @@ def test_the_chat_run_asks_every_command_for_what_it_has():
     for number, suite in enumerate(CHAT):
         flags = build_parser().parse_args(commands[f"eval-mlp-{number + 1}"][2:])
         assert (flags.suite, flags.max_prompts) == ([suite], [130, 20][number])
+
+
+def test_a_phase_ends_with_who_runs_it(tmp_path):
+    """Else its command would go on, and the next call begin a second one beside it."""
+    there, phase = tmp_path / "there", "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    runner = f"from benchmarks.phases import call; sys.exit(call(['-c', {phase!r}, {str(there)!r}]) == -15)"
+    process = subprocess.Popen([sys.executable, "-c", f"import sys; {runner}"], cwd=config.ROOT)
+    while not there.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 1
 
 
 def test_a_chat_model_that_cannot_be_had_is_a_line(tmp_path, monkeypatch, capsys):
