@@ -133,52 +133,6 @@ def _shapes(
     return dict.fromkeys(temperatures)
 
 
-class Table:
-    """What a head drafts for so many rows in flight.
-
-    Args:
-        settings: of each batch size that was tuned, the shapes for greedy rows (False) and for others (True).
-        default: the shape where none was tuned.
-    """
-
-    def __init__(self, settings: dict[int, dict[bool, Shape | None]], default: Shape):
-        self.settings, self.default = settings, default
-
-    def shape(self, rows: int, sampled: bool) -> Shape:
-        """As tuned for the smallest batch size of at least so many rows."""
-        fitting = [size for size in self.settings if size >= rows]
-        return (self.settings[min(fitting)][sampled] if fitting else None) or self.default
-
-    @property
-    def alone(self) -> Shape:
-        """What `generate` drafts for one row above temperature 0."""
-        return self.settings.get(1, {}).get(True) or self.default
-
-
-def tuned_table(folder: str | Path, target: Target, head: Speculator, rows: int) -> Table:
-    """The shapes for 1 to `rows` rows, above temperature 0 those tuned nearest to 1. Where some were not tuned in this
-    place, a line on stderr says so.
-
-    Raises:
-        UserError: as `tuned_shapes`.
-    """
-    file, default = Path(folder) / TUNED, Chain(head.n_predict)
-    settings: dict[int, dict[bool, Shape | None]] = {}
-    if file.is_file():
-        found, here = _read(file, head), place(target, 1)
-        if all(here[name] == found.place[name] for name in found.place if name != "batch_size"):
-            own = {size: each for size, each in found.settings.items() if size is not None}
-            settings = {size: {False: _shape(each, 0.0), True: _shape(each, 1.0)} for size, each in own.items()}
-    if max(settings, default=0) < rows:
-        sizes = " ".join(f"--batch_size {1 << i}" for i in range((rows - 1).bit_length() + 1))
-        _log.warning(
-            f"{folder} is tuned here for {max(settings, default=0)} rows in flight, and {rows} may be: beyond, it "
-            f"drafts a chain of {head.n_predict}. To measure here: python -m eval tune --target {target.name} "
-            f"--speculator {folder} {sizes}"
-        )
-    return Table(settings, default)
-
-
 @dataclass
 class _Tuned:
     """What `decoding.json` says: where it was measured, and the settings of each batch size.

@@ -21,9 +21,9 @@ SLOTS = 4
 
 
 @contextmanager
-def serving(target: Target, drafter=None, table=None, slots: int = SLOTS, engine=Engine, **settings):
+def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **settings):
     """The URL of a server, and its worker."""
-    worker = Worker(partial(engine, target, drafter, slots=slots), table)
+    worker = Worker(partial(engine, target, drafter, slots=slots))
     limits = settings.pop("limits", Limits())
     app = create_app(target, worker, name="tiny", limits=limits, **settings)
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -19,7 +19,7 @@ from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
-from speculator.tuned import automatic, tuned_table
+from speculator.tuned import automatic
 
 HELP = "answer requests of OpenAI's interface"
 KEY = "SPECULATOR_API_KEY"
@@ -59,12 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
     leave_a_core()
     target = drafting.load_target(arguments)
     drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
-    table = None
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
-        folder, head, rows = arguments.speculator, drafter.head, arguments.max_batch_size
-        auto = automatic(folder, target, head, [0.0, 1.0], rows, MEMORY)
-        table = None if auto else tuned_table(folder, target, head, rows)
-        drafter = auto or drafter
+        folder, rows = arguments.speculator, arguments.max_batch_size
+        drafter = automatic(folder, target, drafter.head, [0.0, 1.0], rows, MEMORY) or drafter
     make = partial(Engine, target, drafter, slots=arguments.max_batch_size, rule=arguments.rule)
 
     import uvicorn  # an optional dependency
@@ -74,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     from speculator.server.worker import Worker
 
     limits = Limits()
-    app = create_app(target, Worker(make, table), name=arguments.target, api_key=key, limits=limits)
+    app = create_app(target, Worker(make), name=arguments.target, api_key=key, limits=limits)
     cut_slow_readers(listening, limits)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, ws="none", http="h11", limit_concurrency=_CONNECTIONS

@@ -13,7 +13,6 @@ from functools import partial
 from speculator.drafters.auto import AutoDrafter
 from speculator.engine import Engine
 from speculator.request import Request, Scores
-from speculator.tuned import Table
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +76,10 @@ class Worker:
 
     Args:
         make: makes the engine; again after it has failed.
-        table: the shapes of drafts by rows in flight; None: the drafter's own at all times.
     """
 
-    def __init__(self, make: Callable[[], Engine], table: Table | None = None):
-        self._make, self._table = make, table
+    def __init__(self, make: Callable[[], Engine]):
+        self._make = make
         self.engine = make()
         self._inbox: list[Job] = []
         self._jobs: list[Job] = []
@@ -176,15 +174,9 @@ class Worker:
         """Draft what suits the requests in flight. Which uniform decides what depends on a draft's shape: where a
         sampled request has a seed, all draft as that one would alone."""
         auto = self.engine.drafter
-        if self._table is None and not isinstance(auto, AutoDrafter):
-            return
-        rows = min(self.slots, sum(job.left for job in self._jobs))
-        sampled = [job for job in self._jobs if not job.requests[0].sampling.greedy]
-        seeded = any(job.seeded for job in sampled)
         if isinstance(auto, AutoDrafter):
+            seeded = any(job.seeded and not job.requests[0].sampling.greedy for job in self._jobs)
             auto.fixed = auto.alone if seeded else None
-        elif rows and self._table:
-            self.engine.reshape(self._table.alone if seeded else self._table.shape(rows, bool(sampled)))
 
     def _fail(self, error: Exception) -> None:
         """Give up what is in flight, and make another engine. Where there can be none, nothing more is taken."""

@@ -10,11 +10,10 @@ import time
 import httpx
 import pytest
 from conftest import auto_drafter
-from serving_here import SLOTS, serving, tiny_head_for, until
+from serving_here import serving, tiny_head_for, until
 
-from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, generate
+from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, generate
 from speculator.server.guard import Limits
-from speculator.tuned import Table
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 
@@ -206,37 +205,6 @@ def shapes_taken(monkeypatch) -> list:
 
     monkeypatch.setattr(Engine, "step", noting)
     return seen
-
-
-def test_drafts_follow_the_rows_in_flight_but_for_seeded_texts(chat_target, monkeypatch):
-    drafter = HeadDrafter(tiny_head_for(chat_target))
-    one, two, many, warm = Chain(3), FixedTree([[0], [1], [0, 0]]), Chain(1), Chain(2)
-    table = Table({1: {False: one, True: warm}, 2: {False: two, True: two}, 4: {False: many, True: many}}, Chain(3))
-    seen = shapes_taken(monkeypatch)
-    bodies = mixes(12, chat_target.vocab_size)
-
-    def run(bodies: list[dict]) -> list[list[int]]:
-        seen.clear()
-        with serving(chat_target, drafter, table) as (url, _):
-
-            async def work():
-                async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                    return await asyncio.gather(*(ask(client, body, None, False) for body in bodies))
-
-            return asyncio.run(work())
-
-    greedy = [body | {"temperature": 0, "max_tokens": 20 + 3 * i} for i, body in enumerate(bodies[:8])]
-    got, shapes = run(greedy), {id(shape) for _, shape in seen}
-    assert got == by_generate(chat_target, None, greedy)
-    assert id(many) in shapes
-    assert shapes <= {id(one), id(two), id(many)}
-    assert run(bodies) == by_generate(chat_target, HeadDrafter(drafter.head, warm), bodies)
-    unseeded = [{**body, "temperature": 1.0} for body in bodies[:8]]
-    for body in unseeded:
-        del body["seed"]
-    run(unseeded)
-    assert any(rows == SLOTS for rows, _ in seen)
-    assert all(shape is not warm for rows, shape in seen if rows == SLOTS)
 
 
 def test_where_drafts_are_chosen_a_seeded_text_is_drafted_for_as_alone(chat_target, monkeypatch):
