@@ -253,7 +253,8 @@ def contexts(target: Target) -> list[int]:
 def telling(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
     """Shapes whose costs tell those of all these, of chains, of copies, and of any of them with a path beside it."""
     longest = min(head.n_predict, LONGEST_CHAIN)
-    chains: list[Shape] = [Copied(0), *(Chain(length) for length in sorted({1, longest}))]
+    lengths = sorted({1, min(2, longest), longest})  # the second token may cost more than a later one
+    chains: list[Shape] = [Copied(0), *map(Chain, lengths)]
     trees = {shape.paths: shape for shape in shapes if isinstance(shape, FixedTree)}
     return [*chains, *trees.values(), Mixed(Chain(longest), _BESIDE)]
 
