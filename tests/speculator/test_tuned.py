@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import write_tuned
+from conftest import tiny_head, write_tuned
 from transformers import AutoModelForCausalLM
 
 from speculator import Chain, FixedTree, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, generate, speculative
@@ -10,7 +10,7 @@ from speculator.__main__ import main
 from speculator.costs import Entry
 from speculator.drafters import HeadDrafter
 from speculator.drafters.auto import AutoDrafter
-from speculator.tuned import tuned_drafter
+from speculator.tuned import telling, tuned_drafter
 
 SETTINGS = [{"temperature": 0.0, "draft_length": 2}, {"temperature": 1.0, "tree": [[0], [1], [0, 0]]}]
 MEASURED = [
@@ -223,6 +223,13 @@ def test_what_was_measured_here_is_believed(target_folder, tuned_folder, monkeyp
     assert isinstance(fixed.shape, FixedTree), "what was decoded fastest"
     assert drafter.alone.paths == fixed.shape.paths
     assert tuned_drafter(tuned_folder, target, 0.0, batch_size=8, auto=False).shape.depth == 3, "by what steps cost"
+
+
+@pytest.mark.parametrize(("deepest", "lengths"), [(2, [0, 1, 2]), (5, [0, 1, 2, 5]), (20, [0, 1, 2, 8])])
+def test_costs_are_those_of_no_draft_of_the_first_two_tokens_and_of_the_longest_chain(deepest, lengths):
+    *chains, mixed = telling(tiny_head(n_predict=deepest), [])
+    assert [shape.depth for shape in chains] == lengths
+    assert mixed.inner.depth == lengths[-1]
 
 
 def test_of_one_row_what_a_long_text_costs_is_measured_too(target_folder, tuned_folder, tmp_path, monkeypatch):
