@@ -38,7 +38,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         UserError: there is none, or it is damaged.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**located(name), revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=False)
         tokenizer("a", verbose=False)
     except Exception as error:  # whatever the libraries stumble over in files that someone else wrote
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None

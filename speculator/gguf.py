@@ -20,26 +20,29 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def located(name: str) -> dict[str, Any]:
+def located(name: str, revision: str | None = None) -> dict[str, Any]:
     """Where a hub id, a folder or a GGUF file lies, as the arguments of transformers' `from_pretrained`.
 
     Raises:
-        UserError: of a GGUF file, as `metadata`.
+        UserError: of a GGUF file, as `metadata`; a revision of what is on this disk.
     """
+    refuse((revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"))
     if not is_gguf(name):
-        return {"pretrained_model_name_or_path": name}
+        return {"pretrained_model_name_or_path": name, "revision": revision}
     metadata(name)
     return {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
 
 
-def read_config(name: str, trust_remote_code: bool = False, **options: Any) -> PreTrainedConfig:
+def read_config(
+    name: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
+) -> PreTrainedConfig:
     """The config of a hub id, a folder or a GGUF file, the weights left unread.
 
     Raises:
-        UserError: of a GGUF file, as `metadata`.
+        UserError: as `located`.
         OSError, ValueError: as transformers.
     """
-    config = AutoConfig.from_pretrained(**located(name), **options, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(**located(name, revision), **options, trust_remote_code=trust_remote_code)
     if is_gguf(name):
         config.get_text_config().max_position_embeddings = metadata(name)["context_length"]
     return config

@@ -36,12 +36,12 @@ def read_target(
         UserError: whatever is wrong with them.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
-    own: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    own = {"trust_remote_code": trust_remote_code}
     try:
         folder = Path(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, on the way to an error that says it in a line
-            where = located(name)
+            where = located(name, revision)
             if not is_gguf(name) and (name.startswith((".", "/")) or folder.exists()):
                 _check_folder(folder, trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(**where, **own)

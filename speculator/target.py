@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +150,8 @@ class Target:
         A checkpoint that is quantised is read as transformers reads it, by the package that it names.
 
         Raises:
-            UserError: no such model or adapter, or no causal LM in it, or no such device here; it can't be sharded so.
+            UserError: no such model, revision or adapter, or no causal LM in it, or no such device here; it can't be
+                sharded so.
         """
         group = Group(parallel, parallel_size) if parallel in ("tp", "fsdp") else None
         refuse(
@@ -160,7 +160,6 @@ class Target:
                 group is not None and adapter is not None,
                 f"parallel {parallel}: merge the adapter into the weights first",
             ),
-            (revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"),
             (group is not None and is_gguf(name), f"parallel {parallel}: a GGUF file is read whole by every process"),
         )
         place = resolve_device(device)

@@ -10,7 +10,9 @@ from conftest import CONFIGS, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, attention, generate
+from speculator.gguf import read_config
 from speculator.loading import read_target
 from speculator.target import same_target
 
@@ -53,8 +55,12 @@ def test_a_revision_is_asked_for_and_named(folder, monkeypatch):
     monkeypatch.setattr("speculator.target.read_target", read)
     assert Target.load("org/name", revision="v2").name == "org/name --revision v2"
     assert asked == [("org/name", "v2")]
-    with pytest.raises(UserError, match=f"revision v2: {folder} is on this disk"):
-        Target.load(str(folder), revision="v2")
+
+
+def test_a_folder_has_no_revision(folder):
+    for load in (Target.load, load_tokenizer, read_config):
+        with pytest.raises(UserError, match=f"revision v2: {folder} is on this disk"):
+            load(str(folder), revision="v2")
 
 
 def quantise_fp8(folder, to):
