@@ -26,7 +26,7 @@ class Scale:
     """How large it all is.
 
     Attributes:
-        questions: of each suite, shared among its categories.
+        questions: of each suite, shared among its categories; the MLP head is asked a fifth of them.
         model, text, ...: flags over the defaults of a command, or over configs/smollm2-135m-*.yaml.
     """
 
@@ -40,11 +40,11 @@ class Scale:
 FULL = Scale(
     questions=(130, 20, 20),
     text="--max_rows 2688 --max_prompt_tokens 160 --max_new_tokens 256 --batch_size 32",
-    answers="--max_new_tokens 48",
+    answers="--max_new_tokens 32",
 )
 _STAGE = "--stage1.max_steps 2 --stage1.warmup_steps 1 --stage1.eval_steps 2 --stage1.save_steps 2"
 REHEARSAL = Scale(
-    questions=(2, 2, 2),
+    questions=(10, 10, 10),
     text="--max_rows 1024 --max_prompt_tokens 24 --max_new_tokens 24 --batch_size 64",
     answers="--max_new_tokens 8",
     model="--tiny",
@@ -67,13 +67,15 @@ def phases(folder: Path, scale: Scale, suites: list[str]) -> Phases:
         where = ["--target.name_or_path", model, "--data.sources", json.dumps([str(text)])]
         report = f"{head}/eval/report.json"
         found.add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)
-    most = [*scale.questions, *[scale.questions[-1]] * len(suites)]
+    counts = [*scale.questions, *[scale.questions[-1]] * len(suites)]
     for number, suite in enumerate(suites):
         for head in HEADS:
+            best = head == HEADS[-1]
+            questions = counts[number] if best else counts[number] // 5
             how = ["--target", model, "--dtype", "bfloat16", "--speculator", folder / head / "speculator"]
-            how += ["--suite", suite, "--max_prompts", most[number], *scale.answers.split()]
+            how += ["--suite", suite, "--max_prompts", questions, *scale.answers.split()]
             place = f"eval-{head}-{number + 1}"
-            baseline = ["--baseline", "hf_prompt_lookup"] if head == HEADS[-1] else []  # once for each suite
+            baseline = ["--baseline", "hf_prompt_lookup"] if best else []  # once for each suite
             how += [*baseline, "--output", folder / place]
             found.add(place, f"{place}/report.json", "-m", "eval", *how, online=True)
     return found

@@ -81,8 +81,9 @@ def test_the_chat_run_asks_every_command_for_what_it_has():
         assert made.speculator.draft_vocab_size, "its part of the vocabulary is known when it is made"
         assert made.target.dtype == "bfloat16"
     for number, suite in enumerate(CHAT):
-        flags = build_parser().parse_args(commands[f"eval-mlp-{number + 1}"][2:])
-        assert (flags.suite, flags.max_prompts) == ([suite], [130, 20][number])
+        for head, questions in (("mlp", [26, 4]), ("eagle3", [130, 20])):
+            flags = build_parser().parse_args(commands[f"eval-{head}-{number + 1}"][2:])
+            assert (flags.suite, flags.max_prompts) == ([suite], questions[number])
 
 
 def test_a_phase_ends_with_who_runs_it(tmp_path):
