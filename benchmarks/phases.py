@@ -119,4 +119,5 @@ def run(table: Phases, named: list[str], published: Path, patterns: Iterable[str
             raise UserError(f"phase {phase.name} ended with exit code {code} and without {phase.product}")
         record(table.folder, phase, time.perf_counter() - started)
         publish(table.folder, published, patterns)
+    publish(table.folder, published, patterns)  # also where all was done
     print(f"\nThe reports are in {published}")

@@ -204,7 +204,7 @@ def self_rows(
         answered = write("answers", [chat.ids for chat in asked], answers, max_new_tokens, None)
         for chat, tokens, refused in zip(asked, *answered, strict=True):
             chat.add(tokens, 1, refused)
-        going = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids]
+        going = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids and writer.has_room(chat)]
     whole = [chat for chat in chats if chat.ids]
     refuse((not whole, f"{target.name}: of {rows} prompts that it wrote none can be used: {_listed(dropped)}"))
     facts = {
@@ -317,6 +317,10 @@ class _Writer:
         # A model that is given the last space does not write the word after it.
         lead = (self._turns.again if chat.ids else self._turns.before).rstrip(" ")
         return chat.ids + self._following(chat, lead)
+
+    def has_room(self, chat: _Chat) -> bool:
+        """Whether the user can speak again."""
+        return len(self.begin(chat)) < self._room
 
     def _following(self, chat: _Chat, text: str) -> list[int]:
         """Tokens of what follows in a chat, whose answer may have written the first of them."""

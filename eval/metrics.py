@@ -217,9 +217,9 @@ def check_identities(figures: dict, timed: Timed) -> None:
 
 
 def rows_busy(timed: Timed) -> float:
-    """The share of rows that still had something to say, over all steps, until the slowest row ends."""
+    """The share of rows that still had something to say, over all steps, until the slowest row ends; 1 of no steps."""
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
-    return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches)
+    return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0
 
 
 def _category(name: str, key: str, drafter: Drafter | None, part: Measured) -> dict:

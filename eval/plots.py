@@ -143,7 +143,9 @@ def _speed(axis, rows: list[dict], lengths: set[int]) -> None:
     bars, plain = _bars(rows, lengths), rows[0]["tokens_per_second"]["same_loop"]
     errors = _errors([interval for _, _, interval, _ in bars], plain)
     drawn = axis.bar(range(len(bars)), [b[1] for b in bars], yerr=errors, capsize=3, color=[b[3] for b in bars])
-    axis.bar_label(drawn, [f"{speed:.0f}\n({speed / plain:.2f}x)" for _, speed, _, _ in bars], fontsize=7, padding=2)
+    over = [f"\n({speed / plain:.2f}x)" if plain else "" for _, speed, _, _ in bars]
+    names = [f"{speed:.0f}{ratio}" for (_, speed, _, _), ratio in zip(bars, over, strict=True)]
+    axis.bar_label(drawn, names, fontsize=7, padding=2)
     axis.set_xticks(range(len(bars)), [b[0] for b in bars], fontsize=7)
     axis.set_ylabel("tokens per second, decoding alone")
     axis.margins(y=0.2)

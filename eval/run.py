@@ -182,14 +182,16 @@ def evaluate(
         default, unfit = decoders(
             target, head, lengths, model, baselines, batch_size, engines, rule, early_exit, corpus, mixed
         )
+        autos = {}
+        if tuned_in and not draft_lengths and not rule:
+            autos = {t: automatic(tuned_in, target, head, [t], batch_size) for t in temperatures}
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
         swapped = {t: decoder_of(target, "head", drafter, engines, rule) for t, drafter in tuned.items()}
         skipped |= unfit
         for suite, temperature in product(suites, temperatures):
             table = [swapped.get(temperature, d) if d.key == "head" else d for d in default]
-            if tuned_in and not draft_lengths and not rule:
-                auto = automatic(tuned_in, target, head, [temperature], batch_size)
-                table += [decoder_of(target, "auto", auto, engines)] if auto else []
+            if auto := autos.get(temperature):
+                table.append(decoder_of(target, "auto", auto, engines))
             sampling = Sampling(temperature, seed=seed)
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
             skipped |= measured.skipped

@@ -24,7 +24,7 @@ from speculator.sampling import Sampling
 from speculator.target import Target
 
 _TRIES = 4
-Engines = dict[tuple[int, int, str | None], Engine]
+Engines = dict[tuple[int, Drafter | None, str | None], Engine]
 """Those that keep their graphs, by rows, drafter and rule."""
 
 
@@ -71,8 +71,9 @@ class Timed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding alone: the prefill and the token that it gives are left out."""
-        return sum(batch.decoded for batch in self.batches) / sum(batch.decode_seconds for batch in self.batches)
+        """Of decoding alone: the prefill and the token that it gives are left out; 0 where there is no other."""
+        seconds = sum(batch.decode_seconds for batch in self.batches)
+        return sum(batch.decoded for batch in self.batches) / seconds if seconds else 0.0
 
     @property
     def end_to_end_tokens_per_second(self) -> float:
@@ -96,7 +97,7 @@ def time_ours(
     Steps that are captured as graphs stay in `engines` for the next batch. A run in which one had to be captured does
     not count and is done again.
     """
-    kept, key = capturable(target, drafter), (len(prompts), id(drafter), rule)
+    kept, key = capturable(target, drafter), (len(prompts), drafter, rule)
     engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=kept)
     if kept:
         engines[key] = engine

@@ -98,7 +98,7 @@ def walk(
     positions stop there, time does not care.
     """
     limit = count * (drafter.draft_length + 1) + BLOCK + 2
-    engine = Engine(target, drafter, slots=len(prompts), rule=rule)
+    engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
     requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
     engine.admit()

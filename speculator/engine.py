@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from speculator.cuda_graphs import Captured
 from speculator.draft import Draft, gather_at, take_at
 from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.topology import Shape
-from speculator.errors import UserError
-from speculator.kv_cache import KVCache
+from speculator.errors import UserError, refuse
+from speculator.kv_cache import KVCache, bucketed
 from speculator.request import Generation, Request, Scores, StopStrings, check_count, check_prompts, each_sampling
 from speculator.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.slots import DECODING, JOINING, Slots
@@ -69,7 +70,7 @@ class Engine:
         capture: on a CUDA device, run steps as graphs where target and drafter can be captured.
 
     Raises:
-        UserError: the rule is unknown, or does not fit the drafter.
+        UserError: the rule is unknown, or does not fit the drafter; no slots, or no tokens in a chunk.
 
     Attributes:
         processed: tokens that went through prefills so far.
@@ -90,6 +91,7 @@ class Engine:
         capacity: int = 0,
         capture: bool = True,
     ):
+        refuse((slots < 1, f"{slots} slots"), (chunk < 1, f"chunks of {chunk} tokens"))
         self._rule, self._capture = rule, capture
         fitting = drafter.rules if drafter else tuple(RULES)
         rule = rule or fitting[0]
@@ -142,7 +144,7 @@ class Engine:
         """A request for `enqueue`; see `generate` for what it takes and raises, `Request` for what it gives."""
         (tokens,) = check_prompts(self.target, [prompt])
         room = self.target.context_length - len(tokens)
-        limit, at_limit = min((check_count(max_new_tokens), "length"), (room, "context"))
+        limit, at_limit = min((check_count(max_new_tokens), "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
         return Request(tokens, sampling or Sampling(), limit, at_limit, eos, stop, on_step, logprobs)
@@ -251,8 +253,9 @@ class Engine:
         self.prefill_seconds += decoding - started
         texts = self.ready()
         if texts:
-            # The step's one copy to the host.
-            self.tell(self._stepping(texts).tolist(), self._scores)
+            report = self._stepping(texts).tolist()  # the step's one copy to the host
+            # A captured step leaves what another noted.
+            self.tell(report, None if self._most_logprobs is None else self._scores)
             self.decode_seconds += time.perf_counter() - decoding
         return self.busy
 
@@ -328,7 +331,7 @@ class Engine:
         part = [self.slots.rows[row] for row in rows]
         texts, begins = [slot.text for slot in part], [slot.known for slot in part]
         # A row that is short of its end is padded to the widest.
-        width = min(width, self.cache.capacity - max(begins))
+        width = min(width, self.cache.capacity - bucketed(max(begins), self.target.device))
         chunks = [list(text[begin : begin + width]) for text, begin in zip(texts, begins, strict=True)]
         counts = [len(chunk) for chunk in chunks]
         device = self.target.device

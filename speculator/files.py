@@ -22,6 +22,7 @@ from speculator.errors import UserError, first_line, refuse
 
 MOST_BYTES = 64 << 20
 """Of a small text file."""
+_PARTIAL = ".partial"
 _WAIT = 60  # seconds for who measures
 
 
@@ -73,6 +74,11 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def is_partial(path: Path) -> bool:
+    """Whether it is what a kill left of a file that was being written."""
+    return path.suffix == _PARTIAL
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file aside, flush it to disk, then rename it: under its name there is never half of it.
 
@@ -85,7 +91,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         final = _destination(path)
         # Processes and threads that write the same file do not meet.
-        scratch = final.with_name(f"{final.name}.{get_native_id()}.partial")
+        scratch = final.with_name(f"{final.name}.{get_native_id()}{_PARTIAL}")
         with scratch.open("wb") as stream:
             stream.write(content)
             stream.flush()
@@ -111,7 +117,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     scratch = None
     try:
         final = _real(path)
-        scratch = final.with_name(f"{final.name}.partial")
+        scratch = final.with_name(f"{final.name}{_PARTIAL}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         yield scratch

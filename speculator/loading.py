@@ -36,7 +36,7 @@ def read_target(
         UserError: whatever is wrong with them.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
-    own = {"trust_remote_code": trust_remote_code}
+    own: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         folder = Path(name)
         with warnings.catch_warnings():

@@ -52,7 +52,8 @@ def tokens_per_step(steps: Iterable[Step]) -> float:
 class StopStrings:
     """Tells whether a text has just come to one of the strings."""
 
-    def __init__(self, strings: Sequence[str], tokenizer):
+    def __init__(self, strings: str | Sequence[str], tokenizer):
+        strings = [strings] if isinstance(strings, str) else list(strings)
         if not all(strings):
             raise UserError("a stop string is empty")
         if tokenizer is None:

@@ -73,7 +73,8 @@ class RowSampling:
         self.greedy = all(row.greedy for row in rows)
         """Every row is at temperature 0: no distribution is needed, the likeliest token decides."""
         self._some_greedy = any(row.greedy for row in rows)
-        self._most = max(row.top_k for row in rows)
+        most = max(row.top_k for row in rows)
+        self._most = most and 1 << (most - 1).bit_length()  # so many are sorted; a graph for each number is too many
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
         self.kind = (self.greedy, self._some_greedy, self._most, self._top_p, self._min_p)
         """What the host decides by: settings of one kind differ in their tensors alone."""

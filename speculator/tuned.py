@@ -191,10 +191,11 @@ class _Tuned:
             with suppress(KeyError, TypeError, ValueError, UserError):  # damaged, or of another version: made again
                 entries = [_entry(each) for each in stored["entries"]]
                 asked = [tuple(each) for each in stored["asked"]]
-            if not target.agreed(set(wanted) <= set(asked)):
+            missing = [tuple(size) for size in target.agreed([size for size in wanted if size not in asked])]
+            if missing:
                 _log.warning(f"{file}: costs of steps are measured on this machine, once")
-                entries += measure_table(target, head, shapes, wanted, _SECONDS)
-                stored.update(asked=wanted, entries=[written(entry) for entry in entries])
+                entries += measure_table(target, head, shapes, missing, _SECONDS)
+                stored.update(asked=[*asked, *missing], entries=[written(entry) for entry in entries])
         return CostTable([_entry(each) for each in target.agreed([written(entry) for entry in entries])])
 
 

@@ -16,7 +16,7 @@ import datasets
 import yaml
 
 from speculator.errors import UserError
-from speculator.files import make_folder, read_text, write_text
+from speculator.files import is_partial, make_folder, read_text, write_text
 from train.config import ROOT, RunConfig, load_yaml
 
 _RECORD = "config.yaml"
@@ -34,7 +34,7 @@ def refuse_foreign(folder: Path, config: RunConfig) -> None:
     """Refuse a folder that holds something else than this run, finished or not."""
     record = folder / _RECORD
     if not record.exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(not is_partial(path) for path in folder.iterdir())):
             raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir")
         return
     difference = _first_difference(_read(record)["settings"], _settings(config))

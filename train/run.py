@@ -29,6 +29,7 @@ from eval.suites import Suite, from_text
 from eval.tune import write_tuned
 from speculator import HeadDrafter
 from speculator.checkpoints import load_any
+from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
 from speculator.checkpoints.loading import bind, load_head
 from speculator.device import cores
@@ -90,6 +91,8 @@ def _run(config: RunConfig) -> None:
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
     if report.exists() and not config.overwrite_output_dir:
+        if state.is_main_process and not (folder / "speculator" / CARD).exists():
+            write_card(folder / "speculator")  # a run that was killed just before
         state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
         return
     if config.target.parallel != "device_map":

@@ -26,14 +26,7 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     """
     head: Any = load_any(folder)
     config = head.config
-    if config.emb_dim != target.hidden_size:
-        raise UserError(
-            f"{folder} reads hidden states of size {config.emb_dim}, but {target.name} has {target.hidden_size}"
-        )
-    if config.vocab_size != target.vocab_size:
-        raise UserError(
-            f"{folder} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
-        )
+    check_sizes(head, target, str(folder))
     trained_for = config.base_model_fingerprint
     if trained_for and not same_target(trained_for, target.fingerprint):
         _log.warning(
@@ -44,6 +37,22 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     bind(head, target)
     pack_linears(head)
     return head
+
+
+def check_sizes(head: Speculator, target: Target, name: str = "the head") -> None:
+    """
+    Raises:
+        UserError: the head is for another hidden size or vocabulary.
+    """
+    config = head.config
+    if config.emb_dim != target.hidden_size:
+        raise UserError(
+            f"{name} reads hidden states of size {config.emb_dim}, but {target.name} has {target.hidden_size}"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise UserError(
+            f"{name} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
+        )
 
 
 def bind(head: Speculator, target: Target) -> Speculator:

@@ -38,10 +38,10 @@ class Corpus:
         for text in texts:
             if room < len(text):
                 print(f"the corpus is cut at {most:,} tokens", file=sys.stderr)
-            if room <= 0:
-                break
             parts += [np.array([-1], dtype=np.int32), np.asarray(text[:room], dtype=np.int32)]
             room -= len(text)
+            if room < 0:
+                break
         if room == most:
             raise UserError("the corpus has no tokens")
         # A context may begin before the first text; behind the last nothing follows.

@@ -86,6 +86,15 @@ def test_the_chat_run_asks_every_command_for_what_it_has():
             assert (flags.suite, flags.max_prompts) == ([suite], questions[number])
 
 
+def test_reports_are_published_where_all_was_done_before(tmp_path):
+    table = phases.Phases(tmp_path / "run")
+    table.add("text", "report.md", "-c", "")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.md").write_text("done")
+    phases.run(table, [], tmp_path / "published", ["report.*"])
+    assert (tmp_path / "published" / "report.md").read_text() == "done"
+
+
 def test_a_phase_ends_with_who_runs_it(tmp_path):
     """Else its command would go on, and the next call begin a second one beside it."""
     there, phase = tmp_path / "there", "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"

@@ -139,3 +139,10 @@ def test_the_command_says_what_was_written_and_dropped(model, tmp_path, capsys):
     assert (
         main(["generate", "--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
     )
+
+
+@pytest.mark.parametrize("context_length", [44, 48, 52])
+def test_a_chat_whose_user_has_no_room_to_speak_ends_there(model, tmp_path, context_length):
+    target = chatty(model)
+    target.context_length = context_length
+    assert made(target, tmp_path / "out", turns=4)

@@ -115,6 +115,20 @@ def test_an_answer_ends_where_the_target_ends_it(tmp_path):
     assert all(timed.tokens[0] == free for timed in again.timed.values())
 
 
+def test_answers_of_one_token_have_no_speed(tmp_path):
+    """A target that ends at once: the prefill gives all there is."""
+    plain = talking_target()
+    talk = Prompt([{"role": "user", "content": "one"}], category="a")
+    tokens = talk.tokens(plain.tokenizer)
+    target = talking_target(generate(plain, None, [tokens], max_new_tokens=1).tokens[0][0])
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    talk.chat = True
+    report = report_of(target, Suite("s", [tokens], [talk]), tmp_path)
+    for row in report["suites"]:
+        assert (row["steps"], row["categories"][0]["steps"]) == (0, 0)
+        assert row["tokens_per_second"]["same_loop"] == 0
+
+
 def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
     target = talking_target()
     rows = questions(tmp_path, ("a", ["one", "two " * 60, "three"]), ("a", ["four"]))

@@ -60,10 +60,11 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
     assert min(costs.plain + costs.draft + costs.verify) > 0
 
 
-def test_a_whole_draft_kept_is_walked_whole(target):
+def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
+    monkeypatch.setattr("speculator.engine.AHEAD", 4)
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
-    walked = list(walk(target, Oracle(texts), [PROMPTS[0]], Sampling(), 5, Costs()))
-    assert [int(result.accepted[0]) for _, result in walked] == [3] * 5
+    walked = list(walk(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, Costs()))
+    assert [int(result.accepted[0]) for _, result in walked] == [3] * 10
 
 
 def test_a_cost_is_that_of_the_nearest_that_was_measured():

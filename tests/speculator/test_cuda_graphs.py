@@ -263,6 +263,42 @@ def test_an_engine_keeps_what_was_captured(monkeypatch):
             assert made[1] == made[0]
 
 
+def test_the_scores_of_one_step_are_not_anothers(monkeypatch):
+    """A step that notes scores is not captured; the replays after it have none."""
+    target = make_target()
+    capturing(monkeypatch, Double)
+    engine = Engine(target, slots=2)
+    expected = engine.generate(PROMPTS[:2], max_new_tokens=12).tokens
+    engine.submit(PROMPTS[1], max_new_tokens=8, logprobs=2)
+    engine.run()
+    engine.forget()
+    assert engine.generate(PROMPTS[:2], max_new_tokens=12).tokens == expected
+
+
+def test_numbers_of_top_k_share_graphs(monkeypatch):
+    target = make_target()
+    capturing(monkeypatch, Double)
+    engine, made = Engine(target, slots=1), []
+    for top_k in (5, 6, 7, 8, 9):
+        engine.forget()
+        sampling = Sampling(1.0, top_k=top_k, seed=top_k)
+        own = engine.generate(PROMPTS[:1], sampling, max_new_tokens=8).tokens
+        assert own == generate(target, None, PROMPTS[:1], sampling, max_new_tokens=8).tokens
+        made.append(Double.made)
+    assert made[0] == made[3] < made[4]
+
+
+def test_a_chunk_beside_a_long_beginning_fits_the_rounded_cache(monkeypatch):
+    """A prompt whose beginning is in its slot already, beside one that is new."""
+    target = make_target()
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 32)
+    prompts = [[i % 31 for i in range(48)], [i % 7 for i in range(48)]]
+    expected = [generate(target, None, [prompt], max_new_tokens=4).tokens[0] for prompt in prompts]
+    engine = Engine(target, slots=2, chunk=64)
+    engine.generate([prompts[0][:40]], max_new_tokens=2)
+    assert engine.generate(prompts, max_new_tokens=4).tokens == expected
+
+
 @pytest.mark.parametrize("name", ["eagle3-tree", "model-tree", "mixed-fixed-tree"])
 def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
     """The target's cache has more than was asked for, and need not grow."""

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import tiny_head, tiny_model, tiny_tokenizer
+from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -163,6 +163,13 @@ def test_a_model_that_is_refused_is_left_as_it_was():
     with pytest.raises(UserError, match="weights are empty"):
         model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4, custom_generate=speculative(tiny_head()))
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("size", [{"vocab_size": 40}, {"emb_dim": 16}])
+def test_a_head_of_other_sizes_is_refused(size):
+    head = MLPSpeculator(MLPSpeculatorConfig(**{"vocab_size": VOCAB, "emb_dim": 32, "inner_dim": 8} | size))
+    with pytest.raises(UserError, match=r"the head (is for a vocabulary|reads hidden states) of"):
+        tiny_model().generate(torch.tensor([PROMPTS[0]]), custom_generate=speculative(head))
 
 
 def test_the_copies_for_fast_products_are_made_once(monkeypatch, tmp_path):

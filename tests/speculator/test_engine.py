@@ -161,6 +161,7 @@ def test_stop_strings_are_sought_in_the_text_that_is_shown():
 
     assert StopStrings([" ."], Tidying()).ends([1, 2])
     assert not StopStrings(["a."], Tidying()).ends([1, 2])
+    assert not StopStrings("a.", Tidying()).ends([1, 2]), "one string, not its letters"
 
 
 def test_a_chats_next_turn_processes_only_what_is_new(target, head):
@@ -185,6 +186,10 @@ def test_rules_and_settings_that_do_not_fit_are_refused(target, head):
         generate(target, HeadDrafter(head, Tree((2, 2), 3)), [[1]], rule="token")
     with pytest.raises(UserError, match="2 sampling settings for 1 prompt"):
         generate(target, None, [[1]], [Sampling(), Sampling()])
+    with pytest.raises(UserError, match="0 slots"):
+        Engine(target, slots=0)
+    with pytest.raises(UserError, match="chunks of 0 tokens"):
+        Engine(target, chunk=0)
     with pytest.raises(UserError, match="draft length 4 is not in"):
         HeadDrafter(head, Chain(4))
     with pytest.raises(UserError, match="a tree of 7 nodes"):
@@ -503,6 +508,8 @@ def test_why_a_text_ended(target):
     assert generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=eos).finish_reasons == ["eos"]
     end = generate(target, None, [[1] * (target.context_length - 3)], eos_token_ids=())
     assert (end.finish_reasons, len(end.tokens[0])) == (["context"], 3)
+    both = generate(target, None, [[1] * (target.context_length - 3)], max_new_tokens=3, eos_token_ids=())
+    assert both.finish_reasons == ["length"]
 
 
 def test_a_request_is_cancelled_from_its_callback_and_its_slot_is_free(target):

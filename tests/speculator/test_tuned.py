@@ -262,6 +262,18 @@ def test_what_was_measured_elsewhere_is_measured_anew_once(
     assert len(asked) == 5
 
 
+def test_what_one_start_measured_no_other_measures_again(target_folder, tuned_folder, tmp_path, monkeypatch):
+    """Several rows, and the one that is drafted for alone, whose long texts are wanted too."""
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    asked = measured_here(monkeypatch, 9.0)
+    write_tuned(tuned_folder, SETTINGS, **FIGURES | {"dtype": "bfloat16"})
+    target = Target.load(str(target_folder))
+    target.context_length = 4096
+    for _ in range(2):
+        tuned_drafter(tuned_folder, target, 1.0, batch_size=4)
+        assert asked == [[(4, 64, False), (2, 64, False), (1, 64, False)], [(1, 1024, False)]]
+
+
 def test_steps_are_really_measured(target_folder, tuned_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     write_tuned(tuned_folder, SETTINGS, **FIGURES, hardware="another")

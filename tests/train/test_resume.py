@@ -351,6 +351,14 @@ def test_a_damaged_record_is_one_line(tmp_path, content):
         refuse_foreign(tmp_path, parse([]))
 
 
+def test_a_folder_whose_record_was_being_written_is_free(tmp_path):
+    (tmp_path / "config.yaml.123.partial").write_text("sett")
+    refuse_foreign(tmp_path, parse([]))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UserError, match="holds no run"):
+        refuse_foreign(tmp_path, parse([]))
+
+
 def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
     from accelerate import PartialState
 

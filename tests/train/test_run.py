@@ -191,6 +191,14 @@ def test_the_same_command_again_says_that_it_is_done(finished, command):
     assert (finished / "eval" / "report.json").stat().st_mtime_ns == before
 
 
+def test_a_card_that_a_kill_prevented_is_written_by_the_next_call(finished, command):
+    card = finished / "speculator" / "README.md"
+    before = card.read_text()
+    card.unlink()
+    assert run(command(finished)).returncode == 0
+    assert card.read_text() == before
+
+
 def test_another_config_in_the_same_folder_is_refused_by_key(finished, command, refused):
     message = refused(command(finished, **{"stage1.learning_rate": 0.1}))
     assert "stage1.learning_rate" in message
