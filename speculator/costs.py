@@ -169,7 +169,7 @@ class Entry:
     Attributes:
         greedy: at temperature 0, or at 1.
         seconds: of a plain step.
-        shapes: as `decoding.json` names them, with the draft's and the verify pass's cost in plain steps.
+        shapes: what was measured, each with what drafting it and verifying it cost, in plain steps.
     """
 
     rows: int

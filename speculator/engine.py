@@ -48,8 +48,8 @@ class Verified:
     hidden: Tensor  # [R, depth + 1, D] or the taps that the drafter reads
     accepted: Tensor  # [R] of the path's tokens
     following: Tensor  # [R] the token after them
-    report: Tensor  # [R, depth + 4] for the host: the path, the draft's depth, accepted, of these how many a path from
-    # elsewhere gave that was hung on, following
+    report: Tensor  # [R, depth + 4] for the host: the path, drafted (the draft's depth), accepted, copied (of these,
+    # from the lookup's path of a mixed draft), following
 
 
 class Engine:
@@ -316,7 +316,7 @@ class Engine:
     def prefill(self) -> None:
         """Process a chunk of the prompts that are not in the cache yet, and draw the first token of those that end.
 
-        Beside decoding rows: so many tokens as keep these waiting for a chunk, or as long as their own step does.
+        Beside decoding rows at most max(chunk, decoding rows x tokens of a row in a step) tokens in all.
         """
         self._follow()
         rows = self.slots.of(JOINING)
@@ -330,7 +330,7 @@ class Engine:
         rows, width = self.slots.next_chunk(rows, self.chunk, budget)
         part = [self.slots.rows[row] for row in rows]
         texts, begins = [slot.text for slot in part], [slot.known for slot in part]
-        # A row that is short of its end is padded to the widest.
+        # Rows are padded to the widest: behind the longest of them that still has to fit the cache.
         width = min(width, self.cache.capacity - bucketed(max(begins), self.target.device))
         chunks = [list(text[begin : begin + width]) for text, begin in zip(texts, begins, strict=True)]
         counts = [len(chunk) for chunk in chunks]

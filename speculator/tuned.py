@@ -57,9 +57,10 @@ def tuned_drafter(
 ) -> HeadDrafter:
     """The head of a folder, drafting what is the fastest before each step, see `AutoDrafter`.
 
-    Costs that were measured on another machine, or in another dtype, are measured here: once, in seconds. Where the
-    folder was tuned by an older version it drafts what that found fastest, in its place, otherwise a chain of all that
-    the head has, and a line on stderr says how to tune. So it does where it was not tuned, without a line.
+    Tuned on this machine and in this dtype: by the costs in `decoding.json`. Tuned elsewhere: costs are measured here,
+    once, in seconds, which a line on stderr says. Tuned by an older version, which did not note how much is accepted:
+    the one shape that was the fastest, on the machine that it was tuned on; elsewhere the whole chain, and a line says
+    how to tune. Never tuned: the whole chain.
 
     Args:
         head: what `load_head` gave for the folder, where that was called before.

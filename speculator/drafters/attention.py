@@ -17,7 +17,8 @@ from speculator.heads.attention import AttentionHead, Memory
 from speculator.kv_cache import bucketed
 
 LATE = 8
-"""Positions."""
+"""Where steps are not captured: how many accepted positions of a row may stay unread while another source drafts, so
+that one call reads them together."""
 
 
 class AttentionSource:
@@ -37,9 +38,10 @@ class AttentionSource:
 
     def __init__(self, head: AttentionHead):
         self.head, self._widest, self._behind = head, 0, 0
-        self._unread = self._late = 0
-        """The most that a decoding row has not read, as far as the host knows; and how much may wait to be read at once
-        while others draft."""
+        self._unread = 0
+        """The most positions that a decoding row has not read, as far as the host knows."""
+        self._late = 0
+        """How many may stay so: `LATE` or none."""
 
     def reshape(self, shape: Shape) -> None:
         """Have room for drafts of this shape, beside those before."""
