@@ -56,7 +56,8 @@ def run(flags: argparse.Namespace) -> None:
             (missing and not flags.list, f"no {', '.join(missing)} here: Spec-Bench is {reference_chat.SPEC_BENCH}"),
         )
         scale = reference_chat.REHEARSAL if flags.rehearse else reference_chat.FULL
-        table = reference_chat.phases(folder, scale, suites)
+        dtype = "bfloat16" if flags.list else reference_chat.training_dtype(folder)
+        table = reference_chat.phases(folder, scale, suites, dtype)
         patterns = reference_chat.PUBLISHED
     else:
         scale = reference_code.REHEARSAL if flags.rehearse else reference_code.FULL

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from timeit import repeat
+
+import torch
+from torch.nn.functional import linear
 
 from benchmarks.phases import Phases, shown
+from speculator.files import make_folder, read_text, write_text
 
 SUITES = ("spec_bench.jsonl", "openai/gsm8k/main:test", "openai/openai_humaneval:test")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -55,15 +60,32 @@ REHEARSAL = Scale(
 )
 
 
-def phases(folder: Path, scale: Scale, suites: list[str]) -> Phases:
-    """What is done, in this order."""
+def training_dtype(folder: Path) -> str:
+    """The faster of float32 and bfloat16 here for products of many rows: measured once, and kept in the folder.
+
+    Decoding is another matter: its products are of few rows, and bound by memory.
+    """
+    file = folder / "training_dtype.txt"
+    if not file.exists():
+        seconds = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            rows, weight = torch.randn(512, 576).to(dtype), torch.randn(1536, 576).to(dtype)  # the target's own sizes
+            seconds[str(dtype).removeprefix("torch.")] = min(repeat(lambda: linear(rows, weight), number=5, repeat=20))
+        make_folder(folder)
+        write_text(file, min(seconds, key=seconds.__getitem__))
+    return read_text(file)
+
+
+def phases(folder: Path, scale: Scale, suites: list[str], dtype: str = "bfloat16") -> Phases:
+    """What is done, in this order; heads are trained in `dtype`, everything is decoded in bfloat16."""
     found = Phases(folder)
     model, text = folder / "model", folder / "text"
     found.add("model", "model", "-m", "benchmarks.chat_model", *scale.model.split(), "--output", model, online=True)
     writing = ["-m", "data", "generate", "--target", model, "--sources", "self", "--temperature", "0", "1"]
     found.add("text", "text/manifest.json", *writing, "--dtype", "bfloat16", *scale.text.split(), "--output", text)
     for head in HEADS:
-        recipe = [shown("train.py"), "--config", shown(f"configs/smollm2-135m-{head}.yaml")]
+        recipe = [shown("train.py"), "--config", shown(f"configs/smollm2-135m-{head}.yaml"), "--target.dtype", dtype]
+        recipe += ["--stage1.bf16", str(dtype == "bfloat16").lower()]
         where = ["--target.name_or_path", model, "--data.sources", json.dumps([str(text)])]
         report = f"{head}/eval/report.json"
         found.add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)

@@ -79,11 +79,28 @@ def test_the_chat_run_asks_every_command_for_what_it_has():
         made = config.parse(commands[head][1:])
         assert (made.speculator.architecture, made.data.sources) == (head, [str(Path("runs/x/text"))])
         assert made.speculator.draft_vocab_size, "its part of the vocabulary is known when it is made"
-        assert made.target.dtype == "bfloat16"
+        assert (made.target.dtype, made.stage1.bf16) == ("bfloat16", True)
     for number, suite in enumerate(CHAT):
         for head, questions in (("mlp", [26, 4]), ("eagle3", [130, 20])):
             flags = build_parser().parse_args(commands[f"eval-{head}-{number + 1}"][2:])
             assert (flags.suite, flags.max_prompts) == ([suite], questions[number])
+
+
+def test_the_dtype_to_train_in_is_measured_once(tmp_path, monkeypatch):
+    for slower, expected in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
+        slow = slower
+
+        def timed(work, number, repeat):
+            return [1.0 if work().dtype == slow else 0.5]
+
+        monkeypatch.setattr(reference_chat, "repeat", timed)
+        for _ in range(2):
+            assert reference_chat.training_dtype(tmp_path / expected) == expected
+        slow = torch.float16
+        assert reference_chat.training_dtype(tmp_path / expected) == expected
+    (command,) = (phase.command for phase in reference_chat.phases(tmp_path, reference_chat.FULL, [], "float32")[2:3])
+    made = config.parse(command[1:])
+    assert (made.target.dtype, made.stage1.bf16) == ("float32", False)
 
 
 def test_reports_are_published_where_all_was_done_before(tmp_path):
