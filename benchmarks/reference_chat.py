@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from timeit import repeat
 
@@ -16,7 +17,7 @@ from speculator.files import make_folder, read_text, write_text
 SUITES = ("spec_bench.jsonl", "openai/gsm8k/main:test", "openai/openai_humaneval:test")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl"
 """The first of them, to be put where the command is given."""
-HEADS = ("mlp", "eagle3")
+HEADS = ("eagle3", "mlp")
 PUBLISHED = (
     "text/manifest.json",
     "mlp/eval/report.*",
@@ -69,8 +70,8 @@ def training_dtype(folder: Path) -> str:
     if not file.exists():
         seconds = {}
         for dtype in (torch.float32, torch.bfloat16):
-            rows, weight = torch.randn(512, 576).to(dtype), torch.randn(1536, 576).to(dtype)  # the target's own sizes
-            seconds[str(dtype).removeprefix("torch.")] = min(repeat(lambda: linear(rows, weight), number=5, repeat=20))
+            given = torch.randn(512, 576).to(dtype), torch.randn(1536, 576).to(dtype)  # of the target's own sizes
+            seconds[str(dtype).removeprefix("torch.")] = min(repeat(partial(linear, *given), number=5, repeat=20))
         make_folder(folder)
         write_text(file, min(seconds, key=seconds.__getitem__))
     return read_text(file)
@@ -90,9 +91,9 @@ def phases(folder: Path, scale: Scale, suites: list[str], dtype: str = "bfloat16
         report = f"{head}/eval/report.json"
         found.add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)
     counts = [*scale.questions, *[scale.questions[-1]] * len(suites)]
-    for number, suite in enumerate(suites):
-        for head in HEADS:
-            best = head == HEADS[-1]
+    for head in HEADS:
+        best = head == HEADS[0]
+        for number, suite in enumerate(suites):
             questions = counts[number] if best else counts[number] // 5
             how = ["--target", model, "--dtype", "bfloat16", "--speculator", folder / head / "speculator"]
             how += ["--suite", suite, "--max_prompts", questions, *scale.answers.split()]
