@@ -84,15 +84,14 @@ def phases(folder: Path, scale: Scale, suites: list[str], dtype: str = "bfloat16
     found.add("model", "model", "-m", "benchmarks.chat_model", *scale.model.split(), "--output", model, online=True)
     writing = ["-m", "data", "generate", "--target", model, "--sources", "self", "--temperature", "0", "1"]
     found.add("text", "text/manifest.json", *writing, "--dtype", "bfloat16", *scale.text.split(), "--output", text)
+    counts = [*scale.questions, *[scale.questions[-1]] * len(suites)]
     for head in HEADS:
+        best = head == HEADS[0]
         recipe = [shown("train.py"), "--config", shown(f"configs/smollm2-135m-{head}.yaml"), "--target.dtype", dtype]
         recipe += ["--stage1.bf16", str(dtype == "bfloat16").lower()]
         where = ["--target.name_or_path", model, "--data.sources", json.dumps([str(text)])]
         report = f"{head}/eval/report.json"
         found.add(head, report, *recipe, *where, *scale.head.split(), "--output_dir", folder / head)
-    counts = [*scale.questions, *[scale.questions[-1]] * len(suites)]
-    for head in HEADS:
-        best = head == HEADS[0]
         for number, suite in enumerate(suites):
             questions = counts[number] if best else counts[number] // 5
             how = ["--target", model, "--dtype", "bfloat16", "--speculator", folder / head / "speculator"]

@@ -67,7 +67,7 @@ def test_the_chat_rehearsal_makes_every_report_and_goes_on_after_a_phase_that_fa
         assert parts == {"writing", "math"}
         assert ("hf_prompt_lookup" in report["suites"][0]["tokens_per_second"]) == (head == "eagle3")
     record = json.loads((folder / "published" / "run.json").read_text())
-    assert list(record) == ["model", "text", "eagle3", "mlp", "eval-eagle3-1", "eval-mlp-1"]
+    assert list(record) == ["model", "text", "eagle3", "eval-eagle3-1", "mlp", "eval-mlp-1"]
     monkeypatch.setattr(phases, "call", lambda command, online: pytest.fail(f"done again: {command}"))
     assert main(command) == 0
 
