@@ -16,6 +16,7 @@ from speculator.costs import Costs, measure
 from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, MixedDrafter, ModelDrafter, NgramDrafter
 from speculator.drafters.corpus import Corpus
 from speculator.errors import UserError
+from speculator.gguf import located
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
 from speculator.target import Target
@@ -148,7 +149,7 @@ def _compile_config() -> CompileConfig:
 
 def _assistant(model: Target, length: int) -> dict:
     """A fixed draft length, as ours is: no confidence threshold, no schedule. A copy, which attends in its own way."""
-    assistant = AutoModelForCausalLM.from_pretrained(model.name, dtype=model.dtype, trust_remote_code=False)
+    assistant = AutoModelForCausalLM.from_pretrained(**located(model.name), dtype=model.dtype, trust_remote_code=False)
     assistant = assistant.to(model.device)
     fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)

@@ -172,7 +172,6 @@ def evaluate(
     refuse((deeper, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
     if early_exit is not None:
         check_layers(target, early_exit)
-    make_folder(output)
     rows: list[dict] = []
     samples: list[Text] = []
     skipped: dict[str, str] = {}
@@ -188,6 +187,7 @@ def evaluate(
         tuned = {t: HeadDrafter(head, shape) for t, shape in shapes.items() if shape and not draft_lengths}
         swapped = {t: decoder_of(target, "head", drafter, engines, rule) for t, drafter in tuned.items()}
         skipped |= unfit
+        make_folder(output)
         for suite, temperature in product(suites, temperatures):
             table = [swapped.get(temperature, d) if d.key == "head" else d for d in default]
             if auto := autos.get(temperature):

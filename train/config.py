@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -285,6 +286,16 @@ def _sections(kind: type = RunConfig, path: str = "") -> Iterator[str]:
             yield from _sections(section, f"{path}{item.name}.")
 
 
+def _optional(kind: type = RunConfig, path: str = "") -> Iterator[str]:
+    """The dotted names of the settings that may be null."""
+    for item in fields(kind):
+        section = item.default_factory
+        if isinstance(section, type) and is_dataclass(section):
+            yield from _optional(section, f"{path}{item.name}.")
+        elif "None" in str(item.type):
+            yield f"{path}{item.name}"
+
+
 def _values(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted name and value of every setting; of a list one for each item."""
     for item in fields(section):
@@ -371,7 +382,10 @@ def _check_file(name: str) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
+    optional = set(_optional())
     for name, value in _values(config):
+        if value is None and name not in optional:
+            _fail(f"{name} has no value")
         if isinstance(value, float) and not math.isfinite(value):
             _fail(f"{name} is {value}, not a number that can be used")
         if isinstance(value, int) and abs(value) > _MOST and name.split(".")[-1] not in _UNBOUNDED:
@@ -385,7 +399,7 @@ def build_parser() -> ArgumentParser:
     """One flag per field, `--section.field`, with its docstring as help."""
     parser = ArgumentParser(
         prog="train.py",
-        description="Train a speculator. Without arguments: configs/quickstart.yaml.",
+        description="Train a speculator. Where neither --config nor a target is given: configs/quickstart.yaml.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -417,6 +431,18 @@ def _explain(parser: ArgumentParser, error: str) -> str:
     return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else ": --help lists the valid ones")
 
 
+def _files_first(argv: list[str]) -> list[str]:
+    """Flags go over the files, wherever they stand."""
+    files, flags = [], []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            files += [word, *islice(words, 1)]
+        else:
+            (files if word.startswith("--config=") else flags).append(word)
+    return files + flags
+
+
 def parse(argv: list[str]) -> RunConfig:
     """The config of a command line.
 
@@ -424,7 +450,8 @@ def parse(argv: list[str]) -> RunConfig:
         SystemExit: 2 with one line on stderr for an unknown key or an unusable value; 0 after --help.
     """
     parser = build_parser()
-    if not any(word == "--config" or word.startswith("--config=") for word in argv):
+    argv = _files_first(argv)
+    if not any(word.partition("=")[0] in ("--config", "--target.name_or_path") for word in argv):
         argv = [f"--config={QUICKSTART}", *argv]
     argv = [f"{word}=true" if word in _SWITCHES else word for word in argv]
     alone = (word == "--plan" and after.startswith("--") for word, after in zip(argv, [*argv[1:], "--"], strict=True))

@@ -45,7 +45,8 @@ def refuse_foreign(folder: Path, config: RunConfig) -> None:
 def _read(record: Path) -> dict[str, Any]:
     try:
         read = load_yaml(read_text(record))
-        read["settings"].items()
+        if not (isinstance(read["settings"]["stage1"], dict) and isinstance(read["argv"], list)):
+            raise TypeError(record)
     except (UserError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         raise UserError(f"{record} was not written by train.py, or is damaged; choose another --output_dir") from None
     return read

@@ -74,7 +74,7 @@ class Place:
         if wanted != HERE:
             named = re.fullmatch(r"(?:(\d{1,6})\s*x\s*)?(.+)", wanted)
             name = named and gpu_named(named[2].upper())
-            if not named or not name or named[1] == "0":
+            if not named or not name or "," in wanted or int(named[1] or 1) < 1:
                 raise UserError(f"--plan {wanted}: a GPU is named as in 8xH100; known are {', '.join(GPUS)}")
             return cls("cuda", int(named[1] or 1), name, GPUS[name].memory * 10**9, GPUS[name])
         if not torch.cuda.is_available():

@@ -47,15 +47,18 @@ def write_card(folder: str | Path, run: str | Path | None = None) -> Path:
 
 
 def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.yaml and eval/report.json of a run's folder; empty if it is none."""
+    """config.yaml and eval/report.json of a run's folder; empty if it is none.
+
+    Raises:
+        UserError: one of them is damaged.
+    """
     try:
         record = yaml.safe_load(_text(run / "config.yaml") or "{}")
         report = json.loads(_text(run / "eval" / "report.json") or "{}")
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{run}: its config.yaml or eval/report.json can't be read: {error}") from None
-    if isinstance(record, dict) and "settings" in record:
-        return record, report
-    return {}, {}
+    settings = record.get("settings") if isinstance(record, dict) else None
+    return (record, report) if isinstance(settings, dict) and isinstance(settings.get("stage1"), dict) else ({}, {})
 
 
 def card(head: Speculator, record: dict[str, Any], report: dict[str, Any]) -> str:

@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"whoever reaches {arguments.host} may use it: there is no --api_key", file=sys.stderr)
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
+    _listen(listening)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn answers what is in flight, then raises it again
     uvicorn.Server(config).run(sockets=[listening])
 
@@ -113,6 +114,18 @@ def _bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't listen at --host {host} --port {port}: {reason}") from None
     return bound
+
+
+def _listen(bound: socket.socket) -> None:
+    """
+    Raises:
+        UserError: another was bound there as well, and was faster.
+    """
+    try:
+        bound.listen(_CONNECTIONS)
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        raise UserError(f"can't listen at --host {host} --port {port}: {error.strerror}") from None
 
 
 def _raise_file_limit() -> None:

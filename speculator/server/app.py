@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from speculator.errors import UserError
 from speculator.prompts import Prompt, continued
@@ -69,7 +70,7 @@ def create_app(
         service.metrics.requests.labels(path if path in paths else "other", status).inc()
 
     app.add_middleware(Guard, limits=limits, api_key=api_key, answered=answered)
-    for kind in (BadRequestError, UserError, EngineError, HTTPException, Exception, *LATE):
+    for kind in (BadRequestError, UserError, EngineError, HTTPException, ClientDisconnect, Exception, *LATE):
         app.add_exception_handler(kind, answer_error)
     return app
 

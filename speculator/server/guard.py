@@ -13,6 +13,7 @@ import anyio
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from speculator.errors import UserError
 from speculator.server.schema import BadRequestError
@@ -122,6 +123,8 @@ def refusal_of(error: Exception) -> BadRequestError:
         return BadRequestError(str(error))
     if isinstance(error, HTTPException):
         return BadRequestError(str(error.detail), status=error.status_code)
+    if isinstance(error, ClientDisconnect):
+        return BadRequestError("the client has gone", status=499)
     if isinstance(error, LATE):
         return BadRequestError("it took too long", status=504, code="timeout")
     return BadRequestError("the engine failed" if isinstance(error, EngineError) else "the server failed", status=500)

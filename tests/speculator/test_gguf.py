@@ -9,6 +9,8 @@ from gguf_files import TEMPLATE, tiny_llama, write_gguf
 
 from data.cli.generate import _context_length, build_parser
 from data.rendering import load_tokenizer
+from eval.decoders import decoders
+from eval.timing import Timed
 from speculator import Sampling, Target, UserError, generate
 from speculator.checkpoints.layout import base_config
 from speculator.gguf import metadata
@@ -66,6 +68,14 @@ def test_its_config_is_read_without_its_weights(file, tmp_path):
 def test_the_weights_count_as_no_quantised_ones(file):
     target = Target.load(str(file))
     assert not hasattr(target.config, "quantization_config")
+
+
+def test_it_is_transformers_draft_model_too(file):
+    target = Target.load(str(file))
+    (theirs,) = [own for own in decoders(target, None, [3], target, ["hf_assisted"], 1)[0] if own.key == "hf_assisted"]
+    out = Timed()
+    theirs.run([[5, 6, 7]], Sampling(), 6, out, ())
+    assert out.tokens == generate(target, None, [[5, 6, 7]], max_new_tokens=6, eos_token_ids=()).tokens
 
 
 def test_it_is_saved_as_any_other_model(file, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import _sections, build_parser, parse
+from train.config import RunConfig, StageConfig, _optional, _sections, _values, build_parser, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +29,34 @@ def test_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     assert config.speculator.n_predict == parse([]).speculator.n_predict
 
 
-def test_without_arguments_the_quickstart_runs():
-    assert parse([]).output_dir == "runs/quickstart"
+def test_flags_go_over_the_file_wherever_they_stand(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("seed: 1\noutput_dir: a\nstage1:\n  max_steps: 7\n")
+    second.write_text("output_dir: b\n")
+    config = parse(["--seed", "3", "--config", str(first), "--data.sources", "[x.txt]", f"--config={second}"])
+    assert (config.seed, config.output_dir, config.stage1.max_steps) == (3, "b", 7)
+
+
+def test_without_arguments_the_quickstart_runs_and_with_a_target_what_help_says():
+    assert parse([]).output_dir == parse(["--seed", "3"]).output_dir == "runs/quickstart"
+    named = parse(["--target.name_or_path", "org/name", "--data.sources", "[self]"])
+    assert named.stage1.learning_rate == StageConfig().learning_rate != parse([]).stage1.learning_rate
+
+
+NAMES = [name for name, _ in _values(RunConfig())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    text = "loss:\n  kl: 1.0\n" if "." not in name else ""
+    for depth, part in enumerate(name.split(".")):
+        text += f"{'  ' * depth}{part}:\n"
+    file.write_text(text)
+    if name in _optional():
+        parse(["--config", str(file)])
+    else:
+        assert name in refuse(["--config", str(file)], capsys)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_shards_that_cannot_be_are_refused_by_the_plan(target_folder, flags, mes
         planning.plan(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags), processes=1)
 
 
-@pytest.mark.parametrize("name", ["8xh1000", "0xH100", "x", "8", "MyGPU"])
+@pytest.mark.parametrize("name", ["8xh1000", "0xH100", "00xH100", "8xA100,4xH100", "x", "8", "MyGPU"])
 def test_a_gpu_that_nobody_knows_is_refused_with_those_that_are(name, target_folder):
     with pytest.raises(UserError, match=f"--plan {name}: a GPU is named as in 8xH100; known are B200, H200"):
         planning.plan(config_of(target_folder, "--plan", name), processes=1)
@@ -223,7 +223,7 @@ def test_what_cannot_be_planned_is_left_to_whoever_loads_it(tmp_path, monkeypatc
 
 
 def test_disk_and_tokens_are_those_of_the_settings(target_folder):
-    config = parse(["--target.name_or_path", str(target_folder), "--config", "configs/quickstart.yaml"])
+    config = parse(["--config", "configs/quickstart.yaml"])
     made = Plan(config, AutoConfig.from_pretrained(target_folder), replace(CPU, processes=2))
     assert made.tokens() == {"stage1": 2400 * 2 * 256, "stage2": 800 * 2 * 256, "generating": 400 * 192}
     head = made.shapes.trained

@@ -351,6 +351,13 @@ def test_a_damaged_record_is_one_line(tmp_path, content):
         refuse_foreign(tmp_path, parse([]))
 
 
+def test_a_config_that_is_not_a_runs_is_no_licence_to_delete(tmp_path):
+    (tmp_path / "config.yaml").write_text("settings:\n  theme: dark\n")
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(UserError, match=r"was not written by train\.py"):
+        refuse_foreign(tmp_path, parse(["--overwrite_output_dir"]))
+
+
 def test_a_folder_whose_record_was_being_written_is_free(tmp_path):
     (tmp_path / "config.yaml.123.partial").write_text("sett")
     refuse_foreign(tmp_path, parse([]))

@@ -176,9 +176,10 @@ def test_a_head_of_no_run_says_what_is_not_known(tmp_path):
     assert "license" not in text
 
 
-def test_a_config_of_something_else_beside_it_is_not_a_run(tmp_path):
+@pytest.mark.parametrize("text", ["a: 1", "settings: [1, 2]", "settings: {theme: dark}", "[]"])
+def test_a_config_of_something_else_beside_it_is_not_a_run(tmp_path, text):
     folder = head_folder(tmp_path / "head")
-    (tmp_path / "config.yaml").write_text("a: 1")
+    (tmp_path / "config.yaml").write_text(text)
     assert "Not measured" in write_card(folder).read_text()
 
 

@@ -15,6 +15,7 @@ from conftest import exit_code
 
 from speculator.__main__ import main
 from speculator.cli import serve
+from speculator.errors import UserError
 from speculator.target import Target
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,16 @@ def test_a_port_that_is_taken_is_said_before_the_target_is_loaded(capsys, target
         port = str(taken.getsockname()[1])
         assert exit_code(main, ["serve", "--target", str(target_folder), "--port", port]) == 2
     assert "Address already in use" in capsys.readouterr().err
+
+
+def test_of_two_servers_on_a_port_that_are_both_bound_one_is_told():
+    first = serve._bind("127.0.0.1", 0)
+    second = serve._bind("127.0.0.1", first.getsockname()[1])
+    serve._listen(first)
+    with pytest.raises(UserError, match=f"can't listen at --host 127.0.0.1 --port {first.getsockname()[1]}"):
+        serve._listen(second)
+    first.close()
+    second.close()
 
 
 def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):

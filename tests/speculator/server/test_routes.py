@@ -2,6 +2,9 @@
 
 import json
 import math
+import socket
+import time
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -217,6 +220,20 @@ def test_garbage_is_refused_and_harms_nobody(client):
         answer = client.post("/v1/chat/completions", content=body)
         assert answer.status_code == 400, (body[:60], answer.text)
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_who_goes_away_while_sending_is_no_failure(client, server, capfd, caplog):
+    address = urlsplit(server)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(head + b'{"prompt": ')
+    for _ in range(20):
+        seen = client.get("/metrics").text
+        if 'status="499"' in seen:
+            break
+        time.sleep(0.05)
+    assert 'path="/v1/completions",status="499"' in seen
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
 
 
 def test_other_paths_methods_and_models(client):
