@@ -225,6 +225,8 @@ def check_flags(arguments: argparse.Namespace) -> None:
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
         refuse((least < 1, f"--{name} must be at least 1"))
+    rows, prompts = max(given.get("batch_size") or [1]), arguments.max_prompts
+    refuse((rows > prompts, f"--batch_size {rows}: more rows than the {prompts} prompts of --max_prompts"))
     for name in ("temperature", "batch_size", "draft_length"):
         value = given.get(name)
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))

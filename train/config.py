@@ -250,7 +250,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     shard_optimizer: bool = False
     """Split Adam's moments among the processes (ZeRO-1); the head stays whole in each."""
-    output_dir: str = "runs/quickstart"
+    output_dir: str = "runs/speculator"
     """Where everything goes."""
     overwrite_output_dir: bool = False
     """Delete what is there and start again."""

@@ -66,6 +66,9 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     drafted, whole = config.speculator.draft_vocab_size, known.get_text_config().vocab_size if known else None
     if whole is not None and drafted > whole:
         raise UserError(f"speculator.draft_vocab_size {drafted} is more than the {whole} tokens of the target")
+    context = getattr(known.get_text_config(), "max_position_embeddings", None) if known else None
+    if context is not None and config.data.seq_length > context:
+        raise UserError(f"data.seq_length {config.data.seq_length} does not fit the target's context of {context}")
     state = join()
     made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
     folder = Path(broadcast_object_list(made)[0])

@@ -24,6 +24,7 @@ from speculator.sampling import Sampling
 from speculator.streaming import LEGEND, TextStream, decode
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
+_MOST = 10_000  # texts of a prompt
 Submit = Callable[..., Request]
 """`Engine.submit` with everything fixed but prompt, sampling and on_step."""
 
@@ -93,7 +94,7 @@ def _check(arguments: argparse.Namespace) -> None:
         ),
         (arguments.chat and arguments.prompts, '--chat and --prompts: rows with "messages" are chats without --chat'),
         (conversation and arguments.output, "--output needs --prompt or --prompts: a conversation is printed"),
-        (arguments.num_samples < 1, f"--num_samples {arguments.num_samples}: at least 1"),
+        (not 1 <= arguments.num_samples <= _MOST, f"--num_samples {arguments.num_samples} is not in 1..{_MOST}"),
         (
             arguments.num_samples > 1 and _sampling(arguments, 0).greedy,
             f"--num_samples {arguments.num_samples} at --temperature 0 would be equal texts: give a --temperature",

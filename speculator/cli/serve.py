@@ -92,6 +92,7 @@ def _check(arguments: argparse.Namespace) -> str:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install 'speculator[serve]'"))
     refuse_below(arguments, max_batch_size=1)
+    refuse((arguments.max_batch_size > _CONNECTIONS, f"--max_batch_size: at most the {_CONNECTIONS} connections"))
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))
     drafting.check(arguments)
     key = os.environ.get(KEY, "") if arguments.api_key is None else arguments.api_key

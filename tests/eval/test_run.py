@@ -174,6 +174,7 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         (["--temperature", "1", "--temperature", "nan"], "temperature"),
         (["--temperature", "0", "--temperature", "0"], "--temperature: one value is given twice"),
         (["--batch_size", "1", "--batch_size", "1"], "--batch_size: one value is given twice"),
+        (["--batch_size", "2", "--max_prompts", "1"], "--batch_size 2: more rows than the 1 prompts of --max_prompts"),
         (["--seed", str(2**63)], "--seed"),
         (["--speculator", "nowhere"], "nowhere"),
         (["--target", "./nowhere"], "nowhere"),

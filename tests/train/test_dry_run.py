@@ -119,6 +119,11 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused_where_that_is_kno
         rehearsed(ROOT / "configs" / "quickstart.yaml", "--speculator.draft_vocab_size", "99999")
 
 
+def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
+    with pytest.raises(UserError, match=r"data\.seq_length 100000 does not fit the target's context of 512"):
+        rehearsed(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
     [
         (["--port", "70000"], "--port 70000 is not in 0..65535"),
         (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
+        (["--max_batch_size", "1000000000"], "--max_batch_size: at most the 2048 connections"),
         (["--api_key", "a b"], "--api_key has a line end, a space"),
         (["--host", "no such host"], "can't listen at --host no such host --port 8000"),
         (["--host", "192.0.2.1"], "can't listen at --host 192.0.2.1"),
