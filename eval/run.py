@@ -26,7 +26,7 @@ from eval.metrics import acceptance, row
 from eval.page import Text, texts, write_page
 from eval.plots import draw_plots
 from eval.report import warnings, write
-from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
+from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
 from eval.timing import Engines, memory_kind
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.device import dtype_name, hardware
@@ -84,6 +84,7 @@ def build_parser() -> OneLineParser:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate and say where the report is."""
     check_flags(arguments)
+    check_rows(arguments)
     check_folder("--output", arguments.output)
     tracking.check(arguments.report_to)
     target = load_target(arguments)

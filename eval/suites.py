@@ -225,11 +225,18 @@ def check_flags(arguments: argparse.Namespace) -> None:
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
         refuse((least < 1, f"--{name} must be at least 1"))
-    rows, prompts = max(given.get("batch_size") or [1]), arguments.max_prompts
-    refuse((rows > prompts, f"--batch_size {rows}: more rows than the {prompts} prompts of --max_prompts"))
     for name in ("temperature", "batch_size", "draft_length"):
         value = given.get(name)
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
+
+
+def check_rows(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: more rows than there are to be prompts: what is called a batch of so many would be none.
+    """
+    rows, prompts = max(arguments.batch_size or [1]), arguments.max_prompts
+    refuse((rows > prompts, f"--batch_size {rows}: more rows than the {prompts} prompts of --max_prompts"))
 
 
 def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from data.sources import PYTHON_SOURCES
 from eval.decoders import Decoder, batches, decoder_of, measure_suite
 from eval.metrics import row, shown
-from eval.suites import Suite, add_flags, check_flags, check_lengths, load_target, suite_of
+from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.costs import Costs, measure, measure_table, rising, walk
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Tune, print the table and write the choice."""
     output = arguments.output = arguments.output or Path(arguments.speculator) / TUNED
     check_flags(arguments)
+    check_rows(arguments)
     check_file("--output", output)
     target = load_target(arguments)
     head = load_head(arguments.speculator, target)

@@ -117,7 +117,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     files = {"config.json", "model.safetensors", "README.md", "checksums.json"}
     assert {path.name for path in (finished / "speculator").iterdir()} == files
     card = (finished / "speculator" / "README.md").read_text()
-    assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.02, cosine |" in card
+    assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.005, cosine |" in card
     assert "| 2 of functions.jsonl (held-out) | 1 | speculator, rule block |" in card
     assert {path.name for path in (finished / "eval").iterdir()} == {
         "report.json",
