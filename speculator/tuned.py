@@ -192,7 +192,11 @@ class _Tuned:
             with suppress(KeyError, TypeError, ValueError, UserError):  # damaged, or of another version: made again
                 entries = [_entry(each) for each in stored["entries"]]
                 asked = [tuple(each) for each in stored["asked"]]
-            missing = [tuple(size) for size in target.agreed([size for size in wanted if size not in asked])]
+            known = [(entry.rows, entry.context, entry.greedy) for entry in entries]
+            # What there was no time for is not asked for again, unless it is what is wanted most.
+            enough = set(wanted) <= set(asked) and wanted[0] in known
+            missing = [] if enough else [size for size in wanted if size not in known]
+            missing = [tuple(size) for size in target.agreed(missing)]
             if missing:
                 _log.warning(f"{file}: costs of steps are measured on this machine, once")
                 entries += measure_table(target, head, shapes, missing, _SECONDS)

@@ -242,6 +242,25 @@ def test_of_one_row_what_a_long_text_costs_is_measured_too(target_folder, tuned_
     assert asked == [[(1, 64, False), (1, 1024, False)]]
 
 
+def test_what_there_was_no_time_for_is_measured_by_who_wants_it_most(
+    target_folder, tuned_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    asked = []
+
+    def measure(target, head, shapes, sizes, seconds):
+        asked.append(sizes[0])
+        (rows, context, greedy) = sizes[0]
+        return [Entry(rows, context, greedy, 0.01, [(shape, 0.1, 1.1) for shape in shapes])]
+
+    monkeypatch.setattr("speculator.tuned.measure_table", measure)
+    write_tuned(tuned_folder, SETTINGS, **FIGURES | {"dtype": "bfloat16"})
+    target = Target.load(str(target_folder))
+    for rows in (16, 4, 16, 4):
+        tuned_drafter(tuned_folder, target, 1.0, batch_size=rows)
+    assert asked == [(16, 64, False), (1, 64, False), (4, 64, False)]
+
+
 @pytest.mark.parametrize("elsewhere", [{"hardware": "CPU of another make, 96 threads"}, {"dtype": "bfloat16"}])
 def test_what_was_measured_elsewhere_is_measured_anew_once(
     target_folder, tuned_folder, tmp_path, monkeypatch, elsewhere
