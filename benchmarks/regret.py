@@ -2,14 +2,17 @@
 
     python -m benchmarks.regret --target T --speculator S [--suite NAME|FILE]... --output DIR
 
-Writes regret.json, regret.md and regret.png. A cell is a suite, a batch size and a temperature. Its prompts go batch by
-batch through every decoder before the next batch comes, in an order that rotates; each has one engine for the cell. The
-best fixed choice is known in hindsight only: of a cell, and of all cells together. Of many choices the one that looks
-best was also lucky, so auto is besides compared with the one that was best in a cell's other batches, batch by batch.
+Writes regret.json, regret.md and regret.png. A cell is a suite, a batch size and a temperature. Its prompts go part by
+part through every decoder before the next part comes, in an order that rotates; each has one engine for the cell. Who
+ends makes room for who waits, and only steps in which every slot decodes count: rows that drafts let end early would
+else leave the others to steps of few. A part has two prompts for each slot, of a single slot one.
+
+The best fixed choice is known in hindsight only: of a cell, and of all cells together. Of many choices the one that
+looks best was also lucky, so auto is besides compared with the one that was best in a cell's other parts, part by part.
 
 `--num_samples n` decodes n texts of each prompt, those of a prompt beside each other: they share its prefill, and
-lookups look in all of them. A few choices, and the same rows beside other prompts' ("apart"); the time of prefills
-counts, and nothing is kept from batch to batch.
+lookups look in all of them. A few choices, and the same rows beside other prompts' ("apart"); all steps and the time of
+prefills count, and nothing is kept from part to part.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from speculator.drafters.controller import best
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, refuse, run_command
 from speculator.files import make_folder
+from speculator.request import Request
 from speculator.tables import markdown_table
 from speculator.tuned import automatic, described
 
@@ -81,18 +85,19 @@ def measure(
         engine.forget()
     order = list(engines)
     cell = f"{suite.name}, temperature {temperature:g}, batch {batch_size}"
-    for start in tqdm(range(0, len(rows), batch_size), desc=cell, unit="batch"):
+    size = batch_size if batch_size == 1 or samples > 1 else 2 * batch_size
+    for start in tqdm(range(0, len(rows), size), desc=cell, unit="part"):
         order = order[1:] + order[:1]
         for name in order:
-            synchronize()
-            batch = (apart if name.endswith(_APART) else rows)[start : start + batch_size]
-            given, own = zip(*batch, strict=True)
-            made = engines[name].generate(given, own, max_new_tokens=count, eos_token_ids=eos)
-            seconds = made.decode_seconds
+            engine, part = engines[name], (apart if name.endswith(_APART) else rows)[start : start + size]
+            requests = [engine.submit(*row, max_new_tokens=count, eos_token_ids=eos) for row in part]
             if samples > 1:
-                seconds += made.prefill_seconds
-                engines[name].forget()
-            parts[name].append((sum(len(row) - 1 for row in made.tokens), seconds, sum(map(len, made.steps))))
+                parts[name].append(decoded(engine, requests, whole=True))
+                engine.forget()
+            elif len(part) >= batch_size:
+                parts[name].append(decoded(engine, requests))
+            else:  # a rest that would never fill the slots
+                engine.run()
     sums = {name: [sum(column) for column in zip(*own, strict=True)] for name, own in parts.items()}
     return {
         "suite": suite.name,
@@ -105,9 +110,30 @@ def measure(
     }
 
 
+def decoded(engine: Engine, requests: Sequence[Request], whole: bool = False) -> tuple[int, float, int]:
+    """Tokens, seconds and rows' steps of decoding these requests: of the steps in which every slot decodes; or `whole`:
+    of all, prefills included."""
+    slots, began = len(engine.slots.rows), engine.prefill_seconds
+
+    def so_far() -> tuple[int, float, int]:
+        tokens = sum(max(0, len(request.tokens) - 1) for request in requests)  # the first is the prefill's
+        return tokens, engine.decode_seconds, sum(len(request.steps) for request in requests)
+
+    sums, more = [0.0, 0.0, 0.0], True
+    synchronize()
+    while more:
+        before = so_far()
+        more = engine.step()
+        step = [after - earlier for after, earlier in zip(so_far(), before, strict=True)]
+        if whole or step[2] == slots:
+            sums = [total + own for total, own in zip(sums, step, strict=True)]
+    tokens, seconds, steps = sums
+    return round(tokens), seconds + (engine.prefill_seconds - began if whole else 0.0), round(steps)
+
+
 def without_luck(cell: dict) -> float | None:
-    """Auto's tokens per second over those of the fixed choice that was the best in the other batches, taken batch by
-    batch; None of one batch."""
+    """Auto's tokens per second over those of the fixed choice that was the best in the other parts, taken part by part;
+    None of one part."""
     batches = cell["batches"]
     count = len(batches["auto"])
     if count == 1:
@@ -149,7 +175,7 @@ def _fixed(cell: dict) -> set[str]:
 
 def markdown(report: dict) -> str:
     speeds = ("plain, tokens/s", "best fixed choice", "its tokens/s", "auto's")
-    header = ("suite", "temperature", "batch", *speeds, "auto / best", "auto / best of other batches", "auto / plain")
+    header = ("suite", "temperature", "batch", *speeds, "auto / best", "auto / best of other parts", "auto / plain")
     table = [
         (
             cell["suite"],
@@ -227,6 +253,7 @@ def run(arguments: argparse.Namespace) -> None:
     temperatures = arguments.temperature or [0.0, 1.0][several:]
     refuse(
         (min(*sizes, samples) < 1, "--batch_size and --num_samples must be at least 1"),
+        (max(sizes) > arguments.max_prompts * samples, f"--batch_size {max(sizes)}: more rows than --max_prompts"),
         (several and not min(temperatures), f"--num_samples {samples} at --temperature 0 would be equal texts"),
     )
     target = common.load_target(arguments)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import write_tuned
+from conftest import tiny_model, write_tuned
 
 from benchmarks import regret
+from speculator import Engine, Target
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
@@ -16,6 +17,20 @@ def test_the_best_choice_is_not_the_lucky_one():
     cell = {"batches": batches, "tokens_per_second": dict.fromkeys(batches, 0.0)}
     assert regret.without_luck(cell) == 1
     assert regret.without_luck({**cell, "batches": {name: own[:1] for name, own in batches.items()}}) is None
+
+
+def test_only_steps_of_full_slots_count():
+    """Of two slots: 3 steps beside 9, then the third text's 5; the last step of the longest is alone."""
+    engine = Engine(Target(tiny_model(), tokenizer=None), slots=2)
+
+    def requests():
+        return [engine.submit([5, 6], max_new_tokens=count, eos_token_ids=()) for count in (4, 10, 6)]
+
+    tokens, seconds, steps = regret.decoded(engine, requests())
+    assert (tokens, steps) == (16, 16)
+    everything = regret.decoded(engine, requests(), whole=True)
+    assert everything[::2] == (17, 17)
+    assert min(seconds, everything[1]) > 0
 
 
 STEPS = [{"draft_length": n, "draft": 0.1 * n, "verify": 1 + 0.01 * n} for n in (0, 1, 2)]
