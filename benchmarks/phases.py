@@ -106,6 +106,7 @@ def run(table: Phases, named: list[str], published: Path, patterns: Iterable[str
     for name in named:
         refuse((name not in names, f"no phase {name!r}: there are {', '.join(names)}"))
     make_folder(table.folder)
+    publish(table.folder, published, patterns)  # a call that was cut off may not have
     for phase in table:
         if named and phase.name not in named:
             continue
@@ -119,5 +120,4 @@ def run(table: Phases, named: list[str], published: Path, patterns: Iterable[str
             raise UserError(f"phase {phase.name} ended with exit code {code} and without {phase.product}")
         record(table.folder, phase, time.perf_counter() - started)
         publish(table.folder, published, patterns)
-    publish(table.folder, published, patterns)  # also where all was done
     print(f"\nThe reports are in {published}")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import common
 from data.sources import PYTHON_SOURCES
-from eval.suites import Suite, suite_of
+from eval.suites import Suite, check_rows, suite_of
 from speculator import Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.device import synchronize
 from speculator.drafters import Drafter
@@ -253,9 +253,9 @@ def run(arguments: argparse.Namespace) -> None:
     temperatures = arguments.temperature or [0.0, 1.0][several:]
     refuse(
         (min(*sizes, samples) < 1, "--batch_size and --num_samples must be at least 1"),
-        (max(sizes) > arguments.max_prompts * samples, f"--batch_size {max(sizes)}: more rows than --max_prompts"),
         (several and not min(temperatures), f"--num_samples {samples} at --temperature 0 would be equal texts"),
     )
+    check_rows(max(sizes), arguments.max_prompts * samples)
     target = common.load_target(arguments)
     head = load_head(arguments.speculator, target)
     parts = [suite_of(arguments, name, target) for name in arguments.suite or [PYTHON_SOURCES]]

@@ -84,7 +84,7 @@ def build_parser() -> OneLineParser:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate and say where the report is."""
     check_flags(arguments)
-    check_rows(arguments)
+    check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     check_folder("--output", arguments.output)
     tracking.check(arguments.report_to)
     target = load_target(arguments)

@@ -230,13 +230,12 @@ def check_flags(arguments: argparse.Namespace) -> None:
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
 
 
-def check_rows(arguments: argparse.Namespace) -> None:
+def check_rows(rows: int, texts: int) -> None:
     """
     Raises:
-        UserError: more rows than there are to be prompts: what is called a batch of so many would be none.
+        UserError: more rows than there are to be texts: what is called a batch of so many would be none.
     """
-    rows, prompts = max(arguments.batch_size or [1]), arguments.max_prompts
-    refuse((rows > prompts, f"--batch_size {rows}: more rows than the {prompts} prompts of --max_prompts"))
+    refuse((rows > texts, f"--batch_size {rows}: more rows than the {texts} prompts of --max_prompts"))
 
 
 def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:

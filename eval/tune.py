@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Tune, print the table and write the choice."""
     output = arguments.output = arguments.output or Path(arguments.speculator) / TUNED
     check_flags(arguments)
-    check_rows(arguments)
+    check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     check_file("--output", output)
     target = load_target(arguments)
     head = load_head(arguments.speculator, target)

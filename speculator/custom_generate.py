@@ -24,7 +24,7 @@ from transformers.generation import (
 )
 
 from speculator.attention import ATTENTION, own_attention
-from speculator.checkpoints.loading import bind, check_sizes, load_head
+from speculator.checkpoints.loading import bind, load_head
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.engine import generate
 from speculator.errors import UserError
@@ -142,7 +142,6 @@ class _Lent:
         if not isinstance(given, str | Path | Speculator):
             return given
         if isinstance(given, Speculator):
-            check_sizes(given, self._target)
             bind(given, self._target)
             return HeadDrafter(given.to(self._target.device))  # type: ignore[arg-type]
         key = (0.0 if sampling.greedy else sampling.temperature, rows)

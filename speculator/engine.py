@@ -253,9 +253,8 @@ class Engine:
         self.prefill_seconds += decoding - started
         texts = self.ready()
         if texts:
-            report = self._stepping(texts).tolist()  # the step's one copy to the host
-            # A captured step leaves what another noted.
-            self.tell(report, None if self._most_logprobs is None else self._scores)
+            # The step's one copy to the host.
+            self.tell(self._stepping(texts).tolist(), self._scores)
             self.decode_seconds += time.perf_counter() - decoding
         return self.busy
 
@@ -384,6 +383,7 @@ class Engine:
         # Graphs are few: other rows go along, and nothing of them counts.
         rows = min(len(self.slots.rows), 1 << (count - 1).bit_length()) if self.capturing else count
         self.cache.select(0, rows, max(map(len, texts)) - 1)
+        self._scores = None  # here, as a captured step is not called
         if requests != self._decoding or rows != len(self.selected_pending):
             self._decoding = requests
             self.selected_pending, self.selected_alive = self.pending[:rows], self.alive[:rows]
@@ -458,7 +458,6 @@ class Engine:
                 copied = (path > draft.own.lengths[:, None]).sum(-1)
             if self._most_logprobs is not None:
                 logits = gather_at(logits, path)
-        self._scores = None
         if self._most_logprobs is not None:  # such a step is not captured
             given = tokens.roll(-1, 1).scatter(1, accepted[:, None], following[:, None])
             self._scores = score(logits, given, self._most_logprobs)

@@ -25,24 +25,27 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
         UserError: no head there, missing, surplus or damaged tensors, or a head for another hidden size or vocabulary.
     """
     head: Any = load_any(folder)
+    head.to(target.device, target.dtype).requires_grad_(False)
+    bind(head, target, str(folder))
     config = head.config
-    check_sizes(head, target, str(folder))
     trained_for = config.base_model_fingerprint
     if trained_for and not same_target(trained_for, target.fingerprint):
         _log.warning(
             f"{folder} was trained for other weights ({config.base_model_name_or_path}) than {target.name} has: fewer "
             "of its drafts will be accepted; the text stays the target's"
         )
-    head.to(target.device, target.dtype).requires_grad_(False)
-    bind(head, target)
     pack_linears(head)
     return head
 
 
-def check_sizes(head: Speculator, target: Target, name: str = "the head") -> None:
-    """
+def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator:
+    """Let a head read of its target what it needs: the layers that it names, the embedding. Gives the head.
+
+    Args:
+        name: of the head, for complaints.
+
     Raises:
-        UserError: the head is for another hidden size or vocabulary.
+        UserError: it is for another hidden size or vocabulary, or the target has no such layers.
     """
     config = head.config
     if config.emb_dim != target.hidden_size:
@@ -54,13 +57,6 @@ def check_sizes(head: Speculator, target: Target, name: str = "the head") -> Non
             f"{name} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
         )
 
-
-def bind(head: Speculator, target: Target) -> Speculator:
-    """Let a head read of its target what it needs: the layers that it names, the embedding. Gives the head.
-
-    Raises:
-        UserError: the target has no such layers.
-    """
     head.bind(target.config, whole(target.model.get_input_embeddings().weight))
     target.taps.check(head.taps, target.name)
     return head

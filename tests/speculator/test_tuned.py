@@ -199,14 +199,14 @@ def refuse_file(target_folder, tuned_folder, settings, **more):
 # ---- where what was accepted and what steps cost was noted
 
 
-def measured_here(monkeypatch, verify: float) -> list:
-    """What is measured from here on: chains that cost little, passes that cost `verify` a token."""
+def measured_here(monkeypatch, verify: float, most: int | None = None) -> list:
+    """What is measured from here on: chains that cost little, passes that cost `verify` a token; time for `most`."""
     asked = []
 
     def measure(target, head, shapes, sizes, seconds):
         asked.append(sizes)
         steps = [(shape, 0.1 * shape.depth, 1 + verify * shape.nodes) for shape in shapes]
-        return [Entry(rows, context, greedy, 0.01, steps) for rows, context, greedy in sizes]
+        return [Entry(rows, context, greedy, 0.01, steps) for rows, context, greedy in sizes[:most]]
 
     monkeypatch.setattr("speculator.tuned.measure_table", measure)
     return asked
@@ -246,19 +246,12 @@ def test_what_there_was_no_time_for_is_measured_by_who_wants_it_most(
     target_folder, tuned_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
-    asked = []
-
-    def measure(target, head, shapes, sizes, seconds):
-        asked.append(sizes[0])
-        (rows, context, greedy) = sizes[0]
-        return [Entry(rows, context, greedy, 0.01, [(shape, 0.1, 1.1) for shape in shapes])]
-
-    monkeypatch.setattr("speculator.tuned.measure_table", measure)
+    asked = measured_here(monkeypatch, 0.1, most=1)
     write_tuned(tuned_folder, SETTINGS, **FIGURES | {"dtype": "bfloat16"})
     target = Target.load(str(target_folder))
     for rows in (16, 4, 16, 4):
         tuned_drafter(tuned_folder, target, 1.0, batch_size=rows)
-    assert asked == [(16, 64, False), (1, 64, False), (4, 64, False)]
+    assert [sizes[0] for sizes in asked] == [(16, 64, False), (1, 64, False), (4, 64, False)]
 
 
 @pytest.mark.parametrize("elsewhere", [{"hardware": "CPU of another make, 96 threads"}, {"dtype": "bfloat16"}])
