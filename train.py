@@ -8,7 +8,7 @@ from train import interrupts
 if __name__ == "__main__":
     start()  # first: the pipe of `install` would take the number of a stream that is closed
     interrupts.install()  # before all that takes time
-    from train.config import parse
+    from train.command_line import parse
 
     config = parse(sys.argv[1:])
     # Only now: importing torch takes seconds, and a mistyped key should not.

@@ -30,7 +30,8 @@ from speculator.device import resolve_device
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.tables import markdown_table
 from speculator.target import Target
-from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig, parse
+from train.command_line import parse
+from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig
 from train.place import GPUS, Place
 from train.plan import BUCKET, COPIES, GATHERED, MOMENTS, TARGET, WEIGHTS, Plan
 from train.shapes import GRADIENTS

@@ -1,31 +1,13 @@
-"""The one typed config of a run: dataclasses <- YAML <- command line. Imports no torch, so mistakes show at once.
-
-Longer than other files: every field of a run has its line of help here, once.
-"""
+"""The one typed config of a run: every field of it, with its line of help."""
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NoReturn
-
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
-
-from speculator.errors import UserError, printable
-from speculator.files import read_text
-
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 @dataclass
@@ -264,210 +246,30 @@ class RunConfig:
     """wandb (offline unless a key is set) or none."""
 
 
-_LONGEST_MESSAGE = 500
-_LARGEST_FILE = 1 << 18  # bytes of YAML
-_MOST_VALUES, _DEEPEST = 10_000, 20  # in YAML, its aliases written out; how far it is nested
-_MOST = 10**8  # of any count of a config ...
-_UNBOUNDED = ("seed", "max_tokens", "max_package_bytes")  # ... but these
-
-
-def _fail(message: str) -> NoReturn:
-    shown = " ".join(message[:_LONGEST_MESSAGE].split()) + " ..." * (len(message) > _LONGEST_MESSAGE)
-    print(f"train.py: {printable(shown)}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _sections(kind: type = RunConfig, path: str = "") -> Iterator[str]:
+def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
     """The dotted names of all sections."""
     for item in fields(kind):
         section = item.default_factory
         if isinstance(section, type) and is_dataclass(section):
             yield f"{path}{item.name}"
-            yield from _sections(section, f"{path}{item.name}.")
+            yield from section_names(section, f"{path}{item.name}.")
 
 
-def _optional(kind: type = RunConfig, path: str = "") -> Iterator[str]:
+def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
     """The dotted names of the settings that may be null."""
     for item in fields(kind):
         section = item.default_factory
         if isinstance(section, type) and is_dataclass(section):
-            yield from _optional(section, f"{path}{item.name}.")
+            yield from optional_names(section, f"{path}{item.name}.")
         elif "None" in str(item.type):
             yield f"{path}{item.name}"
 
 
-def _values(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted name and value of every setting; of a list one for each item."""
     for item in fields(section):
         value = getattr(section, item.name)
         if is_dataclass(value):
-            yield from _values(value, f"{path}{item.name}.")
+            yield from values_of(value, f"{path}{item.name}.")
         else:
             yield from ((f"{path}{item.name}", each) for each in (value if isinstance(value, list) else [value]))
-
-
-def _check_yaml(text: str) -> None:
-    """Refuse YAML that says a key twice, is nested deep, or grows as its aliases are written out.
-
-    Raises:
-        YAMLError: it does, or is none.
-    """
-    sizes: dict[int, int] = {}
-
-    def measure(node: yaml.Node, depth: int) -> int:
-        if id(node) in sizes:
-            return sizes[id(node)]
-        if depth > _DEEPEST:  # an alias of what it is in goes on for ever
-            raise yaml.YAMLError(f"nested deeper than {_DEEPEST}")
-        parts: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if key.value in (seen if isinstance(key, yaml.ScalarNode) else ()):
-                    raise yaml.YAMLError(f"the key {key.value} is there twice, again in line {key.start_mark.line + 1}")
-                seen.add(str(key.value))
-            parts = [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        size = 1 + sum(measure(part, depth + 1) for part in parts)
-        if size > _MOST_VALUES:
-            raise yaml.YAMLError(f"more than {_MOST_VALUES} values")
-        return sizes.setdefault(id(node), size)
-
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        if node is not None:
-            measure(node, 0)
-    except RecursionError:
-        raise yaml.YAMLError(f"nested deeper than {_DEEPEST}") from None
-
-
-_read_yaml = get_loader("yaml")
-
-
-def load_yaml(text: str) -> Any:
-    """What YAML says, within bounds.
-
-    Raises:
-        YAMLError: no YAML, or beyond them.
-    """
-    _check_yaml(text)
-    try:
-        return _read_yaml(text)
-    except (ValueError, TypeError) as error:  # a date that can't be, a mapping as a key
-        raise yaml.YAMLError(str(error)) from None
-
-
-set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
-
-
-def _check_file(name: str) -> None:
-    """Refuse a config file that can't be one, before the parser reads it."""
-    try:
-        read = load_yaml(read_text(name, _LARGEST_FILE))
-    except UserError as error:
-        _fail(f"--config {error}")
-    except yaml.YAMLError as error:
-        _fail(f"--config {name}: {error}")
-    for section in ("", *_sections()):
-        inner = read
-        for key in section.split(".") if section else ():
-            inner = inner.get(key, {})
-        if not isinstance(inner, dict):
-            where = f"{section} is {inner!r:.40}, not a section" if section else "no config: it has no keys"
-            _fail(f"--config {name}: {where}")
-        odd = next((key for key in inner if not isinstance(key, str) or re.search(r"\s", key) or not key), None)
-        if odd is not None:
-            _fail(f"--config {name}: unknown key {f'{section}.{odd}' if section else odd}")
-
-
-def _check_numbers(config: RunConfig) -> None:
-    optional = set(_optional())
-    for name, value in _values(config):
-        if value is None and name not in optional:
-            _fail(f"{name} has no value")
-        if isinstance(value, float) and not math.isfinite(value):
-            _fail(f"{name} is {value}, not a number that can be used")
-        if isinstance(value, int) and abs(value) > _MOST and name.split(".")[-1] not in _UNBOUNDED:
-            _fail(f"{name} is {value:,}; the most is {_MOST:,}")
-        if isinstance(value, str) and (not value or "\0" in value):
-            _fail(f"{name} is {'empty' if not value else 'no text: it has a NUL in it'}")
-
-
-@cache
-def build_parser() -> ArgumentParser:
-    """One flag per field, `--section.field`, with its docstring as help."""
-    parser = ArgumentParser(
-        prog="train.py",
-        description="Train a speculator. Where neither --config nor a target is given: configs/quickstart.yaml.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="a YAML file with any of the fields below")
-    parser.add_class_arguments(RunConfig, None, fail_untyped=True)
-    return parser
-
-
-_SWITCHES = ("--overwrite_output_dir", "--dry_run")
-HERE = "here"
-"""The plan of a run where it is started: --plan without a value."""
-
-# What jsonargparse says of a key that no field has, on the command line and in a file.
-_UNKNOWN = [
-    re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)", re.IGNORECASE),
-    re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'"),
-    re.compile(r"(?:Key|option) '(?P<key>[^']+)' is not (?:expected|accepted)", re.IGNORECASE),
-]
-
-
-def _explain(parser: ArgumentParser, error: str) -> str:
-    """The parser's complaint, with the nearest valid key for an unknown one."""
-    found = next((match.groupdict() for pattern in _UNKNOWN if (match := pattern.search(error))), None)
-    if found is None:
-        return error
-    key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
-    known = [action.dest for action in parser._actions]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else ": --help lists the valid ones")
-
-
-def _files_first(argv: list[str]) -> list[str]:
-    """Flags go over the files, wherever they stand."""
-    files, flags = [], []
-    words = iter(argv)
-    for word in words:
-        if word == "--config":
-            files += [word, *islice(words, 1)]
-        else:
-            (files if word.startswith("--config=") else flags).append(word)
-    return files + flags
-
-
-def parse(argv: list[str]) -> RunConfig:
-    """The config of a command line.
-
-    Raises:
-        SystemExit: 2 with one line on stderr for an unknown key or an unusable value; 0 after --help.
-    """
-    parser = build_parser()
-    argv = _files_first(argv)
-    if not any(word.partition("=")[0] in ("--config", "--target.name_or_path") for word in argv):
-        argv = [f"--config={QUICKSTART}", *argv]
-    argv = [f"{word}=true" if word in _SWITCHES else word for word in argv]
-    alone = (word == "--plan" and after.startswith("--") for word, after in zip(argv, [*argv[1:], "--"], strict=True))
-    argv = [f"--plan={HERE}" if here else word for word, here in zip(argv, alone, strict=True)]
-    sections = {f"--{name}" for name in _sections()}
-    for word, after in zip(argv, [*argv[1:], None], strict=True):
-        flag, given, value = word.partition("=")
-        if flag == "--config" and (given or after is not None):
-            _check_file(value if given else str(after))
-        if flag in sections:
-            _fail(f"{flag} is a section: give its settings one by one, as {flag}.NAME VALUE")
-    try:
-        parsed: Namespace = parser.parse_args(argv)
-        built = parser.instantiate(parsed)
-    except (ArgumentError, OverflowError) as error:  # the latter of an integer that is no float
-        _fail(_explain(parser, str(error)))
-    config = RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)})
-    _check_numbers(config)
-    return config

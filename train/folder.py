@@ -17,7 +17,8 @@ import yaml
 
 from speculator.errors import UserError
 from speculator.files import is_partial, make_folder, read_text, write_text
-from train.config import ROOT, RunConfig, load_yaml
+from train.bounded_yaml import load_yaml
+from train.config import ROOT, RunConfig
 
 _RECORD = "config.yaml"
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from speculator.errors import UserError
-from train.config import HERE
+from train.command_line import HERE
 
 
 @dataclass(frozen=True)

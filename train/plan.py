@@ -26,7 +26,8 @@ from speculator.gguf import read_config
 from speculator.kv_cache import BUCKETS
 from speculator.sharding import divided
 from speculator.tables import markdown_table
-from train.config import HERE, RunConfig, StageConfig
+from train.command_line import HERE
+from train.config import RunConfig, StageConfig
 from train.place import Gpu, Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
 

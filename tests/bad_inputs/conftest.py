@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import data.__main__
 import eval.__main__
 import speculator.__main__
-import train.config
+import train.command_line
 import train.run
 from speculator.heads import ARCHITECTURES
 
@@ -41,7 +41,7 @@ SIZES = dict(  # noqa: C408
 
 
 def _train(argv: list[str]) -> int:
-    return train.run.main(train.config.parse(argv))
+    return train.run.main(train.command_line.parse(argv))
 
 
 _BAR = re.compile(r"\d\S*/s\]|\?\S*/s\]|it/s\]")  # a progress bar, of work that had begun

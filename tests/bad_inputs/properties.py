@@ -28,7 +28,8 @@ from data.sources import documents
 from speculator.errors import UserError
 from speculator.prompts import read_prompts
 from speculator.sealed import MANIFEST, damage, seal
-from train.config import RunConfig, parse
+from train.command_line import parse
+from train.config import RunConfig
 
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.chat_template = TEMPLATE

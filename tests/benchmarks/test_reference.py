@@ -19,7 +19,8 @@ from data import python_sources
 from data.cli import generate
 from eval import tune
 from eval.run import build_parser
-from train import config
+from train.command_line import parse
+from train.config import ROOT
 
 TABLE = reference_code.phases(Path("runs/x"), reference_code.FULL, 8, ["python-sources", "my texts"])
 COMMANDS = {phase.name: phase.command for phase in TABLE}
@@ -76,7 +77,7 @@ def test_the_chat_run_asks_every_command_for_what_it_has():
     commands = {phase.name: phase.command for phase in CHAT_TABLE}
     assert generate.build_parser().parse_args(commands["text"][3:]).sources == ["self"]
     for head in reference_chat.HEADS:
-        made = config.parse(commands[head][1:])
+        made = parse(commands[head][1:])
         assert (made.speculator.architecture, made.data.sources) == (head, [str(Path("runs/x/text"))])
         assert made.speculator.draft_vocab_size, "its part of the vocabulary is known when it is made"
         assert (made.target.dtype, made.stage1.bf16) == ("bfloat16", True)
@@ -94,7 +95,7 @@ def test_the_dtype_to_train_in_is_measured_once(tmp_path, monkeypatch):
     assert reference_chat.training_dtype(tmp_path / "a") == "float32"
     assert reference_chat.training_dtype(tmp_path / "b") == "bfloat16"
     (command,) = (phase.command for phase in reference_chat.phases(tmp_path, reference_chat.FULL, [], "float32")[2:3])
-    made = config.parse(command[1:])
+    made = parse(command[1:])
     assert (made.target.dtype, made.stage1.bf16) == ("float32", False)
 
 
@@ -111,7 +112,7 @@ def test_a_phase_ends_with_who_runs_it(tmp_path):
     """Else its command would go on, and the next call begin a second one beside it."""
     there, phase = tmp_path / "there", "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
     runner = f"from benchmarks.phases import call; sys.exit(call(['-c', {phase!r}, {str(there)!r}]) == -15)"
-    process = subprocess.Popen([sys.executable, "-c", f"import sys; {runner}"], cwd=config.ROOT)
+    process = subprocess.Popen([sys.executable, "-c", f"import sys; {runner}"], cwd=ROOT)
     while not there.exists():
         assert process.poll() is None
         time.sleep(0.05)
@@ -173,7 +174,7 @@ def test_the_real_run_asks_every_command_for_what_it_has():
         assert flags.temperature is None, "both"
         assert flags.max_prompts >= 4 * size, "an interval needs several batches"
         assert tune.build_parser().parse_args(COMMANDS[f"tuned-batch{size}"][3:]).batch_size == [size]
-    made = config.parse(COMMANDS["speculator"][1:])
+    made = parse(COMMANDS["speculator"][1:])
     assert made.data.sources == ["python-sources", "my texts"]
     assert made.speculator.n_predict == 5
     text = language_model.build_parser().parse_args(COMMANDS["tokenizer"][2:])

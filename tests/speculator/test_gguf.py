@@ -14,7 +14,7 @@ from eval.timing import Timed
 from speculator import Sampling, Target, UserError, generate
 from speculator.checkpoints.layout import base_config
 from speculator.gguf import metadata
-from train.config import parse
+from train.command_line import parse
 from train.dry_run import _known_config
 
 pytest.importorskip("gguf")

@@ -8,7 +8,7 @@ from datasets import Dataset
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
 from train import checks
-from train.config import parse
+from train.command_line import parse
 from train.initialise import new_head, parameters
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import RunConfig, StageConfig, _optional, _sections, _values, build_parser, parse
+from train.command_line import build_parser, parse
+from train.config import RunConfig, StageConfig, optional_names, section_names, values_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ def test_without_arguments_the_quickstart_runs_and_with_a_target_what_help_says(
     assert named.stage1.learning_rate == StageConfig().learning_rate != parse([]).stage1.learning_rate
 
 
-NAMES = [name for name, _ in _values(RunConfig())]
+NAMES = [name for name, _ in values_of(RunConfig())]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +54,7 @@ def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, cap
     for depth, part in enumerate(name.split(".")):
         text += f"{'  ' * depth}{part}:\n"
     file.write_text(text)
-    if name in _optional():
+    if name in optional_names():
         parse(["--config", str(file)])
     else:
         assert name in refuse(["--config", str(file)], capsys)
@@ -189,7 +190,7 @@ def test_whatever_a_setting_is_given_the_answer_is_a_config_or_one_line(capsys):
     values = ["", "null", "~", "true", "-1", "0", "1.5", "1e9", "nan", "-.inf", "[]", "[[1]]", "{}", "{a: 1}", "a: b"]
     values += ["9" * 400, "!!binary aGk=", "2024-01-01", "*a", "&a b", "\x1b[2J", "\ud800", "--", "@2", "'", "|", "[x]"]
     for _ in range(150):
-        name, value = draw.choice([*known, *_sections()]), draw.choice(values)
+        name, value = draw.choice([*known, *section_names()]), draw.choice(values)
         code = 0
         try:
             parse([f"--{name}={value}"])

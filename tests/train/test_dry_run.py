@@ -17,7 +17,7 @@ import yaml
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES
 from train import run
-from train.config import parse
+from train.command_line import parse
 from train.dry_run import rehearse
 from train.folder import claim, refuse_foreign
 from train.run import _run

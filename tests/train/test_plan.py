@@ -15,7 +15,7 @@ from speculator.kv_cache import forms
 from speculator.target import Target
 from train import plan as planning
 from train import run, shapes
-from train.config import parse
+from train.command_line import parse
 from train.place import GPUS, Gpu, Place, gpu_named
 from train.plan import CACHE, GATHERED, GRADIENTS, MOMENTS, TARGET, Plan
 from train.shapes import Shapes

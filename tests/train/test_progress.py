@@ -7,7 +7,7 @@ import torch
 
 from train import plan as planning
 from train import progress, timing
-from train.config import parse
+from train.command_line import parse
 from train.place import GPUS, Place
 from train.progress import Pace, ProgressLine
 

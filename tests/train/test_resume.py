@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculator.errors import UserError
 from speculator.sealed import damage
 from train import checkpoint, interrupts, trainer
-from train.config import parse
+from train.command_line import parse
 from train.folder import claim, refuse_foreign
 from train.run import main
 

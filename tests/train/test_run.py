@@ -19,7 +19,7 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 
 from train import checkpoint
-from train.config import parse
+from train.command_line import parse
 from train.run import main
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from data.prepare import cache_folder
 from speculator.errors import UserError
 from speculator.target import Target
 from train import run, self_source
-from train.config import parse
+from train.command_line import parse
 from train.dry_run import rehearse
 from train.run import _run, rows
 from train.self_source import folder_of, written

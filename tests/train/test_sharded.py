@@ -17,7 +17,8 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from speculator import Chain, Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling, Target, UserError, generate
 from speculator.sharding import Group, check_heads
-from train.config import TargetConfig, parse
+from train.command_line import parse
+from train.config import TargetConfig
 from train.place import Place
 from train.plan import TARGET, Plan
 
