@@ -12,6 +12,7 @@ from typing import Any
 from data.rows import RowError, SourceError
 from speculator.errors import printable
 
+MAX_BAD_ROWS = 0.05
 _SHOWN = 3
 _HOPELESS = 1000  # so many, and more than there are others: the rest need not be read
 
@@ -22,13 +23,13 @@ def tell(line: str) -> None:
         print(printable(line.replace("\n", " ")), file=sys.stderr)
 
 
-def add_max_bad_rows(parser: argparse.ArgumentParser) -> None:
+def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """The flag `--max_bad_rows` of the commands that read sources."""
     parser.add_argument(
         "--max_bad_rows",
         type=float,
-        default=0.05,
-        help="rows of --sources that can't be used are left out and shown; a larger share is an error; default: 0.05",
+        default=MAX_BAD_ROWS,
+        help=f"rows that can't be used are left out and shown; a larger share is an error; default: {MAX_BAD_ROWS}",
     )
 
 

@@ -17,7 +17,7 @@ from data.magpie import ROWS, SELF, asking_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
-from data.tally import Tally, add_max_bad_rows
+from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
 from speculator.checkpoints.loading import load_head
 from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
@@ -26,6 +26,10 @@ from speculator.files import check_folder
 from speculator.gguf import read_config
 from speculator.prompts import read_prompts
 from speculator.sampling import Sampling
+
+OF_TEXT = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
+OF_SELF = {"turns": 1, "max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
+"""The flags of one kind of prompts alone, and their defaults."""
 
 
 def build_parser() -> OneLineParser:
@@ -50,15 +54,17 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of the rows; an unfinished one is gone on with"
     )
-    parser.add_argument("--split", default="train", help="of --sources; default: train")
-    add_max_bad_rows(parser)
-    parser.add_argument("--prompt_tokens", type=int, default=64, help="of each prompt of --sources; default: 64")
     parser.add_argument("--max_rows", type=int, help=f"at most so many prompts; default: all, {ROWS} of self")
+    text = parser.add_argument_group("--sources of text")
+    text.add_argument("--split", help="default: train")
+    add_max_bad_rows(text)
+    text.add_argument("--prompt_tokens", type=int, help="of each prompt; default: 64")
     own = parser.add_argument_group("--sources self")
-    own.add_argument("--turns", type=int, default=1, help="of the user in a chat, at most; default: 1")
-    own.add_argument("--max_prompt_tokens", type=int, default=256, help="of a user's turn at most; default: 256")
-    own.add_argument("--prompt_temperature", type=float, default=1.0, help="of the user's turns; default: 1")
-    own.add_argument("--prompt_top_p", type=float, default=0.99, help="of the user's turns; default: 0.99")
+    own.add_argument("--turns", type=int, help="of the user in a chat, at most; default: 1")
+    own.add_argument("--max_prompt_tokens", type=int, help="of a user's turn at most; default: 256")
+    own.add_argument("--prompt_temperature", type=float, help="of the user's turns; default: 1")
+    own.add_argument("--prompt_top_p", type=float, help="of the user's turns; default: 0.99")
+    parser.set_defaults(max_bad_rows=None)
     parser.add_argument("--max_new_tokens", type=int, default=256, help="the most new tokens of a row; default: 256")
     parser.add_argument(
         "--temperature",
@@ -130,10 +136,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what can't be, before any model is loaded."""
+    """Refuse what can't be, before any model is loaded, and fill in the flags of one kind of prompts."""
     positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "draft_length", "turns")
     positive += ("max_prompt_tokens",)
     own = arguments.sources is not None and SELF in arguments.sources
+    text = arguments.sources is not None and not own
+    for flags, used, kind in ((OF_TEXT, text, "text"), (OF_SELF, own, SELF)):
+        idle = [f"--{name}" for name in flags if getattr(arguments, name) is not None and not used]
+        refuse((idle, f"{', '.join(idle)}: of --sources of {kind}"))
+        vars(arguments).update({name: default for name, default in flags.items() if getattr(arguments, name) is None})
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
     check_folder("--output", arguments.output)
     refuse(

@@ -104,14 +104,35 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tmp_path, capsys, flags, message):
-    given = {"--target": str(target_folder), "--output": str(tmp_path / "out"), "--prompt_tokens": "8"}
-    given |= {"--max_new_tokens": "4"} | dict([flags])
-    source = [] if "--prompts" in given else ["--sources", str(text_file)]
+    given = {"--target": str(target_folder), "--output": str(tmp_path / "out"), "--max_new_tokens": "4"}
+    given |= dict([flags])
+    source = [] if "--prompts" in given else ["--sources", str(text_file), "--prompt_tokens", "8"]
     assert main(["generate", *(word for pair in given.items() for word in pair), *source]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
     assert len(lines) == 1
     assert message in lines[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "message"),
+    [
+        (
+            ["--prompts", "PROMPTS"],
+            ["--turns", "2", "--prompt_top_p", "1"],
+            "--turns, --prompt_top_p: of --sources of self",
+        ),
+        (["--prompts", "PROMPTS"], ["--split", "train"], "--split: of --sources of text"),
+        (["--sources", "TEXT"], ["--max_prompt_tokens", "9"], "--max_prompt_tokens: of --sources of self"),
+        (["--sources", "self"], ["--prompt_tokens", "9", "--max_bad_rows", "0"], "--prompt_tokens, --max_bad_rows: of"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(target_folder, text_file, tmp_path, capsys, source, flags, message):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    source = [{"PROMPTS": str(prompts), "TEXT": str(text_file)}.get(word, word) for word in source]
+    assert main(["generate", "--target", str(target_folder), "--output", str(tmp_path / "out"), *source, *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"data generate: {message}")
 
 
 def test_a_folder_whose_name_a_shell_would_change_is_that_folder(target_folder, tmp_path, monkeypatch, capsys):
