@@ -15,13 +15,13 @@ import sys
 import transformers
 
 from benchmarks import common
-from eval.decoders import BASELINES, OPTIONAL, decoders, measure_suite
+from eval.decoders import OPTIONAL, decoders, measure_suite
 from eval.metrics import shown, speedup
 from eval.suites import Suite
 from speculator import Sampling, Target
 from speculator.errors import refuse_below, run_command
 from speculator.request import tokens_per_step
-from speculator.tables import markdown_table
+from speculator.tables import BASELINES, markdown_table
 
 _PAIRS = (
     ("none", "hf_generate"),

@@ -34,8 +34,8 @@ from speculator.heads import ARCHITECTURES, Speculator
 from speculator.tables import markdown_table
 from speculator.target import Target
 from train.checks import own_sampling
-from train.command_line import HERE, parse
-from train.config import ROOT, RunConfig
+from train.command_line import parse
+from train.config import HERE, ROOT, RunConfig
 from train.initialise import shape
 from train.place import Place
 from train.plan import MOMENTS, TARGET, WEIGHTS, Plan, dtype_of

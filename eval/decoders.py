@@ -19,16 +19,8 @@ from speculator.errors import UserError
 from speculator.gguf import located
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
+from speculator.tables import BASELINES
 from speculator.target import Target
-
-BASELINES = {
-    "same_loop": "plain decoding, same loop",
-    "hf_generate": "transformers generate",
-    "hf_compiled": "transformers generate, static cache, compiled",
-    "hf_prompt_lookup": "transformers prompt lookup",
-    "hf_assisted": "transformers assisted generation",
-}
-"""What a speed is compared with, and how a table calls it."""
 
 OPTIONAL = tuple(BASELINES)[2:]
 _LONE = ("hf_prompt_lookup", "hf_assisted")  # transformers does these for one prompt at a time

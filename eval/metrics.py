@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
-from eval.decoders import BASELINES, Decoder, Measured
+from eval.decoders import Decoder, Measured
 from eval.suites import Suite
 from eval.timing import Timed
 from speculator.device import dtype_name
@@ -17,6 +17,7 @@ from speculator.drafters.auto import AutoDrafter
 from speculator.drafters.topology import LOSSY
 from speculator.request import Generation, Step
 from speculator.sampling import Sampling
+from speculator.tables import BASELINES
 from speculator.target import Target
 
 Sample = TypeVar("Sample")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eval.decoders import BASELINES, Decoder
+from eval.decoders import Decoder
 from eval.metrics import shown
 from eval.report import drafting, facts, head_lengths, label, per_step, plots
 from eval.suites import Suite
@@ -24,6 +24,7 @@ from speculator.engine import Engine, Verified
 from speculator.errors import printable
 from speculator.files import write_text
 from speculator.sampling import Sampling
+from speculator.tables import BASELINES
 from speculator.target import Target
 
 PROMPTS, TOKENS = 3, 128  # of each suite at each temperature are decoded for the page

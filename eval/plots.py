@@ -12,9 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from eval.decoders import BASELINES
 from eval.report import drafting, groups, head_lengths, label, per_step, plots
 from speculator.files import write_bytes
+from speculator.tables import BASELINES
 
 _COLOURS = {
     "head": "#1f6feb",

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.decoders import BASELINES
 from eval.metrics import shown
 from speculator.files import write_json, write_text
-from speculator.tables import markdown_table
+from speculator.tables import BASELINES, DRAFTERS, markdown_table
 
-_LABELS = {
-    "head": "speculator",
-    "ngram": "n-gram lookup",
-    "model": "draft model",
-    "early_exit": "early exit",
-    "mixed": "speculator and n-gram lookup",
-    "ngram_corpus": "n-gram lookup, corpus",
-    "auto": "chosen as it goes",
-}
 PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not
 _TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
 
@@ -28,7 +18,7 @@ def label(row: dict, lengths: set[int]) -> str:
     several = row["drafter"] == "head" and len(lengths) > 1
     shape = f", tree of {row['nodes']}" if _is_tree(row) and row["drafter"] != "auto" else ""
     shape = f", {row['draft_length']} tokens" if several else shape
-    return _LABELS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
+    return DRAFTERS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
 
 
 def per_step(part: dict) -> dict[str, float | None]:

@@ -16,19 +16,17 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from data.sources import PYTHON_SOURCES
 from eval import tracking
-from eval.decoders import BASELINES, OPTIONAL, decoder_of, decoders, measure_suite
-from eval.metrics import acceptance, row
+from eval.decoders import OPTIONAL, decoder_of, decoders, measure_suite
+from eval.metrics import row
 from eval.page import Text, texts, write_page
 from eval.plots import draw_plots
 from eval.report import warnings, write
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
 from eval.timing import Engines, memory_kind
-from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator import HeadDrafter, Sampling, Target, load_head
 from speculator.device import dtype_name, hardware
 from speculator.drafters.corpus import Corpus, read_corpus
 from speculator.drafters.early_exit import check_layers
@@ -36,8 +34,7 @@ from speculator.drafters.topology import Chain
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
 from speculator.heads import RecurrentHead, Speculator
-from speculator.request import Step
-from speculator.sharding import part
+from speculator.tables import BASELINES
 from speculator.tuned import automatic, tuned_shapes
 
 
@@ -234,30 +231,3 @@ def evaluate(
         print(f"warning: {line}", file=sys.stderr)
     tracking.log(report, output)
     return report
-
-
-def real_acceptance(
-    target: Target, head: Speculator, suite: Suite, seed: int, max_new_tokens: int = 64
-) -> dict[str, float]:
-    """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
-
-    As in a report, answers of a chat end where the target ends them. Processes share the prompts, those that hold one
-    target together one part.
-    """
-    state = PartialState()
-    was_training = head.training
-    drafter = HeadDrafter(head)  # puts the head in eval mode
-    prompts, eos = suite.prompts, None if suite.chat else ()
-    index, count = part(target.group, state.process_index, state.num_processes)
-    start, stop = (len(prompts) * k // count for k in (index, index + 1))
-    share = prompts[start:stop]
-    figures = {}
-    for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):
-        sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
-        steps: list[Step] = []
-        if share:
-            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
-            steps = [step for row in generation.steps for step in row]
-        figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
-    head.train(was_training)
-    return figures

@@ -1,9 +1,29 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and what they call who decodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+DRAFTERS = {
+    "head": "speculator",
+    "ngram": "n-gram lookup",
+    "model": "draft model",
+    "early_exit": "early exit",
+    "mixed": "speculator and n-gram lookup",
+    "ngram_corpus": "n-gram lookup, corpus",
+    "auto": "chosen as it goes",
+}
+"""Who drafts, by the name in a report."""
+
+BASELINES = {
+    "same_loop": "plain decoding, same loop",
+    "hf_generate": "transformers generate",
+    "hf_compiled": "transformers generate, static cache, compiled",
+    "hf_prompt_lookup": "transformers prompt lookup",
+    "hf_assisted": "transformers assisted generation",
+}
+"""What a speed is compared with, by its name in a report."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

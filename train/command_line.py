@@ -17,14 +17,12 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, s
 from speculator.errors import UserError, printable
 from speculator.files import read_text
 from train.bounded_yaml import load_yaml
-from train.config import ROOT, RunConfig, optional_names, section_names, values_of
+from train.config import HERE, ROOT, RunConfig, optional_names, section_names, values_of
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-HERE = "here"
-"""The plan of a run where it is started: --plan without a value."""
 
 _LONGEST_MESSAGE = 500
 _LARGEST_FILE = 1 << 18  # bytes of YAML

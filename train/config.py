@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+HERE = "here"
+"""The plan of a run where it is started: --plan without a value."""
 
 
 @dataclass
@@ -15,7 +17,7 @@ class TargetConfig:
     """The model to draft for."""
 
     name_or_path: str = "examples/stdlib_target"
-    """Hub id or local folder of a causal LM."""
+    """Hub id, local folder or GGUF file of a causal LM."""
     revision: str | None = None
     """Hub branch, tag or commit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from speculator.errors import UserError
-from train.command_line import HERE
+from train.config import HERE
 
 
 @dataclass(frozen=True)

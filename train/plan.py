@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self
+from eval.validation import NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.engine import AHEAD, CHUNK
 from speculator.errors import UserError, first_line
@@ -26,12 +27,10 @@ from speculator.gguf import read_config
 from speculator.kv_cache import BUCKETS
 from speculator.sharding import divided
 from speculator.tables import markdown_table
-from train.command_line import HERE
-from train.config import RunConfig, StageConfig
+from train.config import HERE, RunConfig, StageConfig
 from train.place import Gpu, Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
 
-_NEW_TOKENS = 64  # of each prompt at an evaluation, see `eval.run.real_acceptance`
 TARGET, GATHERED, COPIES, WEIGHTS, MOMENTS, BUCKET, CACHE, STEP = (
     "the target's weights",
     "layers of it that other processes send",
@@ -128,7 +127,7 @@ class Plan:
         largest = {name: max(parts, key=lambda part: part.bytes) for name, parts in self.passes.items()}
         needs = {name: always + trained + Counter(part.peak) for name, part in largest.items()}
         prompts = ceil(config.eval.validation_prompts / self.place.copies)
-        decoded = self._decoding(prompts, config.eval.prompt_tokens, _NEW_TOKENS, config.speculator.n_predict, 4)
+        decoded = self._decoding(prompts, config.eval.prompt_tokens, NEW_TOKENS, config.speculator.n_predict, 4)
         needs["evaluations"] = always + trained + decoded
         frozen = Counter({WEIGHTS: shapes.dtype.itemsize * shapes.trained})
         if config.stage2.max_steps:

@@ -17,8 +17,8 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
-from eval.run import real_acceptance
 from eval.suites import Suite
+from eval.validation import real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.files import new_folder, read_text, write_text

@@ -20,14 +20,12 @@ from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import write_text
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.tables import markdown_table
+from speculator.tables import BASELINES, DRAFTERS, markdown_table
 
 NAME = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_SOURCE = re.compile(r"([\w.-]+/[\w.-]+)(/[\w.,-]+)?(:[^/]+)?")  # org/name/config:split
 _FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)$")
-_DECODERS = {"head": "speculator", "ngram": "n-gram lookup", "model": "draft model", "none": "plain decoding"}
-_BASELINES = {"same_loop": "the same loop", "hf_generate": "transformers generate", "hf_compiled": "compiled generate"}
 
 
 def write_card(folder: str | Path, run: str | Path | None = None) -> Path:
@@ -147,21 +145,23 @@ def _measured(report: dict[str, Any]) -> list[str]:
     if not rows:
         return ["## Results\n", "Not measured: `python -m eval` measures acceptance and speed.\n"]
     settings = ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in report["settings"].items())
-    baselines = [name for name in _BASELINES if any(name in row.get("speedup", {}) for row in rows)]
+    baselines = [name for name in BASELINES if any(name in row.get("speedup", {}) for row in rows)]
     intro = (
         f"On {report['hardware']}; {settings}. Tokens per step count the one that the target gives itself; tokens per "
         "second leave out the prefill; a speedup is followed by its 95% interval.\n"
     )
     header = ["prompts", "temperature", "decoder", "tokens per step", "acceptance by position", "tokens/s"]
-    header += [f"speedup over {_BASELINES[name]}" for name in baselines]
+    header += [f"speedup over {BASELINES[name]}" for name in baselines]
     table = []
     for row in rows:
         plain = row["drafter"] == "none"
-        decoder = _DECODERS.get(row["drafter"], row["drafter"]) + (" (lossy)" if row.get("lossy") else "")
-        if row.get("nodes", 0) > row.get("draft_length", 0):
-            decoder += f", tree of {row['nodes']}"
-        if row.get("rule") not in (None, "plain", "greedy"):
-            decoder += f", rule {row['rule']}"
+        decoder = "plain decoding" if plain else DRAFTERS.get(row["drafter"], row["drafter"])
+        decoder += " (lossy)" if row.get("lossy") else ""
+        if row["drafter"] != "auto":  # which takes another shape and rule each step
+            if row.get("nodes", 0) > row.get("draft_length", 0):
+                decoder += f", tree of {row['nodes']}"
+            if row.get("rule") not in (None, "plain", "greedy"):
+                decoder += f", rule {row['rule']}"
         speed = row["tokens_per_second"]["same_loop" if plain else "speculative"]
         cells = [
             f"{row['prompts']} of {row['name']}",

@@ -13,7 +13,7 @@ HELP = "say what a head's folder holds: architecture, size, base model, layout, 
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The command\'s flag."""
+    """The command's flag."""
     parser.add_argument("path", metavar="PATH", help="folder of a head, in any of the layouts")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from speculator.errors import UserError, check_text
 from speculator.files import read_text
 from speculator.lines import whole_rows
+
+_log = logging.getLogger(__name__)
 
 LONGEST = 16
 """Tokens of a text's end that are looked for."""
@@ -26,7 +28,7 @@ class Corpus:
 
     Args:
         texts: token ids.
-        most: tokens in all; what is beyond is left out, and a line on stderr says so.
+        most: tokens in all; what is beyond is left out, and a warning says so.
 
     Raises:
         UserError: there is no token in it.
@@ -37,7 +39,7 @@ class Corpus:
         room = most
         for text in texts:
             if room < len(text):
-                print(f"the corpus is cut at {most:,} tokens", file=sys.stderr)
+                _log.warning(f"the corpus is cut at {most:,} tokens")
             parts += [np.array([-1], dtype=np.int32), np.asarray(text[:room], dtype=np.int32)]
             room -= len(text)
             if room < 0:

@@ -13,9 +13,10 @@ from eval.decoders import decoders, measure_suite
 from eval.metrics import acceptance, by_context, check_identities, paired_bootstrap, rows_busy
 from eval.plots import _colour
 from eval.report import label, warnings
-from eval.run import evaluate, real_acceptance
+from eval.run import evaluate
 from eval.suites import Suite, load_suite
 from eval.timing import Decoded, Timed, time_transformers
+from eval.validation import real_acceptance
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target, generate
 from speculator.prompts import Prompt
 

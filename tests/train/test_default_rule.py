@@ -5,8 +5,9 @@ import torch
 from conftest import tiny_head
 
 from data.onpolicy import generate_rows
-from eval.run import evaluate, real_acceptance
+from eval.run import evaluate
 from eval.suites import Suite
+from eval.validation import real_acceptance
 from speculator import HeadDrafter, Sampling, generate, speculative
 from speculator import verify as rules
 

@@ -141,9 +141,9 @@ def test_a_corpus_gives_the_longest_match_and_what_mostly_follows(size):
     assert voted
 
 
-def test_a_corpus_is_cut_where_it_is_too_long(capsys):
+def test_a_corpus_is_cut_where_it_is_too_long(caplog):
     corpus = Corpus([[1, 2, 3], [4, 5, 6, 7], [8]], most=5)
-    assert capsys.readouterr().err == "the corpus is cut at 5 tokens\n"
+    assert caplog.messages == ["the corpus is cut at 5 tokens"]
     assert corpus.find([1, 2], 4) == (2, [3])
     assert corpus.find([4], 4) == (1, [5])
     assert corpus.find([6], 4) == (0, [])

@@ -1,0 +1,43 @@
+"""Real tokens per step of a head in training, on held-out prompts."""
+
+from __future__ import annotations
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from eval.metrics import acceptance
+from eval.suites import Suite
+from speculator import HeadDrafter, Sampling, Target, generate
+from speculator.heads import Speculator
+from speculator.request import Step
+from speculator.sharding import part
+
+NEW_TOKENS = 64
+"""Of each prompt."""
+
+
+def real_acceptance(
+    target: Target, head: Speculator, suite: Suite, seed: int, max_new_tokens: int = NEW_TOKENS
+) -> dict[str, float]:
+    """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
+
+    As in a report, answers of a chat end where the target ends them. Processes share the prompts, those that hold one
+    target together one part.
+    """
+    state = PartialState()
+    was_training = head.training
+    drafter = HeadDrafter(head)  # puts the head in eval mode
+    prompts, eos = suite.prompts, None if suite.chat else ()
+    index, count = part(target.group, state.process_index, state.num_processes)
+    start, stop = (len(prompts) * k // count for k in (index, index + 1))
+    share = prompts[start:stop]
+    figures = {}
+    for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):
+        sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
+        steps: list[Step] = []
+        if share:
+            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
+            steps = [step for row in generation.steps for step in row]
+        figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
+    head.train(was_training)
+    return figures
