@@ -22,7 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target
-from speculator.costs import Costs, clock
+from speculator.costs import StepSeconds, clock
 from speculator.costs import measure as measure_costs
 from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
@@ -97,12 +97,12 @@ def passes(target: Target, blocks: int) -> list[dict]:
     layers = [layer for layer in target.model.modules() if isinstance(layer, PackedLinear)]
     ways = {name: [[name == "packed"] * len(TIMED_ROWS)] * len(layers) for name in ("torch's own", "packed")}
     ways["chosen"] = [layer.packs for layer in layers]
-    costs = {name: Costs() for name in ways}
+    costs = {name: StepSeconds() for name in ways}
     for block in range(blocks + 1):
         for name, packs in ways.items():
             for layer, each in zip(layers, packs, strict=True):
                 layer.packs = each
-            measure_costs(target, drafter, prompts, Sampling(), 4, costs[name] if block else Costs())
+            measure_costs(target, drafter, prompts, Sampling(), 4, costs[name] if block else StepSeconds())
     return [{"products": name} | each.figures(_DRAFT) for name, each in costs.items()]
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from benchmarks.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
-from speculator.costs import BLOCK, Costs, measure
+from speculator.costs import BLOCK, StepSeconds, measure
 from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
@@ -34,7 +34,7 @@ def measure_steps(
     """One line: a chain of `length` for `rows` texts of `context` tokens, at `rate` bytes per second."""
     torch.manual_seed(0)
     prompts = torch.randint(target.vocab_size, (rows, context)).tolist()
-    costs = Costs()
+    costs = StepSeconds()
     measure(target, HeadDrafter(head, length), prompts, Sampling(), blocks, costs)
     figures = costs.figures(length)
     decode, c, v = (figures[name] for name in ("decode_seconds", "draft_over_decode", "verify_over_decode"))

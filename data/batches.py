@@ -61,7 +61,7 @@ def awaited(folder: Path, group: Group | None) -> dict[str, Any] | None:
     """What `begun` gives, of several processes to the first, or the first group; to the others once it has begun."""
     known = begun(folder)
     if part(group, state().process_index, state().num_processes)[0] == 0:
-        return known if group is None else group.agreed(known)
+        return known if group is None else group.broadcast_object(known)
     while known is None:
         time.sleep(_POLL_SECONDS)
         known = begun(folder)
@@ -145,7 +145,7 @@ class Batches:
         if (group is None or group.leads) and not self._manifest.exists():
             left = [batch for batch in share if not self._is_kept(batch)]
         if group is not None:
-            left = group.agreed(left)
+            left = group.broadcast_object(left)
         total = sum(len(self.rows[batch]) for batch in share)
         self._bar.reset(total)
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))

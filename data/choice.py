@@ -84,7 +84,7 @@ def digest(head: Speculator) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """Who drafts.
 
     Attributes:
@@ -114,7 +114,7 @@ def choose(
     plain: bool,
     max_new_tokens: int,
     **how: Any,
-) -> Choice:
+) -> Chosen:
     """The drafter of all requests: the one that a folder names where they are begun, otherwise the fastest here.
 
     Where clocking would be too large a share of so few tokens it is a chain of one token. Of several processes the
@@ -132,28 +132,28 @@ def choose(
     count = drafts.head.n_predict + len(temperatures) + 1  # chains, what was tuned for each, none
     tokens = (int(_SHARE * len(requests) * max_new_tokens / (count * slots)) - _WARM) // _TURNS
     tokens = min(tokens, max(_TOKENS, _ENOUGH // slots)) if tokens >= min(_LEAST, max_new_tokens) else 0
-    known = awaited(folder, target.group) if tokens else target.agreed(begun(folder))
+    known = awaited(folder, target.group) if tokens else target.broadcast_object(begun(folder))
     if known is not None:
         return _known(drafts, folder, known, plain)
     if not tokens:
-        return Choice(HeadDrafter(drafts.head, 1))
+        return Chosen(HeadDrafter(drafts.head, 1))
     tried = [*candidates, *([None] if plain else [])]
     own = [requests[row] for row in sample]
     return fastest(target, tried, own, tokens, slots=slots, max_new_tokens=max_new_tokens, **how)
 
 
-def _known(drafts: Drafts, folder: Path, record: dict[str, Any], plain: bool) -> Choice:
+def _known(drafts: Drafts, folder: Path, record: dict[str, Any], plain: bool) -> Chosen:
     """The drafter that a folder's record names, of these."""
     name, weights, clocked = record.get("drafter"), digest(drafts.head), record.get("choice")
     if name is None and plain:
-        return Choice(None, clocked, False)
+        return Chosen(None, clocked, False)
     shapes: list[Shape] = [Chain(length) for length in range(1, drafts.head.n_predict + 1)]
     with suppress(KeyError, TypeError, ValueError):
         shapes += [shape_of(clocked["shape"])] if clocked else []
     for shape in shapes:
         drafter = HeadDrafter(drafts.head, shape)
         if identity(drafter, weights) == name:
-            return Choice(drafter, clocked, False)
+            return Chosen(drafter, clocked, False)
     raise UserError(
         f"{folder} was made with drafter {json.dumps(name)}, which is none of the head {drafts.folder}, weights "
         f"{weights}: take another folder, or remove that one"
@@ -169,7 +169,7 @@ def fastest(
     slots: int,
     capacity: int,
     **how: Any,
-) -> Choice:
+) -> Chosen:
     """Decode the same prompts with every candidate, None without a draft; the first of a group of processes decides.
 
     Only steps in which no slot is empty are clocked: most are so, and beside empty ones a draft costs less.
@@ -195,9 +195,9 @@ def fastest(
             made, seconds = _clock(engine, requests, tokens * slots, how)
             if seconds:
                 speeds[_named(each)] = max(speeds[_named(each)], made / seconds)
-    clocked = target.agreed({"tokens_per_second": speeds, "seconds": monotonic() - began})
+    clocked = target.broadcast_object({"tokens_per_second": speeds, "seconds": monotonic() - began})
     best = max(candidates, key=lambda each: clocked["tokens_per_second"][_named(each)])
-    return Choice(best, {**clocked, "shape": named(best.shape) if best else None})
+    return Chosen(best, {**clocked, "shape": named(best.shape) if best else None})
 
 
 def _clock(

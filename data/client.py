@@ -33,7 +33,7 @@ _WARM = 0.5  # from this temperature on, texts that are alike under two seeds we
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RenderedPrompt:
     """Token ids to continue, and the messages and tools that they were rendered from, if they were."""
 
     ids: list[int]
@@ -59,7 +59,7 @@ def fetch_rows(
     urls: str | Sequence[str],
     target: str,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[RenderedPrompt],
     folder: str | Path,
     *,
     sampling: Sampling = ON_POLICY,
@@ -121,7 +121,7 @@ async def _fetch(
     servers: Sequence[_Server],
     work: Batches,
     batches: dict[int, list[int]],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[RenderedPrompt],
     seed: int,
     concurrency: int,
 ) -> None:
@@ -164,7 +164,7 @@ class _Server:
         vocab_size = getattr(base_config(tokenizer.name_or_path or None), "vocab_size", 0)
         self._vocab_size = max(len(tokenizer), vocab_size)
 
-    async def probe(self, prompts: Sequence[Prompt], seed: int) -> None:
+    async def probe(self, prompts: Sequence[RenderedPrompt], seed: int) -> None:
         """Find out the model's name, the form of prompt to use, and whether the server samples."""
         try:
             listed = await self.connection.json("GET", "models", tries=3, seconds=_FIRST_SECONDS)
@@ -187,14 +187,14 @@ class _Server:
                         "generation_config.json has do_sample)"
                     )
 
-    async def ask(self, row: int, prompt: Prompt, seed: int) -> list[int]:
+    async def ask(self, row: int, prompt: RenderedPrompt, seed: int) -> list[int]:
         """The new tokens of a row."""
         try:
             return await self._continue(prompt, self._forms[bool(prompt.messages)], seed, self.max_new_tokens)
         except RefusedError as error:
             raise UserError(f"{self.url}: prompt {row + 1}: {error}") from None
 
-    async def _form(self, prompt: Prompt, seed: int) -> _Form:
+    async def _form(self, prompt: RenderedPrompt, seed: int) -> _Form:
         """The most exact form that the server takes: ids leave no doubt about the context."""
         asked = self.sampling.top_k or self.sampling.min_p
         last = None
@@ -208,14 +208,14 @@ class _Server:
         which = "top_k or min_p" if asked else "the first prompt in any form"
         raise UserError(f"{self.url} does not take {which}; its last answer was: {last}")
 
-    async def _samples(self, prompts: Sequence[Prompt], form: _Form, seed: int) -> bool:
+    async def _samples(self, prompts: Sequence[RenderedPrompt], form: _Form, seed: int) -> bool:
         for prompt in prompts:
             first, second = [await self._continue(prompt, form, own, _PROBE_TOKENS) for own in (seed, seed + 1)]
             if first != second:
                 return True
         return False
 
-    async def _continue(self, prompt: Prompt, form: _Form, seed: int, count: int) -> list[int]:
+    async def _continue(self, prompt: RenderedPrompt, form: _Form, seed: int, count: int) -> list[int]:
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": count,
@@ -237,7 +237,7 @@ class _Server:
         answer = await self.connection.json("POST", path, body, most=most)
         return self._read(answer, prompt, form, count)
 
-    def _read(self, answer: Any, prompt: Prompt, form: _Form, count: int) -> list[int]:
+    def _read(self, answer: Any, prompt: RenderedPrompt, form: _Form, count: int) -> list[int]:
         """The new tokens of an answer: those that it gives, or else those of its text."""
         choices = answer.get("choices") if isinstance(answer, dict) else None
         choice = choices[0] if isinstance(choices, list) and choices else None

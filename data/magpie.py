@@ -40,7 +40,7 @@ ROWS = 4000
 ASKING = Sampling(temperature=1.0, top_p=0.99)
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
-_COSTS = ("drafter", "rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds", "choice")
+_PASS_FACTS = ("drafter", "rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds", "choice")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
 
 
@@ -176,7 +176,7 @@ def self_rows(
         **({"after": before} if before else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
-    if target.agreed(work.finished):
+    if target.broadcast_object(work.finished):
         return work.conclude(lambda: ([], {}))
     passes: list[dict[str, Any]] = []
 
@@ -187,7 +187,7 @@ def self_rows(
         shown = {"progress": progress, "title": what}
         made = generate_rows(target, drafter, prompts, where, batch_size=batch_size, **own, **shown)
         manifest = json.loads(read_text(where / "manifest.json"))
-        passes.append({"what": what, **{key: manifest[key] for key in _COSTS if key in manifest}})
+        passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         rows = list(zip(made, map(len, prompts), strict=True))
         refused = [row["refused"][length:] if own["keep_refused"] else [] for row, length in rows]
         return [row["input_ids"][length:] for row, length in rows], refused

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from data.batches import Batches
-from data.choice import Choice, Drafts, choose, identity
+from data.choice import Chosen, Drafts, choose, identity
 from data.tally import tell
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
@@ -113,7 +113,7 @@ def generate_rows(
     stopping = asdict(ends) if ends else {}
     settings = [replace(samplings[row % len(samplings)], seed=seed + row) for row in range(len(prompts))]
     requests = list(zip(prompts, settings, strict=True))
-    choice: Choice | None = None
+    choice: Chosen | None = None
     if isinstance(drafter, Drafts):
         sample = order[:: max(1, len(order) // piece_size)][:piece_size]
         how = {"batch_size": batch_size, "capacity": longest, "max_new_tokens": max_new_tokens, **stopping}

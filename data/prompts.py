@@ -62,7 +62,7 @@ class Room:
             tell(f"{what}: {left_out} prompts are left out: they do not fit {here}")
 
 
-class Prompts(list[list[int]]):
+class TokenPrompts(list[list[int]]):
     """Token ids to continue.
 
     Attributes:
@@ -86,7 +86,7 @@ def prompts(
     room: Room | None = None,
     max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
-) -> Prompts:
+) -> TokenPrompts:
     """Up to `count` prompts; at most `per_text` of a text, no two of them the same, and one of any other document.
 
     Of a text `prompt_tokens` tokens from the beginning of some line, what the tokenizer puts in front included; shorter
@@ -109,7 +109,7 @@ def prompts(
         taken = list(islice(mixed, count))
     else:
         taken, left_out = room.take(", ".join(sources) + (f" ({split})" if split else ""), mixed, count)
-    found = Prompts(ids for ids, _ in taken)
+    found = TokenPrompts(ids for ids, _ in taken)
     found.left_out, found.ends = left_out, any(ends for _, ends in taken)
     return found
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
-from speculator.costs import Costs, measure
+from speculator.costs import StepSeconds, measure
 from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, MixedDrafter, ModelDrafter, NgramDrafter
 from speculator.drafters.corpus import Corpus
 from speculator.errors import UserError
@@ -168,7 +168,7 @@ class Measured:
     timed: dict[str, Timed]
     categories: list[str] = field(default_factory=list)
     conversations: list[int] = field(default_factory=list)
-    costs: dict[str, Costs] = field(default_factory=dict)
+    costs: dict[str, StepSeconds] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     turns_left_out: int = 0
 
@@ -206,7 +206,7 @@ def measure_suite(
     measured = Measured({})
     table = _warmed_up(table, suite, parts, sampling, max_new_tokens, stop_at, measured)
     measured.timed = {decoder.key: Timed() for decoder in table}
-    measured.costs = {decoder.key: Costs() for decoder in table if decoder.drafter}
+    measured.costs = {decoder.key: StepSeconds() for decoder in table if decoder.drafter}
     count = min(_COST_BATCHES, len(parts))
     costed = {len(parts) * i // count for i in range(count)}
     order = list(table)

@@ -166,7 +166,7 @@ def time_transformers(
     if not sampling.greedy:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
     if target.group is not None:  # all of its processes go on with the same token
-        how["logits_processor"] = [lambda _, scores: target.agree(scores)[0]]
+        how["logits_processor"] = [lambda _, scores: target.broadcast(scores)[0]]
     if stop_at:
         how["eos_token_id"] = list(stop_at)
     streamer = _FirstToken()

@@ -25,7 +25,7 @@ from eval.metrics import row, shown
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
-from speculator.costs import Costs, measure, measure_table, rising, walk
+from speculator.costs import StepSeconds, isotonic, measure, measure_table, timed_steps
 from speculator.drafters.corpus import LONGEST
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import OneLineParser, UserError
@@ -37,7 +37,7 @@ from speculator.tuned import LONGEST_CHAIN, SIZES, TUNED, contexts, described, n
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
 _RANK_STEPS = 16  # of each prompt
-_COST_BLOCKS = 3
+_TREE_COST_BLOCKS = 3
 _TREES = 2  # how many go into the final round, beside the one that verifies as many tokens as the longest chain
 _DEEPEST_CHAIN = 12  # of a head that drafts deeper than it was trained
 _WHOLE = 0.05  # how often a chain as deep as that has to be accepted as a whole
@@ -168,7 +168,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
                 counts[size - 1][0] += copied[0] == token
                 counts[size - 1][1] += 1
             text.append(token)
-    return [chance for _, chance in rising((size, hits / tried, tried) for size, (hits, tried) in enumerate(counts))]
+    return [chance for _, chance in isotonic((size, hits / tried, tried) for size, (hits, tried) in enumerate(counts))]
 
 
 def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: float) -> list[dict]:
@@ -223,7 +223,7 @@ def rank_acceptance(
     reached = [0] * len(branches)
     drafter = HeadDrafter(head, Candidates(branches))
     for prompt in tqdm(prompts, desc=f"ranks, temperature {sampling.temperature:g}", unit="prompt"):
-        for draft, result in walk(target, drafter, [prompt], sampling, steps, Costs()):
+        for draft, result in timed_steps(target, drafter, [prompt], sampling, steps, StepSeconds()):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
             accepted = int(result.accepted[0])
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):
@@ -251,12 +251,12 @@ def _promising(
     shapes = {tuple(best_tree(acceptance[:depth], nodes)) for depth in depths for nodes in budgets}
     speeds: dict[tuple, float] = {}
     for paths in tqdm(sorted(shapes), desc=f"trees, temperature {sampling.temperature:g}", unit="tree"):
-        costs, drafter = Costs(), HeadDrafter(head, FixedTree(paths))
-        measure(target, drafter, prompts, sampling, _COST_BLOCKS, costs)
+        costs, drafter = StepSeconds(), HeadDrafter(head, FixedTree(paths))
+        measure(target, drafter, prompts, sampling, _TREE_COST_BLOCKS, costs)
         cost = costs.figures(1)
         step = cost["draft_over_decode"] + cost["verify_over_decode"]
         speeds[paths] = expected_tokens(acceptance, paths) / step
-    speeds = target.agreed(speeds)  # by the clock
+    speeds = target.broadcast_object(speeds)  # by the clock
     chosen = sorted(speeds, key=lambda paths: -speeds[paths])[:_TREES]
     alike = tuple(best_tree(acceptance, head.n_predict))
     return [FixedTree(paths) for paths in dict.fromkeys([*chosen, alike])]

@@ -42,7 +42,7 @@ _ROUNDS, _MORE = (1, 2), 4
 
 
 @dataclass
-class Costs:
+class StepSeconds:
     """Seconds of the parts of steps, in sums over blocks of as many plain steps and steps with a draft.
 
     Attributes:
@@ -61,7 +61,7 @@ class Costs:
         return {
             "draft_over_decode": draft / draft_length,
             "verify_over_decode": verify,
-            "decode_seconds": _middle(self.plain) / (BLOCK - 1),
+            "decode_seconds": _interquartile_mean(self.plain) / (BLOCK - 1),
         }
 
     def ratios(self) -> tuple[float, float]:
@@ -70,11 +70,11 @@ class Costs:
         Of each block the ratio to its own plain steps, which found the machine in the same mood, and of those the mean
         of the middle half: a stall spoils one block.
         """
-        draft = _middle(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
-        return draft, _middle(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
+        draft = _interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
+        return draft, _interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
 
 
-def _middle(values: Iterable[float]) -> float:
+def _interquartile_mean(values: Iterable[float]) -> float:
     """The mean without the lowest and the highest quarter."""
     ordered = sorted(values)
     cut = len(ordered) // 4
@@ -82,13 +82,13 @@ def _middle(values: Iterable[float]) -> float:
 
 
 @torch.inference_mode()
-def walk(
+def timed_steps(
     target: Target,
     drafter: Drafter,
     prompts: list[list[int]],
     sampling: Sampling,
     count: int,
-    costs: Costs,
+    costs: StepSeconds,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
     """Go on from `prompts` by `count` steps, as the engine does; gives each step's draft and result.
@@ -144,12 +144,12 @@ def measure(
     prompts: list[list[int]],
     sampling: Sampling,
     blocks: int,
-    costs: Costs,
+    costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
     """Add the seconds of about `blocks` blocks of steps behind `prompts`."""
     captures = 3 if capturable(target, drafter) else 0  # when they begin, and when they outgrow a bucket
-    for _ in walk(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
+    for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
 
 
@@ -163,7 +163,7 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
 
 
 @dataclass
-class Entry:
+class CostEntry:
     """What steps of so many rows cost behind texts of so many tokens.
 
     Attributes:
@@ -181,12 +181,12 @@ class Entry:
     def __post_init__(self):
         own = [each for each in self.shapes if not isinstance(each[0], Mixed)]
         chains = sorted((s.depth, draft, verify) for s, draft, verify in own if not isinstance(s, FixedTree))
-        self._drafts = rising((depth, draft, 1) for depth, draft, _ in chains)
+        self._drafts = isotonic((depth, draft, 1) for depth, draft, _ in chains)
         trees = [(s.nodes, verify, 1) for s, _, verify in own if isinstance(s, FixedTree)]
         # A tree's pass costs more than a chain's over as many tokens: it tells of chains no longer measured.
         wider = [tree for tree in trees if not chains or tree[0] > chains[-1][0]]
-        self._passes = rising([(0, 1, 1), *((depth, verify, 1) for depth, _, verify in chains), *wider])
-        of_trees = dict(rising(trees))
+        self._passes = isotonic([(0, 1, 1), *((depth, verify, 1) for depth, _, verify in chains), *wider])
+        of_trees = dict(isotonic(trees))
         self._trees = {s.paths: (draft, of_trees[s.nodes]) for s, draft, _ in own if isinstance(s, FixedTree)}
         self._joining = 0.0  # a path to a draft: what is measured beyond the draft and the pass over as many tokens
         mixed = [draft + verify - self.of(s) for s, draft, verify in self.shapes if isinstance(s, Mixed)]
@@ -198,20 +198,20 @@ class Entry:
         A mixed one is infinite where none was measured.
         """
         if isinstance(what, int):
-            return _between(self._drafts, 0) + _between(self._passes, what)
+            return _interpolate(self._drafts, 0) + _interpolate(self._passes, what)
         if isinstance(what, Mixed):
-            return self._draft(what.inner) + _between(self._passes, what.nodes) + self._joining
+            return self._draft(what.inner) + _interpolate(self._passes, what.nodes) + self._joining
         if isinstance(what, FixedTree) and what.paths in self._trees:
             return sum(self._trees[what.paths])
-        return self._draft(what) + _between(self._passes, what.nodes)
+        return self._draft(what) + _interpolate(self._passes, what.nodes)
 
-    def known_better(self, shapes: Sequence[tuple[Shape, float, float]]) -> Entry:
+    def known_better(self, shapes: Sequence[tuple[Shape, float, float]]) -> CostEntry:
         """The same with these costs, measured for longer; what joining a path to a draft costs stays."""
         none = [each for each in self.shapes if not each[0].nodes]
-        made = Entry(self.rows, self.context, self.greedy, self.seconds, [*none, *shapes])
+        made = CostEntry(self.rows, self.context, self.greedy, self.seconds, [*none, *shapes])
         for shape, _, verify in self.shapes:
             if isinstance(shape, Mixed):
-                draft = made._draft(shape.inner) + _between(made._passes, shape.nodes) + self._joining - verify
+                draft = made._draft(shape.inner) + _interpolate(made._passes, shape.nodes) + self._joining - verify
                 made.shapes.append((shape, draft, verify))
         made._joining = self._joining
         return made
@@ -219,10 +219,10 @@ class Entry:
     def _draft(self, shape: Shape) -> float:
         if isinstance(shape, FixedTree) and shape.paths in self._trees:
             return self._trees[shape.paths][0]
-        return _between(self._drafts, shape.depth)
+        return _interpolate(self._drafts, shape.depth)
 
 
-def rising(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]]:
+def isotonic(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]]:
     """The nearest values that never fall: neighbours that do are both their mean, as are those of one x.
 
     Of costs one noisy measurement would otherwise make a line on which more tokens cost less.
@@ -240,7 +240,7 @@ def rising(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]
     return [(x, value / weight) for every, value, weight in pools for x in every]
 
 
-def _between(points: list[tuple[int, float]], x: int) -> float:
+def _interpolate(points: list[tuple[int, float]], x: int) -> float:
     """On the line through the two points beside x, or the two nearest."""
     if len(points) == 1:
         return points[0][1]
@@ -252,20 +252,20 @@ def _between(points: list[tuple[int, float]], x: int) -> float:
 class CostTable:
     """What steps cost on one machine, as measured at some numbers of rows and lengths of texts."""
 
-    def __init__(self, entries: Sequence[Entry]):
+    def __init__(self, entries: Sequence[CostEntry]):
         self.entries = list(entries)
         self._known: dict[tuple, float] = {}
 
     def cost(self, what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
-        """See `Entry.of`: of the smallest number of rows that is enough, and of the length that is most alike."""
+        """See `CostEntry.of`: of the smallest number of rows that is enough, and of the length that is most alike."""
         octave = longest.bit_length()
         key = (what, greedy, rows, octave)
         if key not in self._known:
             self._known[key] = self._entry(greedy, rows, octave).of(what)
         return self._known[key]
 
-    def _entry(self, greedy: bool, rows: int, octave: int) -> Entry:
-        def distance(entry: Entry) -> tuple:
+    def _entry(self, greedy: bool, rows: int, octave: int) -> CostEntry:
+        def distance(entry: CostEntry) -> tuple:
             apart = (entry.rows < rows, abs(entry.rows - rows))
             return (entry.greedy != greedy, *apart, abs(entry.context.bit_length() - octave))
 
@@ -278,7 +278,7 @@ def measure_table(
     shapes: Sequence[Shape],
     sizes: Sequence[tuple[int, int, bool]],
     seconds: float,
-) -> list[Entry]:
+) -> list[CostEntry]:
     """Measure steps of the head with these shapes, and without a draft.
 
     Args:
@@ -288,17 +288,17 @@ def measure_table(
     began = time.perf_counter()
 
     def late() -> bool:
-        return target.agreed(time.perf_counter() - began > seconds)
+        return target.broadcast_object(time.perf_counter() - began > seconds)
 
     def measured(size: tuple[int, int, bool], blocks: int) -> None:
         rows, context, greedy = size
         prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(context)] for row in range(rows)]
-        for shape, own in zip(shapes, costs.setdefault(size, [Costs() for _ in shapes]), strict=True):
+        for shape, own in zip(shapes, costs.setdefault(size, [StepSeconds() for _ in shapes]), strict=True):
             if isinstance(shape, Mixed):
                 shape.found = Found.of([[0] * shape.depth] * rows, target.device)
             measure(target, HeadDrafter(head, shape), prompts, Sampling(0.0 if greedy else 1.0), blocks, own)
 
-    costs: dict[tuple[int, int, bool], list[Costs]] = {}
+    costs: dict[tuple[int, int, bool], list[StepSeconds]] = {}
     for size in sizes:
         for blocks in _ROUNDS:
             if size not in costs or not late():
@@ -311,7 +311,7 @@ def measure_table(
             measured(first, _MORE)
     entries = []
     for (rows, context, greedy), each in costs.items():
-        plain = _middle(seconds for own in each for seconds in own.plain) / (BLOCK - 1)
+        plain = _interquartile_mean(seconds for own in each for seconds in own.plain) / (BLOCK - 1)
         ratios = [(shape, *own.ratios()) for shape, own in zip(shapes, each, strict=True)]
-        entries.append(Entry(rows, context, greedy, plain, ratios))
+        entries.append(CostEntry(rows, context, greedy, plain, ratios))
     return entries

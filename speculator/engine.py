@@ -358,7 +358,7 @@ class Engine:
             first = logits.argmax(-1)
         else:
             first = draw(sampling.probs(logits), uniforms(sampling.seeds, torch.zeros_like(sampling.seeds), 1)[:, 0])
-        (first,) = self.target.agree(first)
+        (first,) = self.target.broadcast(first)
         self.pending[list(requests)] = first
         most = most_logprobs(requests.values())
         scores = None if most is None else score(logits[:, None], first[:, None], most)
@@ -432,7 +432,7 @@ class Engine:
         the token after it. The rule accepts a path that ends at position `last`, and the next token is drawn from what
         it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
         """
-        form = self.target.agree(draft.tokens, draft.parents, draft.lengths)
+        form = self.target.broadcast(draft.tokens, draft.parents, draft.lengths)
         draft.tokens, draft.parents, draft.lengths = form
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
         with self.target.taps.recorded(self._taps) as states:
@@ -446,7 +446,7 @@ class Engine:
         else:
             last, rest = self.accept(self.sampling.probs(logits), draft, u)
             following = draw(rest, u[:, -1])
-        last, following = self.target.agree(last, following)
+        last, following = self.target.broadcast(last, following)
         drafted, accepted, copied = draft.lengths, last, torch.zeros_like(last)
         if draft.parents is not None:
             path = draft.path(last)

@@ -2,8 +2,8 @@
 
 The processes of a group hold one target. Each runs the model's body as often as the others do, in the same order: with
 the same rows where texts are decoded, and under tensor parallelism always. So whatever a process decides that the next
-pass depends on, the group's first process decides for all (`Group.agree`). The output matrix is whole in every process:
-logits need nobody else.
+pass depends on, the group's first process decides for all (`Group.broadcast`). The output matrix is whole in every
+process: logits need nobody else.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Group:
             return DistributedConfig(fsdp_size=self.size, **more)
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
-    def agree(self, *tensors: Tensor | None) -> tuple[Any, ...]:  # whole numbers, of the same shapes in all
+    def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:  # whole numbers, of the same shapes in all
         """What these are in the first process of the group."""
         said = torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
         distributed.broadcast(said, self._first, group=self._processes)
         parts = iter(said.split([tensor.numel() for tensor in tensors if tensor is not None]))
         return tuple(None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors)
 
-    def agreed(self, value: Value) -> Value:
+    def broadcast_object(self, value: Value) -> Value:
         """What the first process of the group says."""
         said: list[Any] = [value]
         distributed.broadcast_object_list(said, self._first, group=self._processes)

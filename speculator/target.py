@@ -294,13 +294,13 @@ class Target:
             return original
         return length or 2**31
 
-    def agree(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+    def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """What the next pass depends on, as the first of the processes that hold this target has it."""
-        return tensors if self.group is None else self.group.agree(*tensors)
+        return tensors if self.group is None else self.group.broadcast(*tensors)
 
-    def agreed(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """What the first of them says; all have to ask."""
-        return value if self.group is None else self.group.agreed(value)
+        return value if self.group is None else self.group.broadcast_object(value)
 
     @property
     def device(self) -> torch.device:

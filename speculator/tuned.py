@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from speculator.checkpoints.loading import load_head
-from speculator.costs import CostTable, Entry, measure_table
+from speculator.costs import CostEntry, CostTable, measure_table
 from speculator.device import dtype_name, hardware
 from speculator.drafters.auto import AutoDrafter, Copied
 from speculator.drafters.controller import Choice, best
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 def place(target: Target, batch_size: int) -> dict[str, Any]:
     """What a tuned shape depends on beside the head: the machine and its threads, the dtype, the batch size."""
-    where = target.agreed(hardware(target.device))
+    where = target.broadcast_object(hardware(target.device))
     return {"hardware": where, "dtype": dtype_name(target.dtype), "batch_size": batch_size}
 
 
@@ -148,7 +148,7 @@ class _Tuned:
     settings: dict[int, list[dict[str, Any]]]
     measured: list[tuple[float, Shape, list[float]]]
     lookup: list[float]
-    entries: list[Entry]
+    entries: list[CostEntry]
 
     def choices(self, temperatures: Sequence[float]) -> list[Choice]:
         """What is known at temperature 0, and at the one nearest to the others; none where one of these is not."""
@@ -196,12 +196,12 @@ class _Tuned:
             # What there was no time for is not asked for again, unless it is what is wanted most.
             enough = set(wanted) <= set(asked) and wanted[0] in known
             missing = [] if enough else [size for size in wanted if size not in known]
-            missing = [tuple(size) for size in target.agreed(missing)]
+            missing = [tuple(size) for size in target.broadcast_object(missing)]
             if missing:
                 _log.warning(f"{file}: costs of steps are measured on this machine, once")
                 entries += measure_table(target, head, shapes, missing, _SECONDS)
                 stored.update(asked=[*asked, *missing], entries=[written(entry) for entry in entries])
-        return CostTable([_entry(each) for each in target.agreed([written(entry) for entry in entries])])
+        return CostTable([_entry(each) for each in target.broadcast_object([written(entry) for entry in entries])])
 
 
 def _together(chains: Sequence[Sequence[float]]) -> list[float]:
@@ -283,7 +283,7 @@ def named(shape: Shape) -> dict[str, Any]:
     return {"draft_length": shape.depth}
 
 
-def _entry(read: dict[str, Any]) -> Entry:
+def _entry(read: dict[str, Any]) -> CostEntry:
     shapes = [(shape_of(each), float(each["draft"]), float(each["verify"])) for each in read["steps"]]
     numbers = read["rows"], read["context"]
     if not all(type(number) is int for number in numbers) or type(read["greedy"]) is not bool or not shapes:
@@ -291,10 +291,10 @@ def _entry(read: dict[str, Any]) -> Entry:
     seconds = float(read["seconds"])
     if min(numbers) < 1 or not seconds > 0:
         raise ValueError(read)
-    return Entry(*numbers, read["greedy"], seconds, shapes)
+    return CostEntry(*numbers, read["greedy"], seconds, shapes)
 
 
-def written(entry: Entry) -> dict[str, Any]:
+def written(entry: CostEntry) -> dict[str, Any]:
     """An entry as `decoding.json` has it."""
     steps = [{**named(shape), "draft": draft, "verify": verify} for shape, draft, verify in entry.shapes]
     return {

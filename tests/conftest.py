@@ -151,7 +151,7 @@ def tiny_head(
 
 def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
     """A `decoding.json` as if measured here, in float32 and at batch size 1, but for what is given."""
-    here = place(SimpleNamespace(device=resolve_device(), dtype=torch.float32, agreed=lambda said: said), 1)
+    here = place(SimpleNamespace(device=resolve_device(), dtype=torch.float32, broadcast_object=lambda said: said), 1)
     (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
 
 

@@ -147,10 +147,10 @@ def main(folder: str, output: str, head_folder: str, rows: str, *kinds: str) -> 
         if target.group is not None:
             made["text"] = decode(target, target.group.rank)
             made["costs"] = costs_of(target, head_folder, target.group.rank)
-            agree, Group.agree = Group.agree, lambda group, *tensors: tensors
+            broadcast, Group.broadcast = Group.broadcast, lambda group, *tensors: tensors
             with wrong(target.group.rank):
                 made["each by itself"] = generate(target, None, PROMPTS, SAMPLED, max_new_tokens=8).tokens
-            Group.agree = agree
+            Group.broadcast = broadcast
         with torch.no_grad():
             made["heads"] = target.cache(1, 4).layers[0].keys.shape[1]
         if parallel == "tp":  # known to be wrong: a pass of rows that are not the same everywhere

@@ -21,7 +21,7 @@ from data.choice import Drafts
 from data.magpie import only_self
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
-from data.prompts import Prompts, Room, prompts
+from data.prompts import Room, TokenPrompts, prompts
 from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate
@@ -150,11 +150,11 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
     head_folder = Path(config.output_dir) / "speculator"
     head = load_head(head_folder, target)
     how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
-    if config.eval.tune_prompts and not target.agreed((head_folder / TUNED).exists()):
+    if config.eval.tune_prompts and not target.broadcast_object((head_folder / TUNED).exists()):
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         place = head_folder if folder == Path(config.output_dir) else folder
         write_tuned(target, head, suite, place / TUNED, **how)
-        target.agreed(None)  # it is there now
+        target.broadcast_object(None)  # it is there now
     report = folder / "eval"
     evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
 
@@ -226,7 +226,7 @@ def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Sui
     return suite
 
 
-def own_prompts_of(config: RunConfig, target: Target) -> Prompts:
+def own_prompts_of(config: RunConfig, target: Target) -> TokenPrompts:
     """Prompts of the training split that the target will continue for stage 2."""
     settings = config.stage2.generate
     return prompts(

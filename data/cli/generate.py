@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from data.batches import state
 from data.choice import Drafts
-from data.client import CONCURRENCY, Prompt, fetch_rows
+from data.client import CONCURRENCY, RenderedPrompt, fetch_rows
 from data.magpie import ROWS, SELF, asking_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
@@ -184,7 +184,7 @@ def _context_length(arguments: argparse.Namespace) -> int:
         return sys.maxsize
 
 
-def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Prompt]:
+def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[RenderedPrompt]:
     room = Room(arguments.target, context, arguments.max_new_tokens)
     if arguments.sources:
         most, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
@@ -195,12 +195,12 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
         tally.judge(split)
         tally.show(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
-        return [Prompt(ids) for ids in found]
+        return [RenderedPrompt(ids) for ids in found]
     rows = [prompt for _, prompt in read_prompts(arguments.prompts)]
     if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen, _ = room.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
-    return [Prompt(ids, row.messages if row.chat else None, row.tools) for ids, row in chosen]
+    return [RenderedPrompt(ids, row.messages if row.chat else None, row.tools) for ids, row in chosen]
 
 
 def _line(folder: Path) -> str:

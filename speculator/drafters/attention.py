@@ -13,7 +13,7 @@ from speculator import cuda_graphs
 from speculator.draft import take_at
 from speculator.drafters.base import Texts
 from speculator.drafters.topology import Shape
-from speculator.heads.attention import AttentionHead, Memory
+from speculator.heads.attention import AttentionHead, HeadCache
 from speculator.kv_cache import bucketed
 
 LATE = 8
@@ -29,7 +29,7 @@ class AttentionSource:
     """
 
     overlap, version = 1, 0
-    memory: Memory
+    memory: HeadCache
     _capacity: int
     # What was accepted and is not read yet: taps, the tokens after them but the last, and how many.
     _taps: Tensor  # [slots, W, nD]
@@ -124,7 +124,7 @@ class AttentionSource:
         rows, width = slice(0, len(pending)), self._unread if self._late else self._widest
         counts = self._counts[rows]
         longest = bucketed(max(map(len, texts)) - 1, pending.device) + 1  # as of the target's cache
-        self._part: Memory = self.memory.select(0, len(pending), longest)
+        self._part: HeadCache = self.memory.select(0, len(pending), longest)
         self._complete(pending)
         given = read(self._part, self._taps[rows, :width], self._next[rows, :width], counts)
         counts.zero_()

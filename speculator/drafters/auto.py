@@ -9,7 +9,7 @@ from torch import Tensor
 from speculator import cuda_graphs
 from speculator.draft import Draft
 from speculator.drafters.base import LogitsSource, Texts
-from speculator.drafters.controller import COPIED, Choice, Controller, Cost, best
+from speculator.drafters.controller import COPIED, Choice, Controller, StepCost, best
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.mixed import Mixed
 from speculator.drafters.ngram import Found, NgramDrafter
@@ -65,7 +65,7 @@ class AutoDrafter(HeadDrafter):
         head: Speculator,
         choices: Sequence[Choice],
         lookup: Sequence[float],
-        cost: Cost,
+        cost: StepCost,
         alone: Shape | None = None,
         memory: int = 0,
     ):

@@ -40,7 +40,7 @@ _STEP, _MOST = 0.25, 8.0  # shifts are looked up in a table
 _BUCKETS = round(2 * _MOST / _STEP) + 1
 
 Greedy = bool
-Cost = Callable[[Shape | int, Greedy, int, int], float]
+StepCost = Callable[[Shape | int, Greedy, int, int], float]
 """(what the head drafts or how many tokens are copied, at temperature 0, rows, longest text) -> in plain steps."""
 
 
@@ -138,7 +138,7 @@ def _ends(logits: Sequence[float], shift: float) -> list[float]:
     return [*ends, reached]
 
 
-def best(choices: Sequence[Choice], cost: Cost, greedy: Greedy, rows: int) -> Shape | None:
+def best(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape | None:
     """What is the fastest as measured, without looking at any text; None where nothing was measured for such rows."""
     rates = {
         choice.shape: choice.expected[greedy][_BUCKETS // 2] / cost(choice.shape, greedy, rows, 0)
@@ -183,15 +183,15 @@ class _Row(_Shifts):
 
     def mixing(self, ends: Sequence[float], length: int) -> float:
         """What a path adds to a head's tokens, of which 0, 1, ... are accepted with these chances."""
-        tokens, agreed, reached = 0.0, 1.0, 1.0
+        tokens, followed, reached = 0.0, 1.0, 1.0
         for same, chance in enumerate(ends[: len(self.copied)]):
-            run = chance * agreed * self._runs[min(length, len(self.copied) - same)]
+            run = chance * followed * self._runs[min(length, len(self.copied) - same)]
             if same + 1 == len(ends):
                 return tokens + run
             tokens += run * self._instead
             # Where the head is right a copied token is so the more often: of all as often as ever.
             head, reached = 1 - chance / reached, reached - chance
-            agreed *= min(1.0, max(0.0, self._right * (1 - (1 - head) * self._instead) / head))
+            followed *= min(1.0, max(0.0, self._right * (1 - (1 - head) * self._instead) / head))
         return tokens
 
 
@@ -208,7 +208,7 @@ class Controller:
         self,
         choices: Sequence[Choice],
         lookup: Sequence[float],
-        cost: Cost,
+        cost: StepCost,
     ):
         self.choices, self._cost = choices, cost
         self._lookup = [_logit(chance) for chance in lookup]

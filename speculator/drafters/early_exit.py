@@ -52,7 +52,7 @@ class EarlyExitDrafter(Drafter):
         return self._logits(pending[:, None], None, 0)
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        tokens, parents = self.target.agree(tokens, parents)
+        tokens, parents = self.target.broadcast(tokens, parents)
         if isinstance(self.shape, Chain):
             return self._logits(tokens, None, level)
         base = 1 + self._read.tokens.shape[1]

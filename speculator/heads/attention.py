@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from speculator.heads.base import Speculator
 
 
-class Memory:
+class HeadCache:
     """The keys and values of B texts, and of the drafts behind them.
 
     What lies at or above a row's length is a draft's or dead: the next `read` or `first` writes over it. To take tokens
@@ -41,7 +41,7 @@ class Memory:
         self.keys[row, :, slots] = keys.to(self.keys.dtype)
         self.values[row, :, slots] = values.to(self.values.dtype)
 
-    def select(self, start: int, stop: int, longest: int) -> Memory:
+    def select(self, start: int, stop: int, longest: int) -> HeadCache:
         """Of neighbouring rows of at most `longest` tokens: it writes into this one."""
         part = copy(self)
         part.keys, part.values, part.lengths = (x[start:stop] for x in (self.keys, self.values, self.lengths))
@@ -63,13 +63,13 @@ class AttentionHead(Speculator):
     """A head that reads the target's taps, and attends over the keys and values of all that it has read of a text."""
 
     @abstractmethod
-    def memory(self, rows: int, capacity: int) -> Memory:
+    def memory(self, rows: int, capacity: int) -> HeadCache:
         """An empty one, for `rows` texts of at most `capacity` tokens, drafts included."""
 
     @abstractmethod
     def read(
         self,
-        memory: Memory,
+        memory: HeadCache,
         taps: Tensor,  # [B, T, nD] of the positions that follow what the memory has
         tokens: Tensor,  # [B, T] the token after each
         counts: Tensor,  # [B] how many of them, from the left, are the row's own
@@ -79,7 +79,7 @@ class AttentionHead(Speculator):
     @abstractmethod
     def first(
         self,
-        memory: Memory,
+        memory: HeadCache,
         taps: Tensor,  # [B, T, nD] of what was accepted since the last time
         tokens: Tensor,  # [B, T] the token after each; the last of a row has not been read by the target
         counts: Tensor,  # [B] how many of them, from the left, are the row's own: at least 1
@@ -89,7 +89,7 @@ class AttentionHead(Speculator):
     @abstractmethod
     def next(
         self,
-        memory: Memory,
+        memory: HeadCache,
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] the place of each one's parent in the level before
     ) -> Tensor:  # [B, f, V]

@@ -19,7 +19,7 @@ a drafted token:
     position     0       1       2       3       4
 
 Two forms of one function. `forward` runs all steps of all positions of a text (training). `first` and `next` draft,
-with a `Memory` of the text's keys and values: `first` reads what was accepted (`read` does no more), `next` a level
+with a `HeadCache` of the text's keys and values: `first` reads what was accepted (`read` does no more), `next` a level
 of drafted tokens.
 
 Longer than other files: the training form and the drafting form of one layer are to be compared line by line.
@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from speculator.documents import document_starts
 from speculator.draft import gather_at
 from speculator.errors import UserError
-from speculator.heads.attention import AttentionHead, Memory
+from speculator.heads.attention import AttentionHead, HeadCache
 from speculator.heads.base import Loss
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig, default_taps
 from speculator.heads.eagle3_layer import Layer, Norm, Rope, attend
@@ -254,15 +254,15 @@ class Eagle3Speculator(AttentionHead):
 
     # --- drafting: level by level
 
-    def memory(self, rows: int, capacity: int) -> Memory:
+    def memory(self, rows: int, capacity: int) -> HeadCache:
         config = self.config
-        return Memory(rows, config.num_key_value_heads, capacity, config.head_dim, self.fc.weight)
+        return HeadCache(rows, config.num_key_value_heads, capacity, config.head_dim, self.fc.weight)
 
     @torch.no_grad()
-    def read(self, memory: Memory, taps: Tensor, tokens: Tensor, counts: Tensor) -> None:
+    def read(self, memory: HeadCache, taps: Tensor, tokens: Tensor, counts: Tensor) -> None:
         self._read(memory, taps, tokens, counts)
 
-    def _read(self, memory: Memory, taps: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, memory: HeadCache, taps: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """What the layer reads at each position, [B, T, 2D], and its residual, [B, T, D]."""
         layer = self._layer
         positions = memory.lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
@@ -273,7 +273,7 @@ class Eagle3Speculator(AttentionHead):
         return u, residual
 
     @torch.no_grad()
-    def first(self, memory: Memory, taps: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
+    def first(self, memory: HeadCache, taps: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
         u, residual = self._read(memory, taps, tokens, counts)
         memory.level = 0
         memory.seen = memory.lengths.new_zeros(len(taps), 1, 0, dtype=torch.bool)
@@ -281,7 +281,7 @@ class Eagle3Speculator(AttentionHead):
         return self._level(memory, gather_at(u, last), gather_at(residual, last))
 
     @torch.no_grad()
-    def next(self, memory: Memory, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f, V]
+    def next(self, memory: HeadCache, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f, V]
         layer, count = self._layer, tokens.shape[1]
         drafted = memory.seen.shape[2]
         own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
@@ -292,11 +292,11 @@ class Eagle3Speculator(AttentionHead):
         memory.write(*layer.self_attn.key_value(u, self.rope(self._position(memory), u.dtype)), slots)
         return self._level(memory, u, residual)
 
-    def _position(self, memory: Memory) -> Tensor:  # [B, 1]
+    def _position(self, memory: HeadCache) -> Tensor:  # [B, 1]
         """Of the tokens of the newest level: the last position of text is level 0."""
         return (memory.lengths - 1 + memory.level)[:, None]
 
-    def _level(self, memory: Memory, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
+    def _level(self, memory: HeadCache, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
         layer, drafted, position = self._layer, memory.seen.shape[2], self._position(memory)
         extent = min(memory.longest + drafted, memory.keys.shape[2])
         slots = torch.arange(extent, device=u.device)

@@ -265,7 +265,7 @@ def test_processes_that_hold_a_target_together_take_the_choice_of_their_first(ta
     clocked(monkeypatch, SPEEDS)
     theirs = {"tokens_per_second": {"no draft": 1.0, "1 token": 2.0, "2 tokens": 1.0, "3 tokens": 3.0}, "seconds": 1.0}
     shape = {"draft_length": 3}
-    monkeypatch.setattr(target, "agreed", lambda said: theirs if said and "seconds" in said else said)
+    monkeypatch.setattr(target, "broadcast_object", lambda said: theirs if said and "seconds" in said else said)
     made(target, tmp_path)
     assert manifest_of(tmp_path)["drafter"].startswith("head, 3 tokens")
     assert manifest_of(tmp_path)["choice"] == {**theirs, "shape": shape}

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from data import client as module
 from data import connection
 from data.__main__ import main
-from data.client import Prompt, fetch_rows
+from data.client import RenderedPrompt, fetch_rows
 from data.rendering import end_of_answer
 from speculator import Sampling, UserError
 
@@ -168,14 +168,14 @@ def tokenizer():
     return made
 
 
-def text_prompts(tokenizer) -> list[Prompt]:
-    return [Prompt(tokenizer(text)["input_ids"]) for text in TEXTS]
+def text_prompts(tokenizer) -> list[RenderedPrompt]:
+    return [RenderedPrompt(tokenizer(text)["input_ids"]) for text in TEXTS]
 
 
-def chat_prompts(tokenizer) -> list[Prompt]:
+def chat_prompts(tokenizer) -> list[RenderedPrompt]:
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     render = tokenizer.apply_chat_template
-    return [Prompt(render(chat, add_generation_prompt=True)["input_ids"], chat) for chat in chats]
+    return [RenderedPrompt(render(chat, add_generation_prompt=True)["input_ids"], chat) for chat in chats]
 
 
 def fetched(server, tokenizer, folder, prompts=None, **settings) -> list[dict]:
@@ -291,7 +291,7 @@ def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, tar
     asked = len(server.bodies)
     assert main(command[3:]) == 0
     assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + 3  # and the probe
-    prompts = [Prompt(tokenizer(text)["input_ids"]) for text in texts]
+    prompts = [RenderedPrompt(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)
     assert json.loads((output / "manifest.json").read_text())["rows"] == len(texts)
 

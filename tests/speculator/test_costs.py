@@ -7,7 +7,7 @@ import torch
 from conftest import Oracle, tiny_head, tiny_model
 
 from speculator import Chain, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
-from speculator.costs import Costs, CostTable, Entry, measure, measure_table, walk
+from speculator.costs import CostEntry, CostTable, StepSeconds, measure, measure_table, timed_steps
 from speculator.drafters.mixed import Mixed
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
@@ -18,15 +18,15 @@ def test_figures_by_hand():
 
     The median draft over the median plain step would be 0.65 / 1.5, the sum of all over that of all 2.6 / 8.
     """
-    figures = Costs(plain=[1, 2, 1, 4], draft=[0.9, 1, 0.3, 0.4], verify=[2, 2, 2, 8]).figures(draft_length=2)
+    figures = StepSeconds(plain=[1, 2, 1, 4], draft=[0.9, 1, 0.3, 0.4], verify=[2, 2, 2, 8]).figures(draft_length=2)
     assert figures["draft_over_decode"] == pytest.approx(0.2)
     assert figures["verify_over_decode"] == pytest.approx(2)
     assert figures["decode_seconds"] == pytest.approx(1.5 / 4)  # a block is four steps
 
 
 def test_a_machine_that_halves_its_speed_or_stalls_once_changes_nothing():
-    fast = Costs(plain=[1.0] * 5, draft=[0.4] * 5, verify=[1.5] * 5)
-    both = Costs(plain=[1.0] * 5 + [2.0] * 5, draft=[0.4] * 5 + [0.8] * 5, verify=[1.5] * 4 + [90.0] + [3.0] * 5)
+    fast = StepSeconds(plain=[1.0] * 5, draft=[0.4] * 5, verify=[1.5] * 5)
+    both = StepSeconds(plain=[1.0] * 5 + [2.0] * 5, draft=[0.4] * 5 + [0.8] * 5, verify=[1.5] * 4 + [90.0] + [3.0] * 5)
     for name in ("draft_over_decode", "verify_over_decode"):
         assert both.figures(4)[name] == pytest.approx(fast.figures(4)[name])
 
@@ -42,7 +42,7 @@ def test_the_steps_walked_are_the_loops(target, kind, temperature):
     }[kind]
     sampling = Sampling(temperature, seed=3)
     generation = generate(target, make(), PROMPTS, sampling, max_new_tokens=60, eos_token_ids=())
-    walked = [result for _, result in walk(target, make(), PROMPTS, sampling, 9, Costs())]
+    walked = [result for _, result in timed_steps(target, make(), PROMPTS, sampling, 9, StepSeconds())]
     for row in range(2):
         expected = [step.accepted for step in generation.steps[row]][:9]
         assert [int(result.accepted[row]) for result in walked] == expected
@@ -52,7 +52,7 @@ def test_the_steps_walked_are_the_loops(target, kind, temperature):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_steps_are_measured_even_at_the_contexts_end(family):
-    costs = Costs()
+    costs = StepSeconds()
     prompt = torch.arange(126).remainder(32).tolist()
     target = Target(tiny_model(family), tokenizer=None)
     measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 2, costs)
@@ -63,7 +63,7 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
 def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
     monkeypatch.setattr("speculator.engine.AHEAD", 4)
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
-    walked = list(walk(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, Costs()))
+    walked = list(timed_steps(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, StepSeconds()))
     assert [int(result.accepted[0]) for _, result in walked] == [3] * 10
 
 
@@ -71,7 +71,7 @@ def test_a_cost_is_that_of_the_nearest_that_was_measured():
     """Chains of 1 and 3 cost 0.2 and 0.4 to draft: one of 2 costs 0.3. A tree's pass is its own."""
     tree, other = FixedTree([(0,), (1,)]), FixedTree([(0,), (0, 0)])
     shapes = [(Chain(1), 0.2, 1.1), (Chain(3), 0.4, 1.5), (tree, 0.25, 1.25)]
-    entry = Entry(1, 64, True, 0.01, shapes)
+    entry = CostEntry(1, 64, True, 0.01, shapes)
     assert entry.of(Chain(1)) == pytest.approx(1.3)
     assert entry.of(Chain(2)) == pytest.approx(0.3 + 1.3)
     assert entry.of(3) == pytest.approx(0.1 + 1.5), "copied tokens: the line of drafting meets 0 tokens at 0.1"
@@ -79,12 +79,12 @@ def test_a_cost_is_that_of_the_nearest_that_was_measured():
     assert entry.of(other) == pytest.approx(0.3 + 1.3)
     assert entry.of(Mixed(Chain(1), 2)) == inf, "none was measured"
     chain, tree_and_path = Mixed(Chain(3), 2), Mixed(tree, 1)
-    mixing = Entry(1, 64, True, 0.01, [*shapes, (chain, 0.45, 2.1)])  # 5 tokens: 0.05 more to draft, 0.2 to verify
+    mixing = CostEntry(1, 64, True, 0.01, [*shapes, (chain, 0.45, 2.1)])  # 5 tokens: 0.05 more to draft, 0.2 to verify
     assert mixing.of(chain) == pytest.approx(2.55)
     assert mixing.of(Mixed(Chain(1), 2)) == pytest.approx(0.2 + 1.5 + 0.25)
     assert mixing.of(tree_and_path) == pytest.approx(0.25 + 1.5 + 0.25)
     assert mixing.of(Chain(2)) == pytest.approx(0.3 + 1.3)
-    table = CostTable([entry, *(Entry(rows, 64, True, 0.01, [(Chain(1), 0.0, rows)]) for rows in (4, 8))])
+    table = CostTable([entry, *(CostEntry(rows, 64, True, 0.01, [(Chain(1), 0.0, rows)]) for rows in (4, 8))])
     costs = [table.cost(tree, True, rows, 100) for rows in (1, 3, 8, 20)]
     assert costs == pytest.approx([1.5, 7, 15, 15])
 
@@ -94,7 +94,7 @@ def test_a_noisy_pass_makes_no_draft_cheaper_by_more_tokens():
         return FixedTree([(rank,) for rank in range(count)])
 
     shapes = [(Chain(1), 0.1, 1.2), (Chain(4), 0.3, 1.3), (tree(8), 0.3, 2.5), (tree(12), 0.2, 1.5)]
-    entry = Entry(1, 64, False, 0.01, [*shapes, (Mixed(Chain(4), 4), 0.3, 1.5)])
+    entry = CostEntry(1, 64, False, 0.01, [*shapes, (Mixed(Chain(4), 4), 0.3, 1.5)])
     passes = [entry.of(count) for count in range(24)]
     assert passes == sorted(passes)
     assert passes[12] - passes[0] == passes[8] - passes[0] == pytest.approx(2.0 - 1.0), "the mean of 2.5 and 1.5"
@@ -106,12 +106,12 @@ def test_a_noisy_pass_makes_no_draft_cheaper_by_more_tokens():
 
 def test_longer_measurements_are_believed_and_what_joining_costs_stays():
     mixed = Mixed(Chain(3), 2)
-    short = Entry(1, 64, True, 0.01, [(Chain(1), 0.2, 1.3), (Chain(3), 0.5, 1.4), (mixed, 0.5, 1.8)])
+    short = CostEntry(1, 64, True, 0.01, [(Chain(1), 0.2, 1.3), (Chain(3), 0.5, 1.4), (mixed, 0.5, 1.8)])
     joining = 0.5 + 1.8 - (0.5 + 1.5)  # a pass over 5 tokens is on the line through those over 1 and 3
     entry = short.known_better([(Chain(1), 0.1, 1.1), (Chain(2), 0.2, 1.2), (Chain(3), 0.3, 1.3)])
     assert entry.of(Chain(3)) == pytest.approx(1.6)
     assert entry.of(mixed) == pytest.approx(0.3 + 1.5 + joining)
-    again = Entry(1, 64, True, 0.01, entry.shapes)
+    again = CostEntry(1, 64, True, 0.01, entry.shapes)
     assert again.of(mixed) == pytest.approx(entry.of(mixed)), "as it is written"
 
 
@@ -119,7 +119,7 @@ def test_passes_over_as_many_tokens_cost_as_much():
     """Of trees their own: a mask of paths may cost more than a chain's."""
     other = FixedTree([(0,), (1,), (0, 0)])
     trees = [(FixedTree([(0,), (1,), (2,)]), 0.2, 1.4), (other, 0.3, 1.6)]
-    entry = Entry(1, 64, True, 0.01, [(Chain(1), 0.1, 1.1), (Chain(3), 0.3, 1.2), *trees])
+    entry = CostEntry(1, 64, True, 0.01, [(Chain(1), 0.1, 1.1), (Chain(3), 0.3, 1.2), *trees])
     assert entry.of(other) == pytest.approx(0.3 + 1.5)
     assert entry.of(Chain(3)) == pytest.approx(0.3 + 1.2)
 

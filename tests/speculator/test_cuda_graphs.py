@@ -36,7 +36,7 @@ from speculator import (
 )
 from speculator import cuda_graphs as graphs
 from speculator import kv_cache as cache_module
-from speculator.costs import Costs, measure
+from speculator.costs import StepSeconds, measure
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
 SAMPLINGS = {
@@ -457,7 +457,7 @@ def test_c_and_v_leave_captures_out(target, monkeypatch):
         return quick(work, pool, *given)
 
     monkeypatch.setattr(graphs, "capture", slow)
-    costs = Costs()
+    costs = StepSeconds()
     measure(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 2, costs)
     assert len(costs.plain) >= 2
     assert max(costs.plain + costs.draft + costs.verify) < 0.2

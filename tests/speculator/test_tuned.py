@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from speculator import Chain, FixedTree, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, generate, speculative
 from speculator.__main__ import main
-from speculator.costs import Entry
+from speculator.costs import CostEntry
 from speculator.drafters import HeadDrafter
 from speculator.drafters.auto import AutoDrafter
 from speculator.tuned import telling, tuned_drafter
@@ -206,7 +206,7 @@ def measured_here(monkeypatch, verify: float, most: int | None = None) -> list:
     def measure(target, head, shapes, sizes, seconds):
         asked.append(sizes)
         steps = [(shape, 0.1 * shape.depth, 1 + verify * shape.nodes) for shape in shapes]
-        return [Entry(rows, context, greedy, 0.01, steps) for rows, context, greedy in sizes[:most]]
+        return [CostEntry(rows, context, greedy, 0.01, steps) for rows, context, greedy in sizes[:most]]
 
     monkeypatch.setattr("speculator.tuned.measure_table", measure)
     return asked

@@ -13,7 +13,7 @@ from speculator.drafters.attention import LATE, AttentionSource
 from speculator.drafters.auto import Copied
 from speculator.engine import Engine
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.attention import Memory
+from speculator.heads.attention import HeadCache
 from speculator.taps import Taps
 
 STEPS = 4
@@ -193,8 +193,8 @@ def test_rows_of_a_draft_that_stay_in_the_memory_are_seen(target, head, monkeypa
     monkeypatch.setattr(AttentionSource, "commit", keeping)
     wide = AttentionSource.open
     monkeypatch.setattr(AttentionSource, "open", lambda self, slots, capacity: wide(self, slots, capacity + 100))
-    select = Memory.select
-    monkeypatch.setattr(Memory, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
+    select = HeadCache.select
+    monkeypatch.setattr(HeadCache, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
     drafter = Noted(head)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12)
     assert gap(target, head, drafter) > 1e-3

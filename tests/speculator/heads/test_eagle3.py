@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3, joint_attention
-from speculator.heads.attention import Memory
+from speculator.heads.attention import HeadCache
 from speculator.heads.eagle3_config import default_taps
 
 V, D, STEPS = 13, 8, 4
@@ -299,7 +299,7 @@ def reads_its_neighbour(head: Eagle3Speculator) -> None:
     head._level = wrong
 
 
-def keeps_the_draft(memory: Memory, drafted: int) -> None:
+def keeps_the_draft(memory: HeadCache, drafted: int) -> None:
     memory.lengths += drafted
     memory.longest += drafted
 
