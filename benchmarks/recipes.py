@@ -36,7 +36,7 @@ from speculator.target import Target
 from train.checks import own_sampling
 from train.command_line import parse
 from train.config import HERE, ROOT, RunConfig
-from train.initialise import shape
+from train.initialise import head_config
 from train.place import Place
 from train.plan import MOMENTS, TARGET, WEIGHTS, Plan, dtype_of
 from train.trainer import Collator, SpeculatorTrainer, on_one_gpu
@@ -113,7 +113,7 @@ class StepTimes(TrainerCallback):
 def head_of(config: RunConfig, target: Target, dtype: torch.dtype = torch.float32) -> Speculator:
     """A head that was trained by nobody, on the target's device."""
     with target.device:
-        head = ARCHITECTURES[config.speculator.architecture][1](shape(config.speculator, target.config))
+        head = ARCHITECTURES[config.speculator.architecture][1](head_config(config.speculator, target.config))
     return bind(head.to(target.device, dtype), target)
 
 

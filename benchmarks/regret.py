@@ -33,7 +33,7 @@ from speculator import Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter
 from speculator.drafters.auto import AutoDrafter
-from speculator.drafters.controller import best
+from speculator.drafters.controller import fastest_shape
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, refuse, run_command
 from speculator.files import make_folder
@@ -52,14 +52,14 @@ def decoders(auto: AutoDrafter, greedy: bool, rows: int) -> dict[str, Drafter | 
     for choice in auto.choices:
         name = described(choice.shape)
         heads[f"{name}, another" if name in heads else name] = HeadDrafter(auto.head, choice.shape)
-    fastest = HeadDrafter(auto.head, best(auto.choices, auto.cost, greedy, rows))
+    fastest = HeadDrafter(auto.head, fastest_shape(auto.choices, auto.cost, greedy, rows))
     heads[f"{described(fastest.shape)}, n-gram {_BESIDE}"] = MixedDrafter(fastest, NgramDrafter(_BESIDE))
     return {"none": None, **{f"n-gram {n}": NgramDrafter(n) for n in _COPIES}, **heads, "auto": auto}
 
 
 def samplers(auto: AutoDrafter, alone: AutoDrafter, rows: int) -> dict[str, Drafter | None]:
     """Who decodes several texts of a prompt: fixed choices, auto, and what knows nothing of its neighbours."""
-    fixed = HeadDrafter(auto.head, best(auto.choices, auto.cost, False, rows))
+    fixed = HeadDrafter(auto.head, fastest_shape(auto.choices, auto.cost, False, rows))
     every = {"none": None, f"n-gram {_BESIDE}": NgramDrafter(_BESIDE, memory=MEMORY), described(fixed.shape): fixed}
     return {**every, "none" + _APART: None, "auto" + _APART: alone, "auto": auto}
 

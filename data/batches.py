@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from speculator.errors import UserError
 from speculator.files import digest, make_folder, new_folder, write_text
-from speculator.sharding import Group, part
+from speculator.sharding import Group, share
 from speculator.stored import read_object
 
 _FEATURES = {
@@ -60,7 +60,7 @@ def begun(folder: Path) -> dict[str, Any] | None:
 def awaited(folder: Path, group: Group | None) -> dict[str, Any] | None:
     """What `begun` gives, of several processes to the first, or the first group; to the others once it has begun."""
     known = begun(folder)
-    if part(group, state().process_index, state().num_processes)[0] == 0:
+    if share(group, state().process_index, state().num_processes)[0] == 0:
         return known if group is None else group.broadcast_object(known)
     while known is None:
         time.sleep(_POLL_SECONDS)
@@ -139,14 +139,14 @@ class Batches:
     def todo(self) -> list[int]:
         """The unfinished batches of this process."""
         group = self._group
-        first, step = part(group, state().process_index, state().num_processes)
-        share = range(first, len(self.rows), step)
+        first, step = share(group, state().process_index, state().num_processes)
+        own = range(first, len(self.rows), step)
         left: list[int] = []
         if (group is None or group.leads) and not self._manifest.exists():
-            left = [batch for batch in share if not self._is_kept(batch)]
+            left = [batch for batch in own if not self._is_kept(batch)]
         if group is not None:
             left = group.broadcast_object(left)
-        total = sum(len(self.rows[batch]) for batch in share)
+        total = sum(len(self.rows[batch]) for batch in own)
         self._bar.reset(total)
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
         return left

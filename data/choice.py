@@ -22,7 +22,7 @@ from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
 from speculator.target import Target
-from speculator.tuned import LONGEST_CHAIN, described, named, shape_of, tuned_shapes
+from speculator.tuned import LONGEST_CHAIN, described, shape_from_json, shape_to_json, tuned_shapes
 
 _TURNS = 2
 """All are clocked so often on the same text, one after the other, and the better counts: some moments are slow."""
@@ -66,16 +66,16 @@ def identity(drafter: Drafter | Drafts | None, weights: str | None = None) -> st
     if drafter is None:
         return None
     if isinstance(drafter, Drafts):
-        return f"head, the fastest here, weights {digest(drafter.head)}"
+        return f"head, the fastest here, weights {weights_digest(drafter.head)}"
     name = f"{drafter.name}, {drafter.nodes} tokens, {drafter.rules[0]} rule"
     if not isinstance(drafter, HeadDrafter):
         return name
     if isinstance(drafter.shape, FixedTree):
         name += f", tree {hashlib.sha256(repr(drafter.shape.paths).encode()).hexdigest()[:8]}"
-    return f"{name}, weights {weights or digest(drafter.head)}"
+    return f"{name}, weights {weights or weights_digest(drafter.head)}"
 
 
-def digest(head: Speculator) -> str:
+def weights_digest(head: Speculator) -> str:
     """Of a head's weights."""
     made = hashlib.sha256()
     for weight in head.state_dict().values():
@@ -144,12 +144,12 @@ def choose(
 
 def _known(drafts: Drafts, folder: Path, record: dict[str, Any], plain: bool) -> Chosen:
     """The drafter that a folder's record names, of these."""
-    name, weights, clocked = record.get("drafter"), digest(drafts.head), record.get("choice")
+    name, weights, clocked = record.get("drafter"), weights_digest(drafts.head), record.get("choice")
     if name is None and plain:
         return Chosen(None, clocked, False)
     shapes: list[Shape] = [Chain(length) for length in range(1, drafts.head.n_predict + 1)]
     with suppress(KeyError, TypeError, ValueError):
-        shapes += [shape_of(clocked["shape"])] if clocked else []
+        shapes += [shape_from_json(clocked["shape"])] if clocked else []
     for shape in shapes:
         drafter = HeadDrafter(drafts.head, shape)
         if identity(drafter, weights) == name:
@@ -197,7 +197,7 @@ def fastest(
                 speeds[_named(each)] = max(speeds[_named(each)], made / seconds)
     clocked = target.broadcast_object({"tokens_per_second": speeds, "seconds": monotonic() - began})
     best = max(candidates, key=lambda each: clocked["tokens_per_second"][_named(each)])
-    return Chosen(best, {**clocked, "shape": named(best.shape) if best else None})
+    return Chosen(best, {**clocked, "shape": shape_to_json(best.shape) if best else None})
 
 
 def _clock(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.decoders import Decoder
 from eval.metrics import shown
-from eval.report import drafting, facts, head_lengths, label, per_step, plots
+from eval.report import drafter_rows, facts, head_lengths, label, per_step, plots
 from eval.suites import Suite
 from speculator.draft import Draft
 from speculator.engine import Engine, Verified
@@ -223,7 +223,7 @@ def _decoders(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
 
 
 def _categories(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
-    for row in drafting(report["suites"]):
+    for row in drafter_rows(report["suites"]):
         for part in row.get("categories", ()):
             yield {
                 **_where(report, row),

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from eval.report import drafting, groups, head_lengths, label, per_step, plots
+from eval.report import drafter_rows, groups, head_lengths, label, per_step, plots
 from speculator.files import write_bytes
 from speculator.tables import BASELINES
 
@@ -107,7 +107,7 @@ def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[d
 
 
 def _acceptance(axis, rows: list[dict], lengths: set[int]) -> None:
-    _side_by_side(axis, drafting(rows), lengths, lambda row: row["acceptance_by_position"], first=1)
+    _side_by_side(axis, drafter_rows(rows), lengths, lambda row: row["acceptance_by_position"], first=1)
     axis.set_xlabel("draft position")
     axis.set_ylabel("accepted, given that the one before was", fontsize=9)
     _up_to_one(axis)
@@ -123,7 +123,7 @@ def _lengths(axis, rows: list[dict], lengths: set[int]) -> None:
     def shares(row: dict) -> list[float]:
         return [count / max(1, row["steps"]) for count in row["accepted_lengths"]]
 
-    _side_by_side(axis, drafting(rows), lengths, shares, first=0)
+    _side_by_side(axis, drafter_rows(rows), lengths, shares, first=0)
     axis.set_xlabel("drafted tokens accepted in a step")
     axis.set_ylabel("share of steps")
     _up_to_one(axis)
@@ -133,7 +133,7 @@ def _bars(rows: list[dict], lengths: set[int]) -> list[tuple[str, float, dict | 
     """Name, tokens per second, interval of the ratio to the plain loop, colour."""
     speeds = rows[0]["tokens_per_second"]
     bars = [(_SHORT[n], speeds[n], None, _PLAIN if n == "same_loop" else _THEIRS) for n in BASELINES if n in speeds]
-    for row in drafting(rows):
+    for row in drafter_rows(rows):
         name = label(row, lengths).replace(" ", "\n", 1)
         bars.append((name, row["tokens_per_second"]["speculative"], row["speedup"]["same_loop"], _colour(row, lengths)))
     return bars
@@ -175,7 +175,7 @@ def _draft_lengths(axis, rows: list[dict], lengths: set[int]) -> None:
 
 
 def _categories(axis, rows: list[dict], lengths: set[int]) -> None:
-    rows = drafting(rows)
+    rows = drafter_rows(rows)
     names = [part["name"] for part in rows[0]["categories"]]
     height = 0.8 / len(rows)
     for k, row in enumerate(rows):

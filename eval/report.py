@@ -27,7 +27,7 @@ def per_step(part: dict) -> dict[str, float | None]:
     return {"value": part["tokens_per_step"], **interval}
 
 
-def drafting(rows: list[dict]) -> list[dict]:
+def drafter_rows(rows: list[dict]) -> list[dict]:
     """Those of the drafters."""
     return [row for row in rows if row["drafter"] != "none"]
 
@@ -85,7 +85,7 @@ def markdown(report: dict) -> str:
     lengths = head_lengths(report)
     for heading, rows in groups(report).items():
         lines += ["", f"## {heading}", "", _what(rows[0]), "", _table(rows, lengths), ""]
-        lines += [_details(row, lengths) for row in drafting(rows)]
+        lines += [_details(row, lengths) for row in drafter_rows(rows)]
         lines += _categories(rows, lengths)
     lines += ["", *(f"![{alt}]({name}.png)" for name, alt in plots(report).items()), ""]
     return "\n".join(lines)
@@ -163,7 +163,7 @@ def _details(row: dict, lengths: set[int]) -> str:
 
 
 def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
-    rows = drafting(rows)
+    rows = drafter_rows(rows)
     if not any("categories" in row for row in rows):
         return []
     header = ("category", "turns", "decoder", "tokens per step", "tokens/s", "speedup over the same loop")

@@ -32,7 +32,18 @@ from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
 from speculator.heads import AttentionHead, Speculator
 from speculator.tables import markdown_table
-from speculator.tuned import LONGEST_CHAIN, SIZES, TUNED, contexts, described, named, place, shape_of, telling, written
+from speculator.tuned import (
+    LONGEST_CHAIN,
+    SIZES,
+    TUNED,
+    contexts,
+    described,
+    entry_to_json,
+    measured_on,
+    shape_from_json,
+    shape_to_json,
+    shapes_to_measure,
+)
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -100,13 +111,13 @@ def write_tuned(
         found, said = tune(target, head, suite, Sampling(temperature, seed=seed), max_new_tokens, batch_size)
         texts += said
         best = max(found, key=lambda each: each["predicted_speedup"])
-        settings.append({"temperature": temperature, "batch_size": batch_size, **named(shape_of(best))})
+        settings.append({"temperature": temperature, "batch_size": batch_size, **shape_to_json(shape_from_json(best))})
         rows += [{**each, "batch_size": batch_size, "chosen": each is best} for each in found]
     report = {
         "schema": 1,
         "settings": settings,
         "target": target.name,
-        **place(target, batch_sizes[0]),
+        **measured_on(target, batch_sizes[0]),
         "suite": suite.name,
         "prompts": len(suite.prompts),
         "measured": rows,
@@ -133,7 +144,7 @@ def tune(
     for decoder in decoders[1:]:
         figures = _figures(target, decoder, suite, sampling, measured, max_new_tokens, batch_size)
         shape = shapes[int(decoder.key)]
-        tree = named(shape).get("tree")
+        tree = shape_to_json(shape).get("tree")
         found.append({**figures, "shape": described(shape), "nodes": shape.nodes, "tree": tree})
     plain = measured.timed["none"].batches[::-1]
     first = dict(zip(measured.conversations[::-1], plain, strict=True))  # the first turns alone
@@ -178,18 +189,24 @@ def step_costs(target: Target, head: Speculator, rows: list[dict], seconds: floa
     entries = []
     kinds = sorted({Sampling(each["temperature"]).greedy for each in rows})
     for greedy in kinds:
-        own = [shape_of(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy]
+        own = [
+            shape_from_json(each) for each in rows if each["tree"] and Sampling(each["temperature"]).greedy == greedy
+        ]
         sizes = [(size, context, greedy) for context, size in places]
-        for entry in measure_table(target, head, telling(head, own), sizes, seconds / len(kinds)):
+        for entry in measure_table(target, head, shapes_to_measure(head, own), sizes, seconds / len(kinds)):
             decoded = _decoded(rows, entry.rows, greedy) if entry.context == contexts(target)[0] else []
             entries.append(entry.known_better(decoded) if decoded else entry)
-    return [written(entry) for entry in entries]
+    return [entry_to_json(entry) for entry in entries]
 
 
 def _decoded(rows: list[dict], batch_size: int, greedy: bool) -> list[tuple[Shape, float, float]]:
     """What drafts and verify passes of these rows' shapes cost where they were decoded."""
     return [
-        (shape_of(each), each["cost"]["draft_over_decode"] * each["draft_length"], each["cost"]["verify_over_decode"])
+        (
+            shape_from_json(each),
+            each["cost"]["draft_over_decode"] * each["draft_length"],
+            each["cost"]["verify_over_decode"],
+        )
         for each in rows
         if each["batch_size"] == batch_size and Sampling(each["temperature"]).greedy == greedy
     ]

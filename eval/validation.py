@@ -10,7 +10,7 @@ from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, Target, generate
 from speculator.heads import Speculator
 from speculator.request import Step
-from speculator.sharding import part
+from speculator.sharding import share
 
 NEW_TOKENS = 64
 """Of each prompt."""
@@ -28,15 +28,15 @@ def real_acceptance(
     was_training = head.training
     drafter = HeadDrafter(head)  # puts the head in eval mode
     prompts, eos = suite.prompts, None if suite.chat else ()
-    index, count = part(target.group, state.process_index, state.num_processes)
+    index, count = share(target.group, state.process_index, state.num_processes)
     start, stop = (len(prompts) * k // count for k in (index, index + 1))
-    share = prompts[start:stop]
+    own = prompts[start:stop]
     figures = {}
     for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
-        if share:
-            generation = generate(target, drafter, share, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
+        if own:
+            generation = generate(target, drafter, own, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
     head.train(was_training)

@@ -105,7 +105,7 @@ def timed_steps(
     while engine.slots.joining:
         engine.prefill()
     cache, who, capturing = engine.cache, engine.drafter, engine.capturing
-    plainly, propose, verify, keep = map(engine.part, ("_step", "draft", "verify", "keep"))
+    plainly, propose, verify, keep = map(engine.capturable_method, ("_step", "draft", "verify", "keep"))
 
     def plain_steps() -> float:
         """Seconds of a block, without its first step."""

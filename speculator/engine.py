@@ -117,7 +117,7 @@ class Engine:
         self._most_logprobs: int | None = None
         self._scores: list[list[Scores]] | None = None
         self._pool = cuda_graphs.new_pool(target.device)
-        self._stepping = self.part("_step")
+        self._stepping = self.capturable_method("_step")
 
     # ---- requests
 
@@ -287,7 +287,7 @@ class Engine:
                 self.drafter.grow(self.cache.capacity)
             # A pool whose graphs are all gone takes no more of them.
             self._pool = cuda_graphs.new_pool(self.target.device)
-            self._stepping = self.part("_step")
+            self._stepping = self.capturable_method("_step")
 
     def _arrange(self) -> None:
         source, to = self.slots.arrange()
@@ -487,7 +487,7 @@ class Engine:
     def _taps(self) -> Sequence[int]:
         return self.drafter.taps if self.drafter else ()
 
-    def part(self, method: str) -> Callable[..., Any]:
+    def capturable_method(self, method: str) -> Callable[..., Any]:
         """One of this class's methods as steps run it: as a graph where they are captured."""
         work, own = Captured(getattr(type(self), method), self._pool), weakref.ref(self)
 

@@ -33,7 +33,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def kept(kind: str, name: str) -> Iterator[dict[str, Any]]:
+def cached_object(kind: str, name: str) -> Iterator[dict[str, Any]]:
     """An object of the user's cache folder: what is put into it is in it the next time, where that can be.
 
     Who asks for it meanwhile waits. A damaged one is empty.

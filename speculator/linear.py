@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speculator.files import cache_folder, kept
+from speculator.files import cache_folder, cached_object
 
 # Multiplications below which a call costs more than its product, unless it was timed.
 _SMALL = 2**18
@@ -180,7 +180,7 @@ def _choices(weights: dict[str, list[Tensor]]) -> dict[str, list[bool]]:
     name = f"{machine} torch {torch.__version__}"
     known = _known.setdefault((cache_folder(), name), {})
     if not weights.keys() <= known.keys():
-        with kept("products", name) as stored:
+        with cached_object("products", name) as stored:
             lists = {shape: packs for shape, packs in stored.items() if isinstance(packs, list)}
             known |= {shape: packs for shape, packs in lists.items() if len(packs) in (0, len(TIMED_ROWS))}
             _time(weights, known)

@@ -102,7 +102,7 @@ class Group:
         return every
 
 
-def part(group: Group | None, process: int, processes: int) -> tuple[int, int]:
+def share(group: Group | None, process: int, processes: int) -> tuple[int, int]:
     """Of those who take rows of their own, groups or else single processes: which one this is in, and how many."""
     return (process, processes) if group is None else (group.index, group.count)
 

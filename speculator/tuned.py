@@ -19,13 +19,13 @@ from speculator.checkpoints.loading import load_head
 from speculator.costs import CostEntry, CostTable, measure_table
 from speculator.device import dtype_name, hardware
 from speculator.drafters.auto import AutoDrafter, Copied
-from speculator.drafters.controller import Choice, best
+from speculator.drafters.controller import Choice, fastest_shape
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.mixed import Mixed
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
-from speculator.files import kept
+from speculator.files import cached_object
 from speculator.heads import RecurrentHead, Speculator
 from speculator.sampling import Sampling
 from speculator.stored import read_object
@@ -41,7 +41,7 @@ _SECONDS = 6.0  # that may go into measuring costs when decoding starts
 _log = logging.getLogger(__name__)
 
 
-def place(target: Target, batch_size: int) -> dict[str, Any]:
+def measured_on(target: Target, batch_size: int) -> dict[str, Any]:
     """What a tuned shape depends on beside the head: the machine and its threads, the dtype, the batch size."""
     where = target.broadcast_object(hardware(target.device))
     return {"hardware": where, "dtype": dtype_name(target.dtype), "batch_size": batch_size}
@@ -117,7 +117,7 @@ def tuned_shapes(
 def _shapes(
     found: _Tuned, file: Path, target: Target, head: Speculator, temperatures: Sequence[float], batch_size: int
 ) -> dict[float, Shape | None]:
-    here = place(target, batch_size)
+    here = measured_on(target, batch_size)
     there = found.place | {"batch_size": batch_size if batch_size in found.settings else min(found.settings)}
     shapes = {each: _shape(found.settings[there["batch_size"]], each) for each in temperatures}
     if there == here or not any(shapes.values()):
@@ -125,7 +125,9 @@ def _shapes(
     if found.measured:
         table = found.table(file, target, head, temperatures, batch_size)
         kinds = {each: Sampling(each).greedy for each in temperatures}
-        return {each: best(found.choices([each]), table.cost, kinds[each], batch_size) for each in temperatures}
+        return {
+            each: fastest_shape(found.choices([each]), table.cost, kinds[each], batch_size) for each in temperatures
+        }
     _log.warning(
         f"{file} was measured {_named(there)}, and this is {_named(here)}: the head drafts a chain of "
         f"{head.n_predict}. To measure here: python -m eval tune --target {target.name} --speculator {file.parent} "
@@ -171,7 +173,7 @@ class _Tuned:
         self, file: Path, target: Target, head: Speculator, temperatures: Sequence[float], rows: int
     ) -> CostTable:
         """What steps cost here: as the file says, if it was written here, otherwise measured now, and kept."""
-        here = place(target, rows)
+        here = measured_on(target, rows)
         if self.entries and all(here[name] == value for name, value in self.place.items()):
             return CostTable(self.entries)
         kinds = sorted({Sampling(each).greedy for each in temperatures})
@@ -179,18 +181,18 @@ class _Tuned:
         short, *longer = contexts(target)
         wanted = [(size, short, kind) for size in sizes for kind in kinds]
         wanted += [(1, context, kind) for context in longer for kind in kinds if rows == 1]
-        shapes = telling(head, [choice.shape for choice in self.choices(temperatures)])
+        shapes = shapes_to_measure(head, [choice.shape for choice in self.choices(temperatures)])
         facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()}"
-        facts += json.dumps([named(shape) for shape in shapes])
+        facts += json.dumps([shape_to_json(shape) for shape in shapes])
         name = f"{here['hardware']} {here['dtype']} torch {torch.__version__} "
         name += hashlib.sha256(facts.encode()).hexdigest()[:16]
-        storing: AbstractContextManager[dict[str, Any]] = kept("steps", name)
+        storing: AbstractContextManager[dict[str, Any]] = cached_object("steps", name)
         if target.group is not None and not target.group.leads:  # it would wait for the first one's lock
             storing = nullcontext({})
         with storing as stored:
             entries, asked = [], []
             with suppress(KeyError, TypeError, ValueError, UserError):  # damaged, or of another version: made again
-                entries = [_entry(each) for each in stored["entries"]]
+                entries = [entry_from_json(each) for each in stored["entries"]]
                 asked = [tuple(each) for each in stored["asked"]]
             known = [(entry.rows, entry.context, entry.greedy) for entry in entries]
             # What there was no time for is not asked for again, unless it is what is wanted most.
@@ -200,8 +202,10 @@ class _Tuned:
             if missing:
                 _log.warning(f"{file}: costs of steps are measured on this machine, once")
                 entries += measure_table(target, head, shapes, missing, _SECONDS)
-                stored.update(asked=[*asked, *missing], entries=[written(entry) for entry in entries])
-        return CostTable([_entry(each) for each in target.broadcast_object([written(entry) for entry in entries])])
+                stored.update(asked=[*asked, *missing], entries=[entry_to_json(entry) for entry in entries])
+        return CostTable(
+            [entry_from_json(each) for each in target.broadcast_object([entry_to_json(entry) for entry in entries])]
+        )
 
 
 def _together(chains: Sequence[Sequence[float]]) -> list[float]:
@@ -232,14 +236,18 @@ def _read(file: Path, head: Speculator) -> _Tuned:
         if not all(type(size) is int for size in settings) and set(settings) != {None}:
             raise TypeError(settings)
         measured = [
-            (float(each["temperature"]), shape_of(each), [float(chance) for chance in each["acceptance_by_position"]])
+            (
+                float(each["temperature"]),
+                shape_from_json(each),
+                [float(chance) for chance in each["acceptance_by_position"]],
+            )
             for each in read.get("measured", [])
             if "acceptance_by_position" in each and each["batch_size"] == read["measured"][0]["batch_size"]
         ]
         if not all(0 < len(own) <= shape.depth and all(0 <= each <= 1 for each in own) for _, shape, own in measured):
             raise ValueError(measured)
         lookup = [float(chance) for chance in read.get("lookup", [])]
-        entries = [_entry(each) for each in read.get("costs", [])]
+        entries = [entry_from_json(each) for each in read.get("costs", [])]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
         raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
     for shape in [*shapes, *(shape for _, shape, _ in measured)]:
@@ -256,7 +264,7 @@ def contexts(target: Target) -> list[int]:
     return [min(short, half), *(length for length in longer if length <= half)]
 
 
-def telling(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
+def shapes_to_measure(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
     """Shapes whose costs tell those of all these, of chains, of copies, and of any of them with a path beside it."""
     longest = min(head.n_predict, LONGEST_CHAIN)
     lengths = sorted({1, min(2, longest), longest})  # the second token may cost more than a later one
@@ -265,26 +273,26 @@ def telling(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
     return [*chains, *trees.values(), Mixed(Chain(longest), _BESIDE)]
 
 
-def shape_of(read: dict[str, Any]) -> Shape:
+def shape_from_json(read: dict[str, Any]) -> Shape:
     """What `named` gave."""
     if read.get("beside"):
-        return Mixed(shape_of({**read, "beside": None}), read["beside"])
+        return Mixed(shape_from_json({**read, "beside": None}), read["beside"])
     if read.get("tree"):
         return FixedTree(read["tree"])
     return Chain(read["draft_length"]) if read["draft_length"] else Copied(0)
 
 
-def named(shape: Shape) -> dict[str, Any]:
+def shape_to_json(shape: Shape) -> dict[str, Any]:
     """A shape as `decoding.json` has it."""
     if isinstance(shape, Mixed):
-        return {**named(shape.inner), "beside": shape.length}
+        return {**shape_to_json(shape.inner), "beside": shape.length}
     if isinstance(shape, FixedTree):
         return {"tree": [list(path) for path in shape.paths]}
     return {"draft_length": shape.depth}
 
 
-def _entry(read: dict[str, Any]) -> CostEntry:
-    shapes = [(shape_of(each), float(each["draft"]), float(each["verify"])) for each in read["steps"]]
+def entry_from_json(read: dict[str, Any]) -> CostEntry:
+    shapes = [(shape_from_json(each), float(each["draft"]), float(each["verify"])) for each in read["steps"]]
     numbers = read["rows"], read["context"]
     if not all(type(number) is int for number in numbers) or type(read["greedy"]) is not bool or not shapes:
         raise TypeError(read)
@@ -294,9 +302,9 @@ def _entry(read: dict[str, Any]) -> CostEntry:
     return CostEntry(*numbers, read["greedy"], seconds, shapes)
 
 
-def written(entry: CostEntry) -> dict[str, Any]:
+def entry_to_json(entry: CostEntry) -> dict[str, Any]:
     """An entry as `decoding.json` has it."""
-    steps = [{**named(shape), "draft": draft, "verify": verify} for shape, draft, verify in entry.shapes]
+    steps = [{**shape_to_json(shape), "draft": draft, "verify": verify} for shape, draft, verify in entry.shapes]
     return {
         "rows": entry.rows,
         "context": entry.context,

@@ -50,7 +50,7 @@ from speculator.drafters.mixed import Mixed
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.sampling import RowSampling
 from speculator.target import Target
-from speculator.tuned import TUNED, place
+from speculator.tuned import TUNED, measured_on
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -151,7 +151,9 @@ def tiny_head(
 
 def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
     """A `decoding.json` as if measured here, in float32 and at batch size 1, but for what is given."""
-    here = place(SimpleNamespace(device=resolve_device(), dtype=torch.float32, broadcast_object=lambda said: said), 1)
+    here = measured_on(
+        SimpleNamespace(device=resolve_device(), dtype=torch.float32, broadcast_object=lambda said: said), 1
+    )
     (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
 
 

@@ -30,7 +30,7 @@ from speculator import (
     tuned,
 )
 from speculator.sharding import Group
-from speculator.tuned import automatic, written
+from speculator.tuned import automatic, entry_to_json
 from train.checkpoint import newest
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
@@ -94,7 +94,7 @@ def costs_of(target: Target, folder: str, rank: int) -> list[dict]:
     head = tiny_head(vocab_size=300).to(target.dtype)
     drafter = automatic(folder, target, head, [0.0], 2)
     generate(target, drafter, PROMPTS, max_new_tokens=6)
-    return [written(entry) for entry in drafter.cost.__self__.entries]
+    return [entry_to_json(entry) for entry in drafter.cost.__self__.entries]
 
 
 def trainer_of(

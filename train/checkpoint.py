@@ -70,7 +70,7 @@ def rotate(stage: Path, limit: int, best_step: int | None) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def reporting_full_disk(path: Path) -> Iterator[None]:
     """A disk that is full, or takes no more, becomes one line that names the path.
 
     Raises:

@@ -40,7 +40,7 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     if other is not None:
         more |= {name: getattr(other.config, name) for name in _unsaid(wanted, other.config)}
     torch.manual_seed(config.seed)
-    head = ARCHITECTURES[wanted.architecture][1](shape(wanted, target.config, **more))
+    head = ARCHITECTURES[wanted.architecture][1](head_config(wanted, target.config, **more))
     if head.draft_tokens is not None:
         counts = count_tokens(rows, target.vocab_size)
         head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
@@ -51,7 +51,7 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     return bind(head, target)
 
 
-def shape(wanted: SpeculatorConfig, target: PreTrainedConfig, **more: Any) -> heads.SpeculatorConfig:
+def head_config(wanted: SpeculatorConfig, target: PreTrainedConfig, **more: Any) -> heads.SpeculatorConfig:
     """A head's config from the settings that its kind of head has; what is 0 or null there is left to the target.
 
     Raises:
@@ -84,7 +84,7 @@ def parameters(wanted: SpeculatorConfig, target: PreTrainedConfig) -> int:
     def count(n_predict: int) -> int:
         with torch.device("meta"):
             head = ARCHITECTURES[wanted.architecture][1](
-                shape(dataclasses.replace(wanted, n_predict=n_predict), target)
+                head_config(dataclasses.replace(wanted, n_predict=n_predict), target)
             )
         return sum(parameter.numel() for parameter in head.parameters())
 

@@ -38,14 +38,14 @@ from speculator.files import cache_folder
 from speculator.target import Target
 from speculator.tuned import TUNED
 from train import checks
-from train.checkpoint import writing
+from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import rehearse
 from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
-from train.self_source import fresh_rows, written
+from train.self_source import fresh_rows, with_self_written
 from train.stages import is_published, publish, train_stage
 
 _PROMPTS_PER_TEXT = 4
@@ -62,7 +62,7 @@ def main(config: RunConfig) -> int:
                 print(plan(config, state.num_processes))
             state.wait_for_everyone()
             return
-        with one_speaks(), writing(Path(config.output_dir)):
+        with one_speaks(), reporting_full_disk(Path(config.output_dir)):
             rehearse(config, _run) if config.dry_run else _run(config)
 
     try:
@@ -104,7 +104,7 @@ def _run(config: RunConfig) -> None:
     refuse_too_large(config, state.num_processes)
     target = load_target(config)
     checks.fits_target(config, target)
-    read = written(config, target)
+    read = with_self_written(config, target)
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
     suites = {
         "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
@@ -193,7 +193,7 @@ def use_all_cores() -> None:
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
     """The packed rows of one split, of validation those that are looked at."""
-    with writing(cache_folder()):
+    with reporting_full_disk(cache_folder()):
         return token_rows(
             config.data.sources,
             split,

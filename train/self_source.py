@@ -24,13 +24,13 @@ from speculator.files import cache_folder, make_folder
 from speculator.sampling import Sampling
 from speculator.target import Target
 from train import checks
-from train.checkpoint import writing
+from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 
 _STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for stage 2
 
 
-def written(config: RunConfig, target: Target) -> RunConfig:
+def with_self_written(config: RunConfig, target: Target) -> RunConfig:
     """The config with the folder of the target's chats in the place of `self`, for those who read sources.
 
     On every process of the run. The chats are written unless they are there, after a look at the other sources.
@@ -44,7 +44,7 @@ def written(config: RunConfig, target: Target) -> RunConfig:
     for source in sources:
         if source.location != SELF:
             _look_at(source.location, config, target)
-    with writing(cache_folder()):
+    with reporting_full_disk(cache_folder()):
         _write(config, target, folder)
     named = [(str(folder) if source.location == SELF else source.location, source.weight) for source in sources]
     read = [name if weight is None else f"{name}@{weight:f}" for name, weight in named]

@@ -20,7 +20,7 @@ from speculator.linear import FAST_DTYPES
 from speculator.sharding import check_heads
 from speculator.taps import Taps
 from train.config import LossConfig, SpeculatorConfig
-from train.initialise import shape
+from train.initialise import head_config
 from train.losses import Measure, align, chunk_tokens
 from train.traced import Trace, fake, fake_weights
 
@@ -109,7 +109,7 @@ class Shapes:
             raise UserError(f"{config.model_type}: can't be planned without its weights: {first_line(error)}") from None
 
     def _make_head(self, wanted: SpeculatorConfig) -> Speculator:
-        config = shape(wanted, self.config)
+        config = head_config(wanted, self.config)
         with torch.device("meta"):
             head = ARCHITECTURES[wanted.architecture][1](config)
         if isinstance(head, Eagle3Speculator):

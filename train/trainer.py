@@ -17,7 +17,7 @@ from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sealed import seal
 from speculator.target import Target
-from train.checkpoint import METRIC, planned, rotate, writing
+from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.losses import IGNORE, Measure, align, summarise
@@ -207,7 +207,7 @@ class SpeculatorTrainer(Trainer):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off here
         self.accelerator.wait_for_everyone()
         try:
-            with writing(folder):
+            with reporting_full_disk(folder):
                 super()._save_checkpoint(model, trial)
                 torch.save(self._since_log(), self._since_log_file(folder))
                 self.accelerator.wait_for_everyone()

@@ -9,7 +9,7 @@ from speculator.checkpoints.arctic import ARCTIC
 from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.ibm import IBM
-from speculator.checkpoints.layout import Layout, Server, load, save, table
+from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
 from speculator.checkpoints.native import NATIVE
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
@@ -17,7 +17,18 @@ from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.sealed import MANIFEST, damage
 
-__all__ = ["FORMATS", "LAYOUTS", "Layout", "Server", "layout_of", "load", "load_any", "recognise", "save", "table"]
+__all__ = [
+    "FORMATS",
+    "LAYOUTS",
+    "Layout",
+    "Server",
+    "layout_of",
+    "load",
+    "load_any",
+    "recognise",
+    "save",
+    "tensor_shapes",
+]
 
 LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS, *NATIVE)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))

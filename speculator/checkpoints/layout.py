@@ -106,7 +106,7 @@ class Layout:
         return config.draft_vocab_size is None or "draft_vocab_size" in self.kept
 
 
-def table(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
     """Every tensor's name, without prefix, and shape; of a tied head each once, or by `expand_tied` once per head."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
@@ -133,7 +133,7 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
     tensors = layout.unpack(folder, head, tensors)
     _check_tensors(folder, head, tensors)
     # Copies: what is read where it lies in a file is not aligned, and a product of such rounds otherwise.
-    head.load_state_dict({name: tensors.pop(name).clone() for name in table(head)}, assign=True)
+    head.load_state_dict({name: tensors.pop(name).clone() for name in tensor_shapes(head)}, assign=True)
     return head.eval()
 
 
@@ -166,7 +166,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     )
     _check_tensors("the head", head, held)
     aliases = head.aliases()
-    written = {layout.prefix + name: held[aliases.get(name, name)] for name in table(head, expand_tied)}
+    written = {layout.prefix + name: held[aliases.get(name, name)] for name in tensor_shapes(head, expand_tied)}
     if layout.pack is not None:
         written = layout.pack(head)
     with new_folder(folder) as scratch:
@@ -207,7 +207,7 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
 
 def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:
     """Exactly the table's tensors, or with tied ones under every head's name, all of one float dtype and finite."""
-    expected, full, aliases = table(head), table(head, expand_tied=True), head.aliases()
+    expected, full, aliases = tensor_shapes(head), tensor_shapes(head, expand_tied=True), head.aliases()
     surplus = set(tensors) - set(full)
     if not surplus and not set(expected) - set(tensors) and set(tensors) != set(expected):
         expected = full

@@ -9,7 +9,7 @@ from torch import Tensor
 from speculator import cuda_graphs
 from speculator.draft import Draft
 from speculator.drafters.base import LogitsSource, Texts
-from speculator.drafters.controller import COPIED, Choice, Controller, StepCost, best
+from speculator.drafters.controller import COPIED, Choice, Controller, StepCost, fastest_shape
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.mixed import Mixed
 from speculator.drafters.ngram import Found, NgramDrafter
@@ -71,7 +71,7 @@ class AutoDrafter(HeadDrafter):
     ):
         self.choices, self.lookup, self.cost, self.memory = choices, lookup, cost, memory
         self.fixed: Shape | None = None
-        self.alone = alone or best(choices, cost, False, 1)
+        self.alone = alone or fastest_shape(choices, cost, False, 1)
         self._copies = {length: Copied(length) for length in range(COPIED + 1)}
         mixed = [choice.beside(COPIED).shape for choice in choices]
         own = [*(choice.shape for choice in choices), *([alone] if alone else [])]

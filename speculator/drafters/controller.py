@@ -29,7 +29,7 @@ from speculator.drafters.topology import Shape
 from speculator.request import Request
 
 # With these the lengths that were accepted of two targets' drafts and copies are among the likeliest.
-_SPREADS, _SPREAD_OF_ALL = (0.03, 2.0), (0.5,)  # variances of a shift of which nothing is known
+_VARIANCES, _VARIANCE_OF_ALL = (0.03, 2.0), (0.5,)  # variances of a shift of which nothing is known
 _ROW, _ALL = (1 / 200, 1 / 10), (1 / 1000, 1 / 1000)
 """How much of the way home a shift goes in a step, and its variances to not being known."""
 _TURN = 1 / 50  # how much of the way to not knowing which of the two is right
@@ -49,12 +49,12 @@ class Shift:
 
     Args:
         mean: what is expected before anything is seen.
-        spreads: the variance of that, a filter for each.
+        variances: the variance of that, a filter for each.
     """
 
-    def __init__(self, mean: float, spreads: Sequence[float]) -> None:
-        self.mean, self._spreads = mean, spreads
-        self._filters = [(mean, spread, 1 / len(spreads)) for spread in spreads]  # mean, variance, weight
+    def __init__(self, mean: float, variances: Sequence[float]) -> None:
+        self.mean, self._priors = mean, variances
+        self._filters = [(mean, variance, 1 / len(variances)) for variance in variances]  # mean, variance, weight
 
     def observe(self, logit: float, accepted: bool) -> None:
         """A token of a draft, accepted or refused, whose measured log-odds are `logit`."""
@@ -75,10 +75,10 @@ class Shift:
         self._filters = [
             (
                 mean + (home - mean) * rates[0],
-                variance + (spread - variance) * rates[1],
-                weight + (1 / len(self._spreads) - weight) * _TURN,
+                variance + (prior - variance) * rates[1],
+                weight + (1 / len(self._priors) - weight) * _TURN,
             )
-            for (mean, variance, weight), spread in zip(self._filters, self._spreads, strict=True)
+            for (mean, variance, weight), prior in zip(self._filters, self._priors, strict=True)
         ]
         self.mean = sum(mean * weight for mean, _, weight in self._filters)
 
@@ -138,7 +138,7 @@ def _ends(logits: Sequence[float], shift: float) -> list[float]:
     return [*ends, reached]
 
 
-def best(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape | None:
+def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape | None:
     """What is the fastest as measured, without looking at any text; None where nothing was measured for such rows."""
     rates = {
         choice.shape: choice.expected[greedy][_BUCKETS // 2] / cost(choice.shape, greedy, rows, 0)
@@ -151,15 +151,15 @@ def best(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -
 class _Shifts:
     """Of the head's tokens, of a lookup's, and of these where the head's was refused against any of them."""
 
-    def __init__(self, means: Sequence[float], spreads: Sequence[float]) -> None:
-        self.head, self.lookup, self.beside = self.all = [Shift(mean, spreads) for mean in means]
+    def __init__(self, means: Sequence[float], variances: Sequence[float]) -> None:
+        self.head, self.lookup, self.beside = self.all = [Shift(mean, variances) for mean in means]
 
 
 class _Row(_Shifts):
     """What is known of a request."""
 
     def __init__(self, of_all: _Shifts):
-        super().__init__([shift.mean for shift in of_all.all], _SPREADS)
+        super().__init__([shift.mean for shift in of_all.all], _VARIANCES)
         self.steps, self.length = 0, 0  # at the last decision
         self.copied: list[int] = []
         self.logit = 0.0
@@ -214,7 +214,7 @@ class Controller:
         self._lookup = [_logit(chance) for chance in lookup]
         lengths = [1 << i for i in range(COPIED.bit_length())]
         self._mixed = {choice: {length: choice.beside(length) for length in lengths} for choice in choices}
-        self._all = _Shifts([0.0] * 3, _SPREAD_OF_ALL)  # of all requests
+        self._all = _Shifts([0.0] * 3, _VARIANCE_OF_ALL)  # of all requests
         self._rows: dict[Request, _Row] = {}
         self._last: Choice | int = 0
         self._idle = 0  # steps since the head drafted

@@ -157,7 +157,7 @@ class Speculator(PreTrainedModel, ABC):
         """The rows of the draft vocabulary."""
         return output if self.draft_tokens is None else output[self.draft_tokens.to(output.device)]
 
-    def spread(
+    def to_full_vocabulary(
         self,
         logits: Tensor,  # [..., V_d] of an output matrix
     ) -> Tensor:  # [..., V]

@@ -240,7 +240,7 @@ class Eagle3Speculator(AttentionHead):
         if embedding is not None:
             self._lent = [embedding]
         try:
-            return torch.stack([self.spread(self.lm_head(x)) for x in self.unrolled(hidden, tokens)])
+            return torch.stack([self.to_full_vocabulary(self.lm_head(x)) for x in self.unrolled(hidden, tokens)])
         finally:
             self._lent = had
 
@@ -310,7 +310,7 @@ class Eagle3Speculator(AttentionHead):
         query = layer.self_attn.query(u, self.rope(position, u.dtype))
         attended = attend(query, memory.keys[:, :, :extent], memory.values[:, :, :extent], seen)
         feature, memory.states = self._handed_on(layer.leave(residual, attended))
-        return self.spread(self.lm_head(feature))
+        return self.to_full_vocabulary(self.lm_head(feature))
 
 
 AutoConfig.register(Eagle3SpeculatorConfig.model_type, Eagle3SpeculatorConfig)

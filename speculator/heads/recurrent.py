@@ -111,7 +111,7 @@ class RecurrentHead(Speculator):
     ) -> tuple[Tensor, Tensor]:  # [..., any], [..., V]
         """One step: the next state, and the logits of the token after `tokens`."""
         state = self.advance(index, state, self.embedding(index)(tokens))
-        return state, self.spread(self.output(index)(self.features(index, state)))
+        return state, self.to_full_vocabulary(self.output(index)(self.features(index, state)))
 
     def forward(
         self,

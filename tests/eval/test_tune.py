@@ -13,7 +13,7 @@ from eval.tune import best_tree, chains, expected_tokens, lookup_acceptance, ran
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, load_head, tuned_drafter
 from speculator.drafters.auto import AutoDrafter
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.tuned import place
+from speculator.tuned import measured_on
 
 
 def every_tree(acceptance, nodes):
@@ -91,7 +91,7 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
     tuned = json.loads((folder / "decoding.json").read_text())
     assert [each["temperature"] for each in tuned["settings"]] == [0.0, 1.0]
     target = Target.load(str(target_folder))
-    assert place(target, 1).items() <= tuned.items()
+    assert measured_on(target, 1).items() <= tuned.items()
     assert "hardware" in tuned
     for setting in tuned["settings"]:
         shape = tuned_drafter(folder, target, setting["temperature"], auto=False).shape

@@ -60,7 +60,7 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
         loss = torch.zeros(())
         for i, feature in enumerate(features):
             labels = tokens[0, i + 2 : i + 2 + length]
-            loss = loss + torch.nn.functional.cross_entropy(head.spread(head.lm_head(feature))[0], labels)
+            loss = loss + torch.nn.functional.cross_entropy(head.to_full_vocabulary(head.lm_head(feature))[0], labels)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -10,7 +10,7 @@ from speculator.__main__ import main
 from speculator.costs import CostEntry
 from speculator.drafters import HeadDrafter
 from speculator.drafters.auto import AutoDrafter
-from speculator.tuned import telling, tuned_drafter
+from speculator.tuned import shapes_to_measure, tuned_drafter
 
 SETTINGS = [{"temperature": 0.0, "draft_length": 2}, {"temperature": 1.0, "tree": [[0], [1], [0, 0]]}]
 MEASURED = [
@@ -227,7 +227,7 @@ def test_what_was_measured_here_is_believed(target_folder, tuned_folder, monkeyp
 
 @pytest.mark.parametrize(("deepest", "lengths"), [(2, [0, 1, 2]), (5, [0, 1, 2, 5]), (20, [0, 1, 2, 8])])
 def test_costs_are_those_of_no_draft_of_the_first_two_tokens_and_of_the_longest_chain(deepest, lengths):
-    *chains, mixed = telling(tiny_head(n_predict=deepest), [])
+    *chains, mixed = shapes_to_measure(tiny_head(n_predict=deepest), [])
     assert [shape.depth for shape in chains] == lengths
     assert mixed.inner.depth == lengths[-1]
 

@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 from speculator.errors import UserError
 from speculator.sealed import MANIFEST, damage, seal
-from train.checkpoint import newest, numbered, writing
+from train.checkpoint import newest, numbered, reporting_full_disk
 
 
 @pytest.fixture
@@ -99,9 +99,12 @@ def test_folders_of_other_names_are_not_looked_at(stage, name):
     ids=lambda error: type(error).__name__,
 )
 def test_no_room_is_a_line_that_names_the_path_whoever_finds_out(tmp_path, error):
-    with pytest.raises(UserError, match=f"can't write {tmp_path}: .*; the same command goes on"), writing(tmp_path):
+    with (
+        pytest.raises(UserError, match=f"can't write {tmp_path}: .*; the same command goes on"),
+        reporting_full_disk(tmp_path),
+    ):
         raise error
-    with pytest.raises(RuntimeError, match="other"), writing(tmp_path):
+    with pytest.raises(RuntimeError, match="other"), reporting_full_disk(tmp_path):
         raise RuntimeError("other")
 
 

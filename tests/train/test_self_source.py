@@ -20,7 +20,7 @@ from train import run, self_source
 from train.command_line import parse
 from train.dry_run import rehearse
 from train.run import _run, rows
-from train.self_source import folder_of, written
+from train.self_source import folder_of, with_self_written
 
 SIZES = {
     "data.seq_length": 16,
@@ -85,7 +85,7 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": f"{i} the quick brown fox " * 20}) + "\n" for i in range(200)))
     config = config_of(chat_folder, tmp_path / "run", **{"data.sources": f"[self@0.5, {other}@0.5]"})
-    packed = rows(written(config, target), target, "train")
+    packed = rows(with_self_written(config, target), target, "train")
     own = sum("fox" not in target.tokenizer.decode(row["input_ids"]) for row in packed)
     assert 0.3 < own / len(packed) < 0.7
 
@@ -127,7 +127,7 @@ def test_a_second_launch_does_not_write_as_well(chat_folder, target, tmp_path):
     folder = folder_of(config, target)
     folder.parent.mkdir()
     with FileLock(f"{folder}.lock"), pytest.raises(UserError, match="another run is writing these chats"):
-        written(config, target)
+        with_self_written(config, target)
     assert not folder.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_rehearsal_says_how_much_is_written_and_writes_nothing(chat_folder, tm
 
 def test_chats_go_on_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
     config = config_of(chat_folder, tmp_path / "run")
-    whole = list(load_from_disk(str(Path(written(config, target).data.sources[0]) / "rows")))
+    whole = list(load_from_disk(str(Path(with_self_written(config, target).data.sources[0]) / "rows")))
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "again"))
     made = []
 
@@ -152,9 +152,9 @@ def test_chats_go_on_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
     generate = magpie.generate_rows
     monkeypatch.setattr(magpie, "generate_rows", killed)
     with pytest.raises(KeyboardInterrupt):
-        written(config, target)
+        with_self_written(config, target)
     assert not (folder_of(config, target) / "manifest.json").exists()
-    assert list(load_from_disk(str(Path(written(config, target).data.sources[0]) / "rows"))) == whole
+    assert list(load_from_disk(str(Path(with_self_written(config, target).data.sources[0]) / "rows"))) == whole
     assert made == ["prompts", "answers", "prompts", "answers"]
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig, UserError
-from speculator.checkpoints import files, layout_of, load, load_any, recognise, save, table
+from speculator.checkpoints import files, layout_of, load, load_any, recognise, save, tensor_shapes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TIED = {"tie_weights": True, "scale_input": True}
@@ -195,7 +195,7 @@ def test_a_wrong_size_of_it_is_one_line(pruned, change, message):
 
 def test_table_of_an_untied_head():
     head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=7, emb_dim=5, inner_dim=3, n_predict=2, **PLAIN))
-    assert table(head) == {
+    assert tensor_shapes(head) == {
         "emb.0.weight": (7, 3),
         "emb.1.weight": (7, 3),
         "head.0.weight": (7, 3),
@@ -219,7 +219,7 @@ def test_table_of_an_untied_head():
 )
 def test_table_has_the_bytes_of_the_published_files(config, published_bytes):
     with torch.device("meta"):
-        shapes = table(MLPSpeculator(MLPSpeculatorConfig(**config))).values()
+        shapes = tensor_shapes(MLPSpeculator(MLPSpeculatorConfig(**config))).values()
     assert sum(2 * torch.Size(shape).numel() for shape in shapes) == published_bytes
 
 
@@ -325,7 +325,7 @@ def test_names_without_prefix_and_architecture_as_a_string(ibm):
 def test_tied_pickle_with_every_name_of_one_storage(ibm):
     """As the tied heads were first published."""
     head = head_of(4, **TIED)
-    state = {f"speculator.{name}": head.state_dict()[name] for name in table(head)}
+    state = {f"speculator.{name}": head.state_dict()[name] for name in tensor_shapes(head)}
     parts = ("emb.{}.weight", "head.{}.weight", "ln.{}.bias", "ln.{}.weight", "proj.{}.weight")
     for part in parts:
         first = 1 if "proj" in part else 0

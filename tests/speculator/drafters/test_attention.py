@@ -74,7 +74,7 @@ def trained_form(target, head, text, path) -> torch.Tensor:  # [V]
     tokens = torch.tensor([[*BEFORE[1:], *text, *path, *[0] * STEPS]])[:, : row.shape[1] + STEPS - 1]
     learns = torch.arange(row.shape[1])[None] == row.shape[1] - 1
     features = head.unrolled(states(hidden), tokens, documents, learns)
-    return head.spread(head.lm_head(features[len(path)][0, -1]))
+    return head.to_full_vocabulary(head.lm_head(features[len(path)][0, -1]))
 
 
 def gap(target, head, drafter: Noted) -> float:

@@ -7,10 +7,10 @@ from math import exp, inf
 import pytest
 
 from speculator import Chain, FixedTree, Sampling
-from speculator.drafters.controller import _ROW, _SPREADS, Choice, Controller, Shift, best
+from speculator.drafters.controller import _ROW, _VARIANCES, Choice, Controller, Shift, fastest_shape
 from speculator.drafters.mixed import Mixed
 from speculator.request import Request, Step
-from speculator.tuned import named
+from speculator.tuned import shape_to_json
 
 SHAPES = [Chain(1), Chain(2), Chain(3), Chain(4), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
 MEASURED = [0.7, 0.6, 0.5, 0.5]
@@ -174,14 +174,14 @@ def test_after_every_change_most_steps_take_what_is_the_best_there(rows, monkeyp
 
 def test_without_a_text_it_is_what_was_measured():
     """At one row a chain of three: 1 + .7 + .42 + .21 tokens for 1.3 steps; at many rows a pass has to be short."""
-    assert best(CHOICES, cost, True, 1).nodes == 5
-    assert best(CHOICES[:4], cost, True, 1) is SHAPES[2]
-    assert best(CHOICES[:4], cost, True, 16) is SHAPES[0]
-    assert best(CHOICES, cost, False, 1) is None
+    assert fastest_shape(CHOICES, cost, True, 1).nodes == 5
+    assert fastest_shape(CHOICES[:4], cost, True, 1) is SHAPES[2]
+    assert fastest_shape(CHOICES[:4], cost, True, 16) is SHAPES[0]
+    assert fastest_shape(CHOICES, cost, False, 1) is None
 
 
 def test_a_shift_is_learnt_and_forgotten():
-    shift = Shift(0.0, _SPREADS)
+    shift = Shift(0.0, _VARIANCES)
     for _ in range(40):
         shift.observe(0.0, True)
     assert shift.mean > 2
@@ -205,7 +205,7 @@ def test_a_request_begins_with_what_all_have_in_common(monkeypatch):
         return stream.step(controller, "as tuned")
 
     assert isinstance(next_choice(), Choice)
-    monkeypatch.setattr("speculator.drafters.controller._SPREAD_OF_ALL", _SPREADS)
+    monkeypatch.setattr("speculator.drafters.controller._VARIANCE_OF_ALL", _VARIANCES)
     monkeypatch.setattr("speculator.drafters.controller._ALL", (1 / 1000, 1 / 15))
     assert isinstance(next_choice(), int)
 
@@ -214,7 +214,7 @@ def test_a_shift_wanders_little_where_texts_do_and_follows_one_that_leaps():
     """Over 300 tokens of no shift it is less off in the mean than the wide filter alone; 30 tokens behind a leap by 4
     it is about as far as that, the narrow one alone is not."""
     wandering, reached = {}, {}
-    for spreads in (_SPREADS, _SPREADS[:1], _SPREADS[1:]):
+    for spreads in (_VARIANCES, _VARIANCES[:1], _VARIANCES[1:]):
         shift, chances, apart = Shift(0.0, spreads), random.Random(3), []
         for leap, count in ((0.0, 400), (4.0, 30)):
             for _ in range(count):
@@ -235,6 +235,6 @@ def test_what_is_chosen_depends_on_the_past_alone():
         taken = [stream.step(controller, "as tuned") for _ in range(30)]
         stream.random.seed(last)
         taken.append(stream.step(controller, "as tuned"))
-        return [named(each.shape) if isinstance(each, Choice) else each for each in taken]
+        return [shape_to_json(each.shape) if isinstance(each, Choice) else each for each in taken]
 
     assert choices(1) == choices(2)

@@ -187,7 +187,7 @@ def test_measure_has_the_features_the_matrix_and_the_draft_vocabulary():
     taps, tokens = inputs(head)
     features, outputs, drafted = head(taps, tokens, lambda *given: given)
     assert [output is head.lm_head for output in outputs] == [True] * STEPS
-    logits = torch.stack([head.spread(output(x)) for x, output in zip(features, outputs, strict=True)])
+    logits = torch.stack([head.to_full_vocabulary(output(x)) for x, output in zip(features, outputs, strict=True)])
     assert torch.equal(logits, head.logits(taps, tokens))
     assert drafted.tolist() == logits.isfinite().any(0).any(0).any(0).nonzero()[:, 0].tolist()
 
@@ -225,7 +225,7 @@ class Rounds:
         tokens = torch.cat([self.tokens[b, : row + 1], torch.tensor(path + [0] * STEPS)])[None, : row + STEPS]
         documents, learns = DOCUMENTS[b : b + 1, : row + 1], torch.arange(row + 1)[None] == row
         features = self.head.unrolled(self.taps[b : b + 1, : row + 1], tokens, documents, learns)
-        return self.head.spread(self.head.lm_head(features[len(path)][0, row]))
+        return self.head.to_full_vocabulary(self.head.lm_head(features[len(path)][0, row]))
 
     @torch.no_grad()
     def gap(self, levels=CHAIN, counts=(1,), after=lambda memory, drafted: None) -> float:
