@@ -58,7 +58,7 @@ def begun(folder: Path) -> dict[str, Any] | None:
 
 
 def awaited(folder: Path, group: Group | None) -> dict[str, Any] | None:
-    """What `begun` gives, of several processes to the first, or the first group; to the others once it has begun."""
+    """`begun(folder)`; processes other than the first, or the first group, wait until the work has begun."""
     known = begun(folder)
     if share(group, state().process_index, state().num_processes)[0] == 0:
         return known if group is None else group.broadcast_object(known)

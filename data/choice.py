@@ -28,10 +28,14 @@ _TURNS = 2
 """All are clocked so often on the same text, one after the other, and the better counts: some moments are slow."""
 _SHARE = 0.05
 """To choose, at most this share of all tokens is decoded."""
-_TOKENS, _ENOUGH = 64, 256
-"""In a turn at most so many tokens of each slot, of few slots so many of all: how much is accepted varies."""
-_LEAST, _WARM = 16, 4
-"""Of each slot in a turn: for a choice at all; and before the first one, as a new shape allocates."""
+_TOKENS = 64
+"""Tokens of each slot in a turn, at most ..."""
+_ENOUGH = 256
+"""... but where slots are few so many of all, as acceptance varies."""
+_LEAST = 16
+"""Tokens of each slot in a turn, without which nothing is chosen."""
+_WARM = 4
+"""Tokens of each slot before the first turn: a new shape allocates."""
 
 
 @dataclass

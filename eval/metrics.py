@@ -218,7 +218,7 @@ def check_identities(figures: dict, timed: Timed) -> None:
 
 
 def rows_busy(timed: Timed) -> float:
-    """The share of rows that still had something to say, over all steps, until the slowest row ends; 1 of no steps."""
+    """The mean share of a batch's rows that still decode, over the steps until its slowest row ends; 1 of no steps."""
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0
 

@@ -231,9 +231,10 @@ def check_flags(arguments: argparse.Namespace) -> None:
 
 
 def check_rows(rows: int, texts: int) -> None:
-    """
+    """Refuse a batch of more rows than there are prompts.
+
     Raises:
-        UserError: more rows than there are to be texts: what is called a batch of so many would be none.
+        UserError: `rows` is more than `texts`.
     """
     refuse((rows > texts, f"--batch_size {rows}: more rows than the {texts} prompts of --max_prompts"))
 

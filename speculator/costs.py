@@ -37,8 +37,10 @@ from speculator.target import Target
 Result = TypeVar("Result")
 BLOCK = 5
 """Steps of one kind in a row: the first is not counted."""
-_ROUNDS, _MORE = (1, 2), 4
-"""Blocks of each shape, the shapes in turns; and more for the sizes that matter most, where there is time."""
+_ROUNDS = (1, 2)
+"""Blocks of each shape, round by round; in a round the shapes take turns."""
+_MORE = 4
+"""Blocks more for the sizes that matter most, where there is time."""
 
 
 @dataclass
@@ -65,17 +67,17 @@ class StepSeconds:
         }
 
     def ratios(self) -> tuple[float, float]:
-        """A draft's and its verify pass's seconds over a plain step's.
+        """Seconds of a draft and of its verify pass, over those of a plain step.
 
-        Of each block the ratio to its own plain steps, which found the machine in the same mood, and of those the mean
-        of the middle half: a stall spoils one block.
+        Each block is compared with its own plain steps, taken just before it. The interquartile mean over blocks: one
+        stall does not count.
         """
         draft = _interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
         return draft, _interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
 
 
 def _interquartile_mean(values: Iterable[float]) -> float:
-    """The mean without the lowest and the highest quarter."""
+    """The mean of the values without the lowest and the highest quarter."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
@@ -91,11 +93,11 @@ def timed_steps(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Go on from `prompts` by `count` steps, as the engine does; gives each step's draft and result.
+    """Decode `count` steps behind `prompts`; yields each step's draft and result, and adds its seconds to `costs`.
 
-    Before every `BLOCK` steps as many plain ones are taken, and taken back: they leave nothing but their seconds. The
-    first of either kind warms up; a block in which steps were captured does not count. The context's end is no end:
-    positions stop there, time does not care.
+    Before every `BLOCK` steps as many plain steps are run and undone, so that both are timed behind the same text. The
+    first step of a block is not counted, nor is a block in which a graph was captured. Texts may run past the context's
+    end, where positions are clamped: what they say there means nothing, but the time it takes does.
     """
     limit = count * (drafter.draft_length + 1) + BLOCK + 2
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
@@ -223,12 +225,15 @@ class CostEntry:
 
 
 def isotonic(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]]:
-    """The nearest values that never fall: neighbours that do are both their mean, as are those of one x.
+    """Weighted isotonic regression by pool-adjacent-violators: the values nearest to the points that never fall.
 
-    Of costs one noisy measurement would otherwise make a line on which more tokens cost less.
+    Without it a noisy measurement could say that more tokens cost less.
 
     Args:
-        points: x, value and weight.
+        points: (x, value, weight) in any order; values of one x are averaged.
+
+    Returns:
+        (x, value), ascending in x.
     """
     pools: list[tuple[list[int], float, float]] = []  # x, sum and weight
     for x, alike in groupby(sorted(points), key=itemgetter(0)):
@@ -241,7 +246,7 @@ def isotonic(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, floa
 
 
 def _interpolate(points: list[tuple[int, float]], x: int) -> float:
-    """On the line through the two points beside x, or the two nearest."""
+    """The value at x, on the line through the two points around it, or the two nearest to it; at least 0."""
     if len(points) == 1:
         return points[0][1]
     at = min(max(1, bisect_left(points, (x,))), len(points) - 1)
@@ -257,7 +262,8 @@ class CostTable:
         self._known: dict[tuple, float] = {}
 
     def cost(self, what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
-        """See `CostEntry.of`: of the smallest number of rows that is enough, and of the length that is most alike."""
+        """The cost in plain steps (`CostEntry.of`), from the entry of the fewest rows that are at least `rows`, on
+        texts whose length is nearest to `longest`, in powers of two."""
         octave = longest.bit_length()
         key = (what, greedy, rows, octave)
         if key not in self._known:

@@ -285,7 +285,7 @@ class Engine:
         if self.cache.grow(self._capacity):
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
-            # A pool whose graphs are all gone takes no more of them.
+            # torch captures nothing into a pool whose graphs were all freed.
             self._pool = cuda_graphs.new_pool(self.target.device)
             self._stepping = self.capturable_method("_step")
 
@@ -380,7 +380,7 @@ class Engine:
         requests = [slot.request for slot in part if slot.request]
         if self.drafter:
             self.reshape(self.drafter.choose(requests))
-        # Graphs are few: other rows go along, and nothing of them counts.
+        # A power of two, so that few graphs are captured; the rows beyond `count` are computed and left out.
         rows = min(len(self.slots.rows), 1 << (count - 1).bit_length()) if self.capturing else count
         self.cache.select(0, rows, max(map(len, texts)) - 1)
         self._scores = None  # here, as a captured step is not called

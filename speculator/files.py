@@ -34,9 +34,10 @@ def cache_folder() -> Path:
 
 @contextmanager
 def cached_object(kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """An object of the user's cache folder: what is put into it is in it the next time, where that can be.
+    """A dict that is kept as JSON in the user's cache folder: read here, written back at the end.
 
-    Who asks for it meanwhile waits. A damaged one is empty.
+    Others who ask for it wait, up to a minute. A missing or damaged one is empty; where nothing can be written, nothing
+    is kept.
     """
     file = cache_folder() / kind / (re.sub(r"[^\w.+]+", "-", name) + ".json")
     content: dict[str, Any] = {}

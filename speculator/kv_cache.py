@@ -32,7 +32,7 @@ BUCKETS = {"cuda": 256}
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Of each layer's keys and of its values, in a cache that a model has filled; none where it reads another's."""
+    """(keys, values) of each layer in a cache that a model has filled; () of a layer that shares another's."""
     layers: list[Any] = cache.layers
     return [() if layer.keys is None else (_form(layer.keys), _form(layer.values)) for layer in layers]
 
@@ -46,9 +46,11 @@ class Write:
     """The tokens of one pass, R rows of `width`, on their way into the cache.
 
     Attributes:
-        lengths: [R] committed before them.
+        lengths: [R] tokens that were committed before them.
+        width: tokens of each row.
         extent: how many positions of each row are read.
         block: [R, base + width] where they lie, behind the `base` positions that earlier passes wrote uncommitted.
+        slots: [R, width] where this pass writes: the last of `block`.
         positions: [R, width] in the text.
         tree: their parents; None where each token follows the one before it.
         lone: a single row, which ends where the host knows: slices will do, and no position that is read is dead.
@@ -59,7 +61,7 @@ class Write:
     width: int
     extent: int
     block: Tensor
-    slots: Tensor  # [R, width] the last of `block`
+    slots: Tensor
     positions: Tensor
     tree: Draft | None
     lone: bool

@@ -50,7 +50,11 @@ def tokens_per_step(steps: Iterable[Step]) -> float:
 
 
 class StopStrings:
-    """Tells whether a text has just come to one of the strings."""
+    """Tells whether a text has just come to one of the strings.
+
+    Raises:
+        UserError: one of them is empty, or there is no tokenizer.
+    """
 
     def __init__(self, strings: str | Sequence[str], tokenizer):
         strings = [strings] if isinstance(strings, str) else list(strings)

@@ -77,15 +77,15 @@ class Group:
             return DistributedConfig(fsdp_size=self.size, **more)
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
-    def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:  # whole numbers, of the same shapes in all
-        """What these are in the first process of the group."""
+    def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """These integer tensors as the group's first process has them; of the same shapes in all, None stays None."""
         said = torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
         distributed.broadcast(said, self._first, group=self._processes)
         parts = iter(said.split([tensor.numel() for tensor in tensors if tensor is not None]))
         return tuple(None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors)
 
     def broadcast_object(self, value: Value) -> Value:
-        """What the first process of the group says."""
+        """This picklable value as the group's first process has it."""
         said: list[Any] = [value]
         distributed.broadcast_object_list(said, self._first, group=self._processes)
         return said[0]
@@ -103,7 +103,7 @@ class Group:
 
 
 def share(group: Group | None, process: int, processes: int) -> tuple[int, int]:
-    """Of those who take rows of their own, groups or else single processes: which one this is in, and how many."""
+    """(index, count) among those that work on rows of their own: groups, or processes where there is no group."""
     return (process, processes) if group is None else (group.index, group.count)
 
 

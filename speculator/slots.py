@@ -26,7 +26,8 @@ class Slot:
         self.turn = 0
         """When it was prefilled last: the first in line has the least."""
         self.following: tuple[Slot, Sequence[int], int] | None = None
-        """Another slot, the text in it, and how many tokens of that this one begins with too."""
+        """(slot, its text, n): this one waits until that slot has the first n tokens of the text, and copies their keys
+        and values."""
 
 
 class Slots:

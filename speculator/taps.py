@@ -76,7 +76,7 @@ class Taps:
 
     @contextmanager
     def of(self, mine: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Of the passes that are made inside, which others' rows may be in, keep what this makes of the states."""
+        """Inside, passes hold the rows of the whole group: keep of every tap what `mine` selects."""
         before, self._mine = self._mine, mine
         try:
             yield

@@ -265,7 +265,8 @@ def contexts(target: Target) -> list[int]:
 
 
 def shapes_to_measure(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
-    """Shapes whose costs tell those of all these, of chains, of copies, and of any of them with a path beside it."""
+    """The shapes to measure so that the costs of all others follow: chains of one, two and the most tokens, the trees
+    among `shapes`, copied paths, and a draft with a path beside it."""
     longest = min(head.n_predict, LONGEST_CHAIN)
     lengths = sorted({1, min(2, longest), longest})  # the second token may cost more than a later one
     chains: list[Shape] = [Copied(0), *map(Chain, lengths)]

@@ -1,4 +1,4 @@
-"""The documentation names modules that there are."""
+"""The documentation names modules and files that there are."""
 
 import re
 from importlib.util import find_spec
@@ -17,3 +17,15 @@ def test_every_module_that_is_run_in_the_documentation_is_there():
     assert {module for _, module in named} >= {"speculator", "data", "eval", "benchmarks.step"}
     missing = [(name, module) for name, module in sorted(named) if "NAME" not in module and not find_spec(module)]
     assert not missing
+
+
+def test_every_link_leads_to_a_file():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+    links = [
+        (file, link)
+        for file in files
+        for link in re.findall(r"\]\(([^)#\s]+)", file.read_text())
+        if not link.startswith(("http://", "https://"))
+    ]
+    assert len(links) > 50
+    assert not [f"{file.name}: {link}" for file, link in links if not (file.parent / link).exists()]

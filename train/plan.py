@@ -112,7 +112,7 @@ class Plan:
     # ---- memory
 
     def memory(self) -> dict[str, Counter[str]]:
-        """Bytes of each part, for a process, when all of them together are most: of each thing that a run does."""
+        """Of each phase of a run, the bytes of each part in one process at the moment when their sum is largest."""
         shapes, config = self.shapes, self.config
         always = Counter({TARGET: shapes.bytes, COPIES: shapes.linear if self.place.kind == "cpu" else 0})
         if self.place.shards > self.parts:  # FSDP2

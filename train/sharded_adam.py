@@ -22,7 +22,8 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         super().__init__(groups, optimizer_class=AdamW, **settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all processes, after `consolidate_state_dict`; before it, for who only wraps it, the settings alone."""
+        """The whole state after `consolidate_state_dict`; before it the settings alone, for which accelerate asks
+        when it wraps the optimiser."""
         return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
 
     def forget(self) -> None:

@@ -149,7 +149,8 @@ def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, row
 
 
 class _Shifts:
-    """Of the head's tokens, of a lookup's, and of these where the head's was refused against any of them."""
+    """Three shifts: `head` of drafted tokens, `lookup` of copied tokens, and `beside` of copied tokens where the head's
+    token was refused, relative to `lookup`."""
 
     def __init__(self, means: Sequence[float], variances: Sequence[float]) -> None:
         self.head, self.lookup, self.beside = self.all = [Shift(mean, variances) for mean in means]
@@ -182,7 +183,10 @@ class _Row(_Shifts):
         return self._runs[-1] * max(1.0, self._instead)
 
     def mixing(self, ends: Sequence[float], length: int) -> float:
-        """What a path adds to a head's tokens, of which 0, 1, ... are accepted with these chances."""
+        """Expected tokens that a copied path of `length` adds to a head's draft.
+
+        `ends[i]` is the chance that exactly i of the drafted tokens are accepted.
+        """
         tokens, followed, reached = 0.0, 1.0, 1.0
         for same, chance in enumerate(ends[: len(self.copied)]):
             run = chance * followed * self._runs[min(length, len(self.copied) - same)]
@@ -235,7 +239,7 @@ class Controller:
         return self._last
 
     def lose_sight(self) -> None:
-        """The next step is decided by others."""
+        """Forget the rows: the next step is not chosen here, so nothing can be learnt from it."""
         self._rows = {}
 
     def _best(self) -> Choice | int:

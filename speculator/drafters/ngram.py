@@ -12,7 +12,7 @@ from speculator import cuda_graphs
 from speculator.draft import Draft
 from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.corpus import LONGEST, Corpus
-from speculator.drafters.topology import check_length
+from speculator.drafters.topology import LOSSY, check_length
 from speculator.kv_cache import KVCache
 from speculator.request import Request
 from speculator.sampling import RowSampling
@@ -142,7 +142,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
-    rules: tuple[str, ...] = ("walk", "block", "token", "typical-lossy")
+    rules: tuple[str, ...] = ("walk", "block", "token", *LOSSY)
     capturable = True
     found: Found
 

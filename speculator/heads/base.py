@@ -168,7 +168,7 @@ class Speculator(PreTrainedModel, ABC):
         return whole.index_copy_(-1, self.draft_tokens, logits)
 
     def probe(self) -> tuple[Tensor, ...]:
-        """Inputs of `logits`, always the same: two heads are one if their logits of it are."""
+        """Fixed inputs of `logits`: of an exported head they must give the same logits as of this one."""
         config = self.config
         hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0))
         tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size

@@ -112,8 +112,6 @@ class Writer:
             "text_offset": offsets,
         }
 
-    # The rest is alike.
-
     @property
     def _usage_wanted(self) -> bool:
         return self.fields.stream_options is not None and self.fields.stream_options.include_usage
