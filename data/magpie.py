@@ -155,12 +155,22 @@ def self_rows(
     Raises:
         UserError: nothing to begin with, no turn that can be used, or as `generate_rows`.
     """
-    refuse((rows < 1, f"{rows} rows are not at least 1"), (turns < 1, f"{turns} turns are not at least 1"))
+    longest = max_prompt_tokens + max_new_tokens
+    refuse(
+        (rows < 1, f"{rows} rows are not at least 1"),
+        (turns < 1, f"{turns} turns are not at least 1"),
+        (
+            longest > target.context_length,
+            f"prompts of {max_prompt_tokens} and answers of {max_new_tokens} tokens do not fit {target.name}, with "
+            f"a context of {target.context_length}",
+        ),
+    )
     answers = [answering] if isinstance(answering, Sampling) else list(answering)
     writer = _Writer(target, turns, max_prompt_tokens, max_new_tokens)
     before = writer.remember(after) if after else None
     record = {
         "target": target.name,
+        "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
         "drafter": identity(drafter),
         "begun": rows,

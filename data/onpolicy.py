@@ -125,6 +125,7 @@ def generate_rows(
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
         "target": target.name,
+        "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
         "drafter": identity(drafter),
         **record_of(samplings, seed, max_new_tokens, prompts),

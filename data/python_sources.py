@@ -21,7 +21,8 @@ def files() -> dict[str, Path]:
     for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
         for path in root.rglob("*.py"):
             relative = path.relative_to(root)
-            if "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts)):
+            ours = "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts))
+            if ours and path.is_file():
                 found.setdefault(relative.as_posix(), path)
     return found
 
@@ -36,10 +37,11 @@ def documents(max_package_bytes: int) -> Iterator[dict[str, Any]]:
     found = files()
     taken: Counter[str] = Counter()
     for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        package, size = name.split("/")[0], found[name].stat().st_size
-        if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
-            continue
+        package = name.split("/")[0]
         try:
+            size = found[name].stat().st_size
+            if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
+                continue
             raw = found[name].read_bytes()
             text = raw.decode()
         except (OSError, UnicodeDecodeError):

@@ -136,9 +136,10 @@ def _numbered(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str
 
 def _holds_a_list(file: Path) -> bool:
     with opened(file) as stream:
-        while (character := stream.read(1)).isspace():
-            pass
-        return character == b"["
+        start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
+        while not start and (character := stream.read(1)):
+            start = character.strip()
+        return start.startswith(b"[")
 
 
 def _listed(file: Path) -> Iterator[Any]:

@@ -31,14 +31,14 @@ _MOST_RENDERED = 20_000_000  # characters of a chat, times its answers: so much 
 Chat: TypeAlias = tuple[list[int], list[int]]
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or a local folder.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=trust_remote_code)
         tokenizer("a", verbose=False)
     except Exception as error:  # whatever the libraries stumble over in files that someone else wrote
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None

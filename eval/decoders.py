@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.costs import StepSeconds, measure
 from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, MixedDrafter, ModelDrafter, NgramDrafter
 from speculator.drafters.corpus import Corpus
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.gguf import located
 from speculator.heads import Speculator
 from speculator.sampling import Sampling
@@ -207,8 +208,10 @@ def measure_suite(
     table = _warmed_up(table, suite, parts, sampling, max_new_tokens, stop_at, measured)
     measured.timed = {decoder.key: Timed() for decoder in table}
     measured.costs = {decoder.key: StepSeconds() for decoder in table if decoder.drafter}
-    count = min(_COST_BATCHES, len(parts))
-    costed = {len(parts) * i // count for i in range(count)}
+    most = max(map(len, parts))
+    full = [number for number, part in enumerate(parts) if len(part) == most]  # others cost what fewer rows do
+    count = min(_COST_BATCHES, len(full))
+    costed = {full[len(full) * i // count] for i in range(count)}
     order = list(table)
     name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")
     progress = tqdm(parts, desc=name, unit="prompt" if batch_size == 1 else "batch")
@@ -254,6 +257,18 @@ def batches(suite: Suite, size: int) -> list[list[int]]:
         alike.setdefault((category, _later(suite, i)), []).append(i)
     parts = [group[start : start + size] for group in alike.values() for start in range(0, len(group), size)]
     return sorted(parts)
+
+
+def check_batches(suites: Sequence[Suite], sizes: Sequence[int]) -> None:
+    """Refuse a batch size that no batch of a suite reaches: its figures would be those of fewer rows.
+
+    Raises:
+        UserError: too few prompts of one category with as many turns.
+    """
+    for suite, size in product(suites, sizes):
+        most = max(map(len, batches(suite, size)))
+        few = f"--batch_size {size}: of {suite.name} at most {most} prompts of one category and as many turns are taken"
+        refuse((most < size, f"{few}: raise --max_prompts"))
 
 
 def _later(suite: Suite, index: int) -> int:

@@ -298,7 +298,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     arguments.temperature = arguments.temperature or [0.0, 1.0]
     check_flags(arguments)
-    refuse_below(arguments, samples=100, sampled_prompts=1)
+    refuse_below(arguments, samples=100, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2)
     drafting.check(arguments, required=True)
     check_file("--output", arguments.output)
     target = load_target(arguments)

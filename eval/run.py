@@ -19,7 +19,7 @@ import torch
 
 from data.sources import PYTHON_SOURCES
 from eval import tracking
-from eval.decoders import OPTIONAL, decoder_of, decoders, measure_suite
+from eval.decoders import OPTIONAL, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import Text, texts, write_page
 from eval.plots import draw_plots
@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = [suite.name for suite in suites]
     for name in names:
         refuse((names.count(name) > 1, f"two suites are called {name}: a report could not tell them apart"))
+    check_batches(suites, arguments.batch_size or [1])
     temperatures = arguments.temperature or [0.0, 1.0]
     default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (model is not None)
     report = evaluate(

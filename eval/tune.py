@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
-from eval.decoders import Decoder, batches, decoder_of, measure_suite
+from eval.decoders import Decoder, batches, check_batches, decoder_of, measure_suite
 from eval.metrics import row, shown
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
 from eval.timing import Engines
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = load_target(arguments)
     head = load_head(arguments.speculator, target)
     suite = suite_of(arguments, arguments.suite, target)
+    check_batches([suite], arguments.batch_size or [1])
     count = arguments.max_new_tokens
     check_lengths(target, max(map(len, suite.prompts)), count)
     if count < head.n_predict + 2:

@@ -12,12 +12,33 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 LEGEND = f"{_GREEN}green{_PLAIN}: draft tokens that the target accepted; uncoloured: tokens that it gave itself"
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """The text of new tokens, special tokens left out."""
-    # Cleaning up would remove spaces that a stream has shown already.
-    text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
+BEFORE = 16
+"""Tokens before a text that are decoded with it, where these are many."""
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], before: Sequence[int] = (), special: bool = False
+) -> str:
+    """The text of new tokens.
+
+    Args:
+        tokenizer: of the target.
+        tokens: the new ones.
+        before: those that the text goes on from. Some tokenizers drop the space at the start of a text, so " Paris" is
+            "Paris" behind nothing; a chat's answer begins so.
+        special: show special tokens too.
+    """
+
+    def text(ids: Sequence[int]) -> str:
+        # Cleaning up would remove spaces that a stream has shown already.
+        made = tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        assert isinstance(made, str)
+        return made
+
+    whole, known = text([*before, *tokens]), text(before)
+    while not whole.startswith(known):  # it ended inside a character
+        known = known[:-1]
+    return whole[len(known) :]
 
 
 class Detokenizer:
@@ -28,14 +49,15 @@ class Detokenizer:
 
     Args:
         tokenizer: of the target.
+        before: see `decode`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
         self.tokenizer = tokenizer
-        # Tokens since the piece before the last one. That piece is decoded again, since some tokenizers drop the space
-        # at the start of a text; `_shown` of the tokens have been given.
-        self._window: list[int] = []
-        self._shown = 0
+        # Tokens since the piece before the last one. That piece is decoded again: what a token's text is depends on
+        # what is before it. `_shown` of the tokens have been given.
+        self._window = list(before[-BEFORE:])
+        self._shown = len(self._window)
         self._special = set(tokenizer.all_special_ids)  # left out of the text: they end no run
         self._in_run = False
 
@@ -59,8 +81,7 @@ class Detokenizer:
         return piece
 
     def _held(self) -> str:
-        shown = decode(self.tokenizer, self._window[: self._shown])
-        return decode(self.tokenizer, self._window)[len(shown) :]
+        return decode(self.tokenizer, self._window[self._shown :], self._window[: self._shown])
 
 
 class TextStream:
@@ -72,10 +93,13 @@ class TextStream:
         tokenizer: of the target.
         lead: printed before the first token's text.
         colours: accepted draft tokens in green. A character of several tokens has the colour of the last.
+        before: see `decode`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, lead: str = "", colours: bool = False):
-        self.detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, lead: str = "", colours: bool = False, before: Sequence[int] = ()
+    ):
+        self.detokenizer = Detokenizer(tokenizer, before)
         self.lead, self.colours = lead, colours
 
     def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:

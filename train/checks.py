@@ -15,13 +15,15 @@ from speculator.errors import UserError
 from speculator.sampling import Sampling
 from speculator.target import Target
 from train.config import GenerateConfig, RunConfig, StageConfig
-from train.initialise import parameters
+from train.initialise import idle, parameters
 
 
 def settings(config: RunConfig) -> None:
     """What is wrong with the settings by themselves."""
     head, generate = config.speculator, config.stage2.generate
     _positive("speculator", head, "n_predict")
+    if unused := idle(head):
+        raise UserError(f"speculator.{unused[0]}: a head of architecture {head.architecture} has no such setting")
     _stage("stage1", config.stage1)
     if config.stage2.max_steps:
         _stage("stage2", config.stage2)

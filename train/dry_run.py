@@ -21,13 +21,14 @@ from typing import TypeVar
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from data.magpie import SELF, names_self
 from data.readers import PYTHON_SOURCES, hub_id
 from data.sources import parse
-from speculator.errors import UserError
+from speculator.errors import UserError, first_line
 from speculator.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
@@ -107,6 +108,8 @@ def _known_config(config: RunConfig) -> PreTrainedConfig | None:
         )
     except (OSError, ValueError):
         return None
+    except StrictDataclassError as error:
+        raise UserError(f"the config of {target.name_or_path}: {first_line(error)}") from None
 
 
 def _family(config: RunConfig, known: PreTrainedConfig | None) -> str:

@@ -71,6 +71,13 @@ def _said(wanted: SpeculatorConfig) -> list[str]:
     return [field.name for field in dataclasses.fields(wanted) if field.name in names]
 
 
+def idle(wanted: SpeculatorConfig) -> list[str]:
+    """The settings that were changed though this kind of head does not have them."""
+    known, usual = {*_said(wanted), "architecture", "initialise", "warm_start"}, SpeculatorConfig()
+    names = [field.name for field in dataclasses.fields(wanted) if field.name not in known]
+    return [name for name in names if getattr(wanted, name) != getattr(usual, name)]
+
+
 def _unsaid(wanted: SpeculatorConfig, other: heads.SpeculatorConfig) -> list[str]:
     """What there is no setting for: it comes from the head to start from, not from the target."""
     base = {field.name for field in dataclasses.fields(heads.SpeculatorConfig)}

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
     samplings = _samplings(arguments)
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
-        tokenizer = load_tokenizer(arguments.target, arguments.revision)
+        tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
         prompts = _prompts(arguments, tokenizer, _context_length(arguments))
         concurrency = arguments.batch_size or CONCURRENCY
         fetch_rows(
@@ -154,6 +154,7 @@ def _check(arguments: argparse.Namespace) -> None:
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (own and arguments.sources != [SELF], f"--sources {SELF}: the target's own prompts come alone"),
         (arguments.server is not None and arguments.adapter, "--adapter: a --server has its own model"),
+        (arguments.server is not None and arguments.dtype != "auto", "--dtype: a --server has its own"),
         (own and arguments.server is not None, f"--sources {SELF} needs the target here, not a --server"),
         (
             arguments.server is not None and len(arguments.temperature) > 1,

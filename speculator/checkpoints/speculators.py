@@ -34,6 +34,7 @@ from speculator.checkpoints.eagle3 import (
 )
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
+from speculator.gguf import is_gguf
 from speculator.heads.eagle3 import Eagle3Speculator
 from speculator.heads.eagle3_config import TAPS as COUNT
 from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
@@ -151,11 +152,9 @@ def base_embedding(config: Any) -> Tensor:  # [V, D]
     known = base_config(name)
     where = f"the speculators layout holds the target's embedding, and {name or 'the base model'} "
     refuse((known is None, f"{where}is not on this machine: --base_model names a folder or a model of the hub's cache"))
-    if Path(name).is_dir():
-        folder = Path(name)
-    else:
-        cached = try_to_load_from_cache(name, files.CONFIG)
-        folder = Path(str(cached)).parent
+    refuse((is_gguf(name), f"{where}is a GGUF file: --base_model names the same model in safetensors"))
+    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
+    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(known)
     embedding = model.get_input_embeddings().weight

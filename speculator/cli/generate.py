@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculator.cli import drafting
@@ -21,7 +20,7 @@ from speculator.files import check_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
 from speculator.request import Request, check_prompts, tokens_per_step
 from speculator.sampling import Sampling
-from speculator.streaming import LEGEND, TextStream, decode
+from speculator.streaming import BEFORE, LEGEND, TextStream, decode
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
 _MOST = 10_000  # texts of a prompt
@@ -157,10 +156,11 @@ def _continue(
     ids = [prompt.tokens(tokenizer) for _, prompt in rows]
     check_prompts(engine.target, ids)  # all of them before the first is answered
     leads = ["" if prompt.chat else prompt.text for _, prompt in rows]
+    befores = [() if prompt.chat else own[-BEFORE:] for (_, prompt), own in zip(rows, ids, strict=True)]
     requests: list[Request] = []
     if arguments.batch_size == 1 and not arguments.output:
-        for number, (prompt, lead) in enumerate(zip(ids, leads, strict=True)):
-            stream = TextStream(tokenizer, lead, arguments.show_drafts)
+        for number, (prompt, lead, before) in enumerate(zip(ids, leads, befores, strict=True)):
+            stream = TextStream(tokenizer, lead, arguments.show_drafts, before)
             requests.append(submit(prompt, _sampling(arguments, number), on_step=partial(stream, number)))
             engine.run()
             stream.finish()
@@ -171,17 +171,20 @@ def _continue(
         engine.step()
         while shown < len(requests) and requests[shown].finish_reason:  # in the order of the rows
             if not arguments.output:
-                show(leads[shown] + decode(tokenizer, requests[shown].tokens))
+                show(leads[shown] + decode(tokenizer, requests[shown].tokens, befores[shown]))
             shown += 1
     if arguments.output:
-        written = [_row(row, request, tokenizer) for (row, _), request in zip(rows, requests, strict=True)]
+        columns = zip(rows, requests, befores, strict=True)
+        written = [
+            _row(row, request, decode(tokenizer, request.tokens, before)) for (row, _), request, before in columns
+        ]
         write_text(arguments.output, "".join(json.dumps(row, allow_nan=False) + "\n" for row in written))
     return requests
 
 
-def _row(row: dict, request: Request, tokenizer: PreTrainedTokenizerBase) -> dict:
+def _row(row: dict, request: Request, text: str) -> dict:
     mean = tokens_per_step(request.steps)
-    new = {"text": decode(tokenizer, request.tokens), "tokens": request.tokens}
+    new = {"text": text, "tokens": request.tokens}
     return {**row, **new, "tokens_per_step": None if math.isnan(mean) else mean}  # JSON has no nan
 
 

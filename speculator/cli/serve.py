@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _check(arguments: argparse.Namespace) -> str:
     """Refuse what can't be, before any model is loaded; gives the API key."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
-    refuse((missing, f"serve needs {', '.join(missing)}: pip install 'speculator[serve]'"))
+    refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
     refuse_below(arguments, max_batch_size=1)
     refuse((arguments.max_batch_size > _CONNECTIONS, f"--max_batch_size: at most the {_CONNECTIONS} connections"))
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))

@@ -15,14 +15,15 @@ class Answer:
     Args:
         tokenizer: of the target.
         stops: strings that end the text, which are no part of it.
+        before: tokens that the text goes on from, see `speculator.streaming.decode`.
 
     Attributes:
         text: what was given so far.
         stopped: one of the strings has come.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]):
-        self._detokenizer, self._stops = Detokenizer(tokenizer), stops
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = ()):
+        self._detokenizer, self._stops = Detokenizer(tokenizer, before), stops
         self._held = ""
         self.text, self.stopped = "", False
 

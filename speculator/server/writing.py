@@ -14,6 +14,7 @@ from speculator.request import Scores
 from speculator.server.answer import Answer
 from speculator.server.schema import Fields
 from speculator.server.worker import News
+from speculator.streaming import decode
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 _LEAST = -9999.0  # JSON has no infinity
@@ -35,11 +36,12 @@ class Writer:
         self.fields, self.tokenizer, self.prompts = fields, tokenizer, prompts
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         count = len(prompts) * fields.choices
-        self.answers = [Answer(tokenizer, fields.stops) for _ in range(count)]
+        self.answers = [Answer(tokenizer, fields.stops, self._before(at)) for at in range(count)]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._scores: list[list[Scores]] = [[] for _ in range(count)]
         self._reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
+        self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
 
     @property
     def done(self) -> bool:
@@ -90,6 +92,9 @@ class Writer:
     def delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
+    def _before(self, at: int) -> list[int]:
+        return self.prompts[at // self.fields.choices]
+
     def _echo(self) -> dict[str, Any]:
         return {}
 
@@ -132,7 +137,8 @@ class Writer:
         return f"data: {json.dumps({**self._head, 'object': self.chunk, **content})}\n\n"
 
     def _name(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        """A token's text inside a text: behind a letter, as at the start it may lose its space."""
+        return decode(self.tokenizer, [token], self._letter, special=True)
 
 
 class ChatWriter(Writer):
@@ -150,6 +156,9 @@ class ChatWriter(Writer):
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self.events({"index": at, **first}) for at in range(len(self.answers))]
 
+    def _before(self, at: int) -> list[int]:
+        return []  # an answer begins a text
+
     def _echo(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.fields.return_token_ids else {}
 
@@ -162,7 +171,8 @@ class ChatWriter(Writer):
     def _logprobs(self, at: int, tokens: Sequence[int], scores: Sequence[Scores]) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
             name = self._name(token)
-            return {"token": name, "logprob": _finite(value), "bytes": list(name.encode())}
+            part = "\ufffd" in name  # of a character: which bytes it is the tokenizer does not say
+            return {"token": name, "logprob": _finite(value), "bytes": None if part else list(name.encode())}
 
         pairs = zip(tokens, scores, strict=True)
         content = [

@@ -93,7 +93,8 @@ def test_a_long_line_of_a_text_is_cut_and_whole(tmp_path):
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
     (tmp_path / "page.txt").write_text("b\r\nc", encoding="utf-8-sig", newline="")
-    assert [row["text"] for row in read(tmp_path)] == ["b\nc", "a"]
+    (tmp_path / "rows.json").write_text('\n [{"text": "d"},\n {"text": "e"}]', encoding="utf-8-sig")
+    assert [row["text"] for row in read(tmp_path)] == ["b\nc", "d", "e", "a"]
 
 
 def test_of_a_text_that_is_not_utf8_the_pieces_that_are_stay(tmp_path):

@@ -124,6 +124,11 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
         ),
         (["--prompts", "PROMPTS"], ["--split", "train"], "--split: of --sources of text"),
         (["--sources", "TEXT"], ["--max_prompt_tokens", "9"], "--max_prompt_tokens: of --sources of self"),
+        (
+            ["--sources", "TEXT"],
+            ["--server", "http://127.0.0.1:9", "--dtype", "bfloat16"],
+            "--dtype: a --server has its own",
+        ),
         (["--sources", "self"], ["--prompt_tokens", "9", "--max_bad_rows", "0"], "--prompt_tokens, --max_bad_rows: of"),
     ],
 )

@@ -449,3 +449,14 @@ def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen(tmp_path):
 
 def test_a_colder_text_is_seen(tmp_path):
     assert p_value_of_text(HeadDrafter(tiny_head()), tmp_path, temperature=0.8) < 1e-6
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_target_that_changed_in_place_is_refused(target, tmp_path, monkeypatch, finished):
+    made(target, tmp_path)
+    if not finished:
+        (tmp_path / "batches").mkdir()
+        (tmp_path / "manifest.json").rename(tmp_path / "batches" / "record.json")
+    monkeypatch.setattr(target, "fingerprint", "of other weights")
+    with pytest.raises(UserError, match="was made with fingerprint"):
+        made(target, tmp_path)

@@ -8,6 +8,7 @@ import pytest
 from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
+from data import python_sources
 from data.readers import hub_dataset
 from data.sources import (
     SPLITS,
@@ -280,3 +281,11 @@ def test_a_name_that_ends_in_a_weight_is_a_name_where_it_is_there(tmp_path):
 def test_a_missing_source_is_named():
     with pytest.raises(SourceError, match="nowhere"):
         list(documents(["nowhere.jsonl"], "train"))
+
+
+def test_a_link_to_nothing_among_the_python_sources_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text("x = 1  # a line of some length\n" * 99)
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    monkeypatch.setattr("data.python_sources.sysconfig.get_path", lambda name: str(tmp_path))
+    assert fingerprint("python-sources")
+    assert [row["id"] for row in python_sources.documents(10**6)] == ["good.py"]

@@ -235,6 +235,7 @@ def test_the_command_tells_a_lossy_rule_by_its_exit_code(folders, capsys):
         (["--speculator", "head", "--draft_length", "4"], "draft length 4"),
         (["--ngram", "--temperature", "-1"], "temperature"),
         (["--ngram", "--samples", "0"], "--samples"),
+        (["--ngram", "--max_new_tokens", "2"], "--max_new_tokens must be at least 3"),
         (["--ngram", "--max_prompts", "0"], "max_prompts"),
         (["--ngram", "--max_new_tokens", "400"], "context of 128"),
         (["--ngram", "--output", "nowhere/checks.json"], "no folder nowhere"),

@@ -312,3 +312,15 @@ def test_a_drafter_by_another_name_is_shown_by_it():
     row = {"drafter": "retrieval", "draft_length": 4, "nodes": 4, "rule": "walk", "lossy": False}
     assert label(row, {4}) == "retrieval"
     assert _colour(row, {4})
+
+
+def test_costs_are_measured_on_full_batches(monkeypatch):
+    """12 prompts at 8 rows are a batch of 8 and one of 4, whose costs are those of 4 rows."""
+    rows = []
+    monkeypatch.setattr("eval.decoders.measure", lambda target, drafter, prompts, *_: rows.append(len(prompts)))
+    target = Target(tiny_model(), tokenizer=None)
+    suite = Suite("s", [[i, i + 1, i + 2] for i in range(1, 13)])
+    table = decoders(target, tiny_head(), [2], None, (), 8, {})[0]
+    measure_suite(target, [decoder for decoder in table if decoder.ours], suite, Sampling(), 6, batch_size=8)
+    assert rows
+    assert set(rows) == {8}

@@ -164,8 +164,14 @@ def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(tmp_path / "head")
     capsys.readouterr()
     command = ["tune", "--target", str(target_folder), "--speculator", str(tmp_path / "head"), "--prompt_tokens", "8"]
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text("".join(f'{{"prompt": "import os, sys, re # {i}"}}\n' for i in range(3)))
     for flags, message in (
         (["--max_new_tokens", "4"], "--max_new_tokens must be at least 5"),
+        (
+            ["--suite", str(suite), "--batch_size", "16"],
+            "--batch_size 16: of suite.jsonl at most 3 prompts",
+        ),
         (["--batch_size", "0"], "--batch_size must be at least 1"),
         (["--speculator", str(tmp_path / "nowhere")], "no folder"),
         (["--output", str(tmp_path)], "is a folder, not a file"),

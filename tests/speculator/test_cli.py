@@ -16,6 +16,7 @@ from speculator import Candidates, Chain, Engine, Paths, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
 from speculator.errors import printable
+from speculator.server.answer import Answer
 from speculator.streaming import Detokenizer, TextStream, decode
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -321,6 +322,27 @@ def test_pieces_add_up_to_the_whole_text_whatever_the_tokens(tokenizer):
             shown += detokenizer.push(token)
             assert whole.startswith(shown)
         assert shown + detokenizer.finish() == whole
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), llama_like_tokenizer()], ids=["byte-level", "byte-fallback"])
+def test_what_follows_a_prompt_is_what_the_whole_text_has_behind_it(tokenizer):
+    draw = random.Random(1)
+    for _ in range(100):
+        ids = tokenizer("".join(draw.choices("ab é", k=60)), add_special_tokens=False)["input_ids"]
+        prompt, new = ids[:30], ids[30:]
+        whole, known = decode(tokenizer, ids), decode(tokenizer, prompt)
+        if whole.startswith(known):  # else the prompt ends inside a character
+            assert known + decode(tokenizer, new, prompt) == whole
+        detokenizer = Detokenizer(tokenizer, prompt)
+        assert "".join(map(detokenizer.push, new)) + detokenizer.finish() == decode(tokenizer, new, prompt)
+
+
+def test_the_space_before_the_first_new_word_is_kept():
+    tokenizer = llama_like_tokenizer()
+    a, word = tokenizer.convert_tokens_to_ids(["a", "▁a"])
+    assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
+    assert Answer(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
+    assert Answer(tokenizer, []).push([word, word], ended=True) == "a a"
 
 
 class Terminal(io.StringIO):

@@ -34,6 +34,11 @@ from train.initialise import new_head, parameters
             ["--speculator.architecture", "eagle3", "--speculator.norm_before_fc", "true"],
             "speculator.norm_before_fc is instead of speculator.fc_norm: set one of them to false",
         ),
+        (["--speculator.taps", "[1, 2]"], "speculator.taps: a head of architecture mlp has no such setting"),
+        (
+            ["--speculator.architecture", "eagle3", "--speculator.tie_weights", "false"],
+            "speculator.tie_weights: a head of architecture eagle3 has no such setting",
+        ),
         (["--loss.lk_eta", "-5"], "loss.lk_eta must not be negative"),
         (["--eval.temperatures", "[0, 1, 0.0]"], "eval.temperatures: 0.0 is given twice"),
         (["--speculator.draft_vocab_size", "-5"], "speculator.draft_vocab_size must not be negative"),

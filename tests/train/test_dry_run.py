@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import LlamaConfig
 
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES
 from train import run
 from train.command_line import parse
-from train.dry_run import rehearse
+from train.dry_run import _known_config, rehearse
 from train.folder import claim, refuse_foreign
 from train.run import _run
 
@@ -142,6 +143,13 @@ def test_a_rehearsal_is_no_setting_of_a_run(tmp_path):
     claim(tmp_path / "run", config, processes=1)
     refuse_foreign(tmp_path / "run", replace(config, dry_run=True))
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
+
+
+def test_a_config_that_does_not_validate_is_one_line(tmp_path):
+    config = LlamaConfig().to_dict() | {"hidden_size": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="hidden_size"):
+        _known_config(parse(["--target.name_or_path", str(tmp_path)]))
 
 
 @pytest.mark.soak

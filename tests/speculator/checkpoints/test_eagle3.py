@@ -454,3 +454,17 @@ def test_a_head_for_a_deeper_target_is_refused(tmp_path, base, target):
     folder = write(head_of(base, taps=[2, 4, 8]), tmp_path / "flat", FLAT)
     with pytest.raises(UserError, match=r"taps 2 4 8: .* has 8 layers, so taps 0 to 7"):
         load_head(folder, target)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "some/folder/model.gguf"])
+def test_the_embedding_of_a_gguf_target_is_not_looked_for_elsewhere(tmp_path, base, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("speculator.checkpoints.speculators.base_config", lambda name: AutoConfig.from_pretrained(base))
+    head = head_of(base)
+    head.config.base_model_name_or_path = name
+    head.save_pretrained(tmp_path / "mine")
+    assert main(["export", "--speculator", "mine", "--format", "speculators", "--output", "out"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "is a GGUF file" in said
+    assert not (tmp_path / "out").exists()

@@ -62,7 +62,7 @@ def test_of_two_servers_on_a_port_that_are_both_bound_one_is_told():
 def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else True)
     assert exit_code(main, ["serve", "--target", str(target_folder)]) == 2
-    assert capsys.readouterr().err == "speculator: serve needs uvicorn: pip install 'speculator[serve]'\n"
+    assert capsys.readouterr().err == "speculator: serve needs uvicorn: pip install uvicorn\n"
 
 
 def test_sigterm_answers_what_is_in_flight_and_ends_well(target_folder):

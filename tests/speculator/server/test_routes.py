@@ -120,7 +120,8 @@ def test_a_chat_is_rendered_as_generate_renders_it(client, chat_target, drafter)
     assert parts[-1]["choices"] == []
     assert parts[-1]["usage"]["completion_tokens"] == len(expected)
     scored = [each for part in parts[1:-1] for each in part["choices"][0]["logprobs"]["content"]]
-    assert [bytes(each["bytes"]).decode() for each in scored] == [each["token"] for each in scored]
+    for each in scored:  # of a part of a character the bytes are not known
+        assert each["bytes"] == (None if "\ufffd" in each["token"] else list(each["token"].encode()))
     assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] for each in scored), "greedy takes the likeliest"
 
 
