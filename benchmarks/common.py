@@ -11,6 +11,7 @@ import torch
 from data.sources import PYTHON_SOURCES
 from eval import suites
 from speculator import Target
+from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_folder, make_folder, write_json, write_text
@@ -32,7 +33,7 @@ def load_target(arguments: argparse.Namespace) -> Target:
     """
     suites.check_flags(arguments)
     check_folder("--output", arguments.output)
-    target = suites.load_target(arguments)
+    target = drafting.load_target(arguments)
     suites.check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     return target
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.sources import PYTHON_SOURCES
 from eval.chi_square import sampled_twice
 from eval.metrics import drafted_share
-from eval.suites import add_flags, check_flags, check_lengths, load_target, suite_of
+from eval.suites import add_flags, check_flags, check_lengths, suite_of
 from eval.timing import as_loaded
 from speculator import Drafter, Target, generate
 from speculator.cli import drafting
@@ -301,7 +301,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_below(arguments, samples=100, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2)
     drafting.check(arguments, required=True)
     check_file("--output", arguments.output)
-    target = load_target(arguments)
+    target = drafting.load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)
     auto = _chosen_as_it_goes(arguments, target, drafter)

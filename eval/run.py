@@ -24,9 +24,10 @@ from eval.metrics import row
 from eval.page import Text, texts, write_page
 from eval.plots import draw_plots
 from eval.report import warnings, write
-from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
+from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
 from speculator import HeadDrafter, Sampling, Target, load_head
+from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
 from speculator.drafters.corpus import Corpus, read_corpus
 from speculator.drafters.early_exit import check_layers
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     check_folder("--output", arguments.output)
     tracking.check(arguments.report_to)
-    target = load_target(arguments)
+    target = drafting.load_target(arguments)
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suites = [suite_of(arguments, source, target, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from data.prompts import Room, prompts
 from data.readers import raw_rows
@@ -192,17 +191,6 @@ def add_flags(parser: OneLineParser, max_prompts: int) -> None:
     parser.add_argument("--max_prompts", type=int, default=max_prompts, help=f"of each suite; default: {max_prompts}")
     parser.add_argument("--prompt_tokens", type=int, default=64, help="of prompts that are cut from text; default: 64")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt and turn; default: 128")
-
-
-def load_target(arguments: argparse.Namespace) -> Target:
-    """The target that the flags name, without the libraries' progress bars.
-
-    Raises:
-        UserError: there is none, or it can't be decoded.
-    """
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return drafting.load_target(arguments)
 
 
 def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:

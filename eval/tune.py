@@ -22,9 +22,10 @@ from tqdm import tqdm
 from data.sources import PYTHON_SOURCES
 from eval.decoders import Decoder, batches, check_batches, decoder_of, measure_suite
 from eval.metrics import row, shown
-from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, load_target, suite_of
+from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
+from speculator.cli import drafting
 from speculator.costs import StepSeconds, isotonic, measure, measure_table, timed_steps
 from speculator.drafters.corpus import LONGEST
 from speculator.drafters.topology import Chain, Shape
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_flags(arguments)
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     check_file("--output", output)
-    target = load_target(arguments)
+    target = drafting.load_target(arguments)
     head = load_head(arguments.speculator, target)
     suite = suite_of(arguments, arguments.suite, target)
     check_batches([suite], arguments.batch_size or [1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from speculator.errors import UserError
-from speculator.linear import processor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -20,6 +23,15 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {processor()}, {torch.get_num_threads()} threads"
+
+
+def processor() -> str:
+    """The CPU's name, family and model: virtual machines call several by one name."""
+    with suppress(OSError):
+        facts = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+        if "model name" in facts:
+            return f"{facts['model name'].strip()} (family {facts.get('cpu family')}, model {facts.get('model')})"
+    return platform.machine()
 
 
 def cores() -> int:

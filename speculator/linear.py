@@ -10,19 +10,17 @@ and calls that need a gradient go torch's own way.
 
 from __future__ import annotations
 
-import platform
-import re
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from speculator.device import processor
 from speculator.files import cache_folder, cached_object
 
 # Multiplications below which a call costs more than its product, unless it was timed.
@@ -43,14 +41,6 @@ def _dtypes() -> tuple[torch.dtype, ...]:
 
 FAST_DTYPES = _dtypes()
 """What oneDNN multiplies on this processor without emulation."""
-
-
-def processor() -> str:
-    """The CPU's name."""
-    with suppress(OSError):
-        if named := re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return named[1].strip()
-    return platform.machine()
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -275,7 +275,7 @@ def shapes_to_measure(head: Speculator, shapes: Iterable[Shape]) -> list[Shape]:
 
 
 def shape_from_json(read: dict[str, Any]) -> Shape:
-    """What `named` gave."""
+    """What `shape_to_json` gave."""
     if read.get("beside"):
         return Mixed(shape_from_json({**read, "beside": None}), read["beside"])
     if read.get("tree"):
@@ -293,6 +293,11 @@ def shape_to_json(shape: Shape) -> dict[str, Any]:
 
 
 def entry_from_json(read: dict[str, Any]) -> CostEntry:
+    """What `entry_to_json` gave.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
     shapes = [(shape_from_json(each), float(each["draft"]), float(each["verify"])) for each in read["steps"]]
     numbers = read["rows"], read["context"]
     if not all(type(number) is int for number in numbers) or type(read["greedy"]) is not bool or not shapes:

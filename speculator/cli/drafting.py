@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from transformers.utils import logging
+
 from speculator.checkpoints.loading import load_head
 from speculator.drafters import (
     Candidates,
@@ -44,11 +46,13 @@ def add_target_flags(parser: OneLineParser) -> None:
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
-    """The target that the flags name.
+    """The target that the flags name, without the libraries' progress bars.
 
     Raises:
         UserError: there is none, or it can't be decoded.
     """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     return Target.load(
         arguments.target,
         revision=arguments.revision,

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from transformers.utils import logging
-
 from speculator.cli import drafting
 from speculator.drafters.ngram import MEMORY
 from speculator.engine import Engine
@@ -64,8 +62,6 @@ def run(arguments: argparse.Namespace) -> None:
     for number, (row, _) in enumerate(rows, start=1):
         refuse((not _is_json(row), f"--prompts {arguments.prompts}, row {number}: NaN or Infinity, which is not JSON"))
     conversation = arguments.chat and arguments.prompt is None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     target = drafting.load_target(arguments)
     if target.tokenizer.chat_template is None and (arguments.chat or any(prompt.chat for _, prompt in rows)):
         raise UserError(f'{arguments.target} has no chat template, which --chat and rows with "messages" need')

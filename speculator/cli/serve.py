@@ -12,7 +12,6 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from transformers.utils import logging
 
 from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
@@ -54,8 +53,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Load, listen, answer until SIGTERM or Ctrl-C, and then what is in flight."""
     key = _check(arguments)
     listening = _bind(arguments.host, arguments.port)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     leave_a_core()
     target = drafting.load_target(arguments)
     drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
