@@ -46,7 +46,7 @@ class Scale:
 FULL = Scale(
     questions=(130, 20, 20),
     text="--max_rows 2688 --max_prompt_tokens 160 --max_new_tokens 256 --batch_size 32",
-    answers="--max_new_tokens 32",
+    answers="--max_new_tokens 16",
 )
 _STAGE = "--stage1.max_steps 2 --stage1.warmup_steps 1 --stage1.eval_steps 2 --stage1.save_steps 2"
 REHEARSAL = Scale(
