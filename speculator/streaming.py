@@ -35,7 +35,7 @@ def decode(
         assert isinstance(made, str)
         return made
 
-    whole, known = text([*before, *tokens]), text(before)
+    whole, known = text([*before, *tokens]), text(before) if before else ""
     while not whole.startswith(known):  # it ended inside a character
         known = known[:-1]
     return whole[len(known) :]

@@ -233,6 +233,7 @@ def test_processes_take_the_choice_of_the_first(tmp_path, monkeypatch):
 def test_a_slow_process_still_finds_what_the_last_pass_left(tmp_path, monkeypatch):
     """The first of two is done with the chats while the second has yet to look for the answers."""
     own, together = threading.local(), threading.Barrier(2, timeout=20)
+    targets = [chatty(tiny_llama()) for _ in range(2)]  # one after the other: both are seeded
     monkeypatch.setattr(batches, "state", lambda: own.state)
     wait = batches._wait_for
 
@@ -248,9 +249,8 @@ def test_a_slow_process_still_finds_what_the_last_pass_left(tmp_path, monkeypatc
         own.state = SimpleNamespace(
             process_index=index, num_processes=2, is_main_process=index == 0, wait_for_everyone=together.wait
         )
-        target = chatty(tiny_llama())
         sizes = {"rows": 12, "max_prompt_tokens": 24, "max_new_tokens": 12, "batch_size": 2, "progress": False}
-        rows[index] = list(self_rows(target, None, tmp_path / "out", **sizes))
+        rows[index] = list(self_rows(targets[index], None, tmp_path / "out", **sizes))
 
     threads = [threading.Thread(target=process, args=(index,), daemon=True) for index in range(2)]
     for thread in threads:

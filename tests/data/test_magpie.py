@@ -117,7 +117,10 @@ def test_a_text_loops_if_most_of_it_came_before():
         (["--server", "http://127.0.0.1:9"], "--sources self needs the target here, not a --server"),
         (["--max_prompt_tokens", "0"], "--max_prompt_tokens: at least 1"),
         (["--prompt_top_p", "2"], "--prompt_top_p must be in (0, 1]"),
-        (["--turns", "2"], "no chat template, so no chats of 2 turns"),
+        (
+            ["--turns", "2", "--max_new_tokens", "9", "--max_prompt_tokens", "9"],
+            "no chat template, so no chats of 2 turns",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line_and_leave_nothing(target_folder, tmp_path, capsys, flags, message):

@@ -95,7 +95,7 @@ def test_help_explains_every_field(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "Optimiser steps." in text
-    assert "Hub id or local folder of a causal LM." in " ".join(text.split())
+    assert "Hub id, local folder or GGUF file of a causal LM." in " ".join(text.split())
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
