@@ -113,7 +113,6 @@ class Batches:
         self._seal = json.dumps(record, sort_keys=True)
         finished, known = self.finished, begun(folder)
         if known is not None:
-            known = {"fingerprint": record.get("fingerprint"), **known}  # older folders have none
             for name, value in record.items():
                 if known.get(name) != value:
                     raise UserError(

@@ -25,7 +25,7 @@ from data.choice import Drafts, identity
 from data.duplicates import NearDuplicates
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, settings_of
 from data.sources import parse
-from speculator.chat import chat_text, chat_tokens
+from speculator.chat import DATA_DAY, chat_text, chat_tokens
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
@@ -98,7 +98,7 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> Turns
 def _around(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS[:count], strict=False)]
-    text = chat_text(tokenizer, messages, ask=True)
+    text = chat_text(tokenizer, messages, ask=True, today=DATA_DAY)
     parts = re.split("|".join(_MARKS[:count]), text)
     if len(parts) != count + 1 or re.findall("|".join(_MARKS), text) != list(_MARKS[:count]):
         raise UserError(

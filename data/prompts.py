@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from data.rendering import document_text, text_tokens
+from data.rendering import check_tokens, document_text, text_tokens
 from data.rows import RowError, SourceError
 from data.sources import interleave, streams
 from data.tally import Tally, tell
@@ -128,6 +128,12 @@ def _prompts(
     # Of packed text all is learnt; of packed chats some row soon has context.
     packed_text = all(all(row.get("loss_mask", [1])) for row in first)
     for row in chain(first, rows):
+        if "input_ids" in row:
+            try:
+                check_tokens(row, tokenizer)
+            except RowError as error:
+                tally.add(error)
+                continue
         if "text" in row:
             yield from ((ids, False) for ids in _cuts(row, tokenizer, prompt_tokens, per_text))
         elif "messages" in row:

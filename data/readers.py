@@ -59,8 +59,7 @@ def read(location: str, max_package_bytes: int) -> Iterator[Document]:
         name, config, split = hub_id(location)
         rows = hub_dataset(name, config, split)
         return _dataset_rows(rows, f"{name}:{config or ''}:{split}", location)
-    if (path / "manifest.json").is_file() and _is_datasets_folder(path / "rows"):
-        path = path / "rows"  # the target's own text, as `python -m data generate` leaves it
+    path = _read_of(path)
     return _datasets_folder(path) if _is_datasets_folder(path) else local_files(path)
 
 
@@ -70,12 +69,18 @@ def fingerprint(location: str) -> str:
     if location == PYTHON_SOURCES:
         files = python_sources.files()
     elif path.exists():
-        files = {p.as_posix(): p for p in _files_in(path)}
+        files = {p.as_posix(): p for p in _files_in(_read_of(path))}
     else:
         return hub_dataset(*hub_id(location))._fingerprint
     stats = ((name, path.stat()) for name, path in sorted(files.items()))
     facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _read_of(path: Path) -> Path:
+    """The part that is read: of the target's own text, as `python -m data generate` leaves it, the rows."""
+    rows = path / "rows"
+    return rows if (path / "manifest.json").is_file() and _is_datasets_folder(rows) else path
 
 
 # Local files
@@ -203,11 +208,13 @@ def _is_datasets_folder(path: Path) -> bool:
 
 
 def _datasets_folder(path: Path) -> Iterator[Document]:
-    """Rows of a saved dataset; one with our three splits, as `python -m data prepare` leaves it, keeps them."""
+    """Rows of a saved dataset; one with our splits, as `python -m data prepare` leaves it, keeps them."""
     try:
         saved = load_from_disk(str(path))
     except Exception as error:  # whatever the library stumbles over in files that someone else wrote
         raise SourceError(f"{path}: can't be loaded: {first_line(error)}") from None
+    if list(saved) == ["train"]:  # so the library calls what nobody has split
+        saved = saved["train"]
     if isinstance(saved, Dataset):
         yield from _dataset_rows(saved, path.name, str(path))
         return

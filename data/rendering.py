@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from data.rows import RowError, SourceError
 from data.tally import Tally
 from data.workers import in_order
-from speculator.chat import RefusedError, chat_text
+from speculator.chat import DATA_DAY, RefusedError, chat_text
 from speculator.errors import UserError, first_line
 from speculator.gguf import located
 
@@ -137,13 +137,23 @@ def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     return ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))
 
 
+def check_tokens(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a row of tokens that were made by another tokenizer.
+
+    Raises:
+        RowError: one of them is not in this one.
+    """
+    highest = max(document["input_ids"])
+    if highest >= len(tokenizer):
+        said = f"token {highest}, but the tokenizer has {len(tokenizer)}"
+        raise RowError(document["where"], said, "a token that the tokenizer has not")
+
+
 def _given_tokens(
     document: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
     ids, mask = document["input_ids"], document["loss_mask"]
-    if max(ids) >= len(tokenizer):
-        said = f"token {max(ids)}, but the tokenizer has {len(tokenizer)}"
-        raise RowError(document["where"], said, "a token that the tokenizer has not")
+    check_tokens(document, tokenizer)
     columns = zip(document.get("document_ids", [0] * len(ids)), ids, mask, strict=True)
     for _, part in groupby(columns, key=lambda column: column[0]):
         _, part_ids, part_mask = zip(*part, strict=True)
@@ -162,7 +172,7 @@ def document_text(
         said = f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template"
         raise RowError(document["where"], said)
     try:
-        return chat_text(tokenizer, document["messages"][:count], document.get("tools"), ask)
+        return chat_text(tokenizer, document["messages"][:count], document.get("tools"), ask, DATA_DAY)
     except RefusedError as error:
         raise RowError(document["where"], str(error)) from None
 

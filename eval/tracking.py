@@ -50,11 +50,18 @@ def stop() -> None:
         wandb.finish()
 
 
+def is_on() -> bool:
+    """Whether a wandb run is on."""
+    wandb = sys.modules.get("wandb")
+    return wandb is not None and wandb.run is not None
+
+
 def log(report: dict, folder: Path) -> None:
     """Put a report into the wandb run that is on, if one is: a training's, say."""
-    wandb = sys.modules.get("wandb")
-    if wandb is None or wandb.run is None:
+    if not is_on():
         return
+    import wandb
+
     figures = {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
     plots = {f"eval/{plot.stem}": wandb.Image(str(plot)) for plot in sorted(folder.glob("*.png"))}
     wandb.log({**figures, **plots})

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,22 @@ from speculator.errors import UserError, first_line
 _SECONDS = 3.0  # of this thread's own time; a template takes a millisecond
 _BYTES = 512 << 20
 _MOST_CHARACTERS = 4_000_000
+DATA_DAY = datetime(2024, 7, 26)
+"""Today, to a template that writes the date into data and a run's prompts: work that goes on another day is the same
+work. The day that Llama 3's templates take where they have no clock."""
 
 
 class RefusedError(UserError):
     """A chat template that does not take these messages; others it may."""
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: Any = None, ask: bool = False) -> str:
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    tools: Any = None,
+    ask: bool = False,
+    today: datetime | None = None,
+) -> str:
     """`render` within bounds.
 
     Raises:
@@ -31,18 +41,34 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: A
         UserError: the template does not end, or takes more memory than there is for it.
     """
     with bounded(f"the chat template of {tokenizer.name_or_path}"):
-        return render(tokenizer, messages, tools, ask)
+        return render(tokenizer, messages, tools, ask, today)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: Any = None, ask: bool = False) -> str:
-    """A chat as the tokenizer's template writes it; with `ask`, up to where the model goes on.
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    tools: Any = None,
+    ask: bool = False,
+    today: datetime | None = None,
+) -> str:
+    """A chat as the tokenizer's template writes it.
+
+    Args:
+        messages, tools: as templates take them.
+        ask: write it up to where the model goes on.
+        today: for a template that writes the date; None: by the clock.
 
     Raises:
         RefusedError: the template does not take the messages.
         MemoryError: it takes more than there is.
     """
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
+        template = tokenizer.get_chat_template(None, tools)
+        if today is not None and "strftime_now" in template:
+            template = _stopped_clock(today) + template
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=ask
+        )
     except MemoryError:
         raise
     except Exception as error:  # a template may raise anything
@@ -50,6 +76,15 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: Any 
     if not isinstance(text, str) or len(text) > _MOST_CHARACTERS:
         raise RefusedError(f"the chat template writes no text, or more than {_MOST_CHARACTERS:,} characters")
     return text
+
+
+def _stopped_clock(today: datetime) -> str:
+    """A macro in the place of the function by which templates write the date: transformers hands them none of ours."""
+    directives = "aAbBcdfGHIjmMpSuUVwWxXyYzZ"
+    written = [(f"%{letter}", today.strftime(f"%{letter}")) for letter in directives]
+    written += [(f"%-{name[1]}", text.lstrip("0") or "0") for name, text in written]  # as glibc leaves out zeros
+    replaced = "".join(f" | replace('{name}', '{text}')" for name, text in written)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
 
 
 def chat_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

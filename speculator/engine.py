@@ -28,7 +28,16 @@ from speculator.drafters.base import Drafter, Texts
 from speculator.drafters.topology import Shape
 from speculator.errors import UserError, refuse
 from speculator.kv_cache import KVCache, bucketed
-from speculator.request import Generation, Request, Scores, StopStrings, check_count, check_prompts, each_sampling
+from speculator.request import (
+    Generation,
+    Request,
+    Scores,
+    StopStrings,
+    check_count,
+    check_prompts,
+    check_tokens,
+    each_sampling,
+)
 from speculator.sampling import RowSampling, Sampling, draw, uniforms
 from speculator.slots import DECODING, JOINING, Slots
 from speculator.target import Target
@@ -137,7 +146,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         stop_strings: Sequence[str] = (),
-        eos_token_ids: Collection[int] | None = None,
+        eos_token_ids: int | Collection[int] | None = None,
         logprobs: int | None = None,
         on_step: Callable[[list[int], int], None] | None = None,
     ) -> Request:
@@ -145,8 +154,10 @@ class Engine:
         (tokens,) = check_prompts(self.target, [prompt])
         room = self.target.context_length - len(tokens)
         limit, at_limit = min((check_count(max_new_tokens), "length"), (room, "context"), key=itemgetter(0))
-        eos = self.target.eos_token_ids if eos_token_ids is None else set(eos_token_ids)
+        eos = self.target.eos_token_ids if eos_token_ids is None else check_tokens(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
+        if stop is not None:
+            eos = {*eos, *stop.tokens}
         return Request(tokens, sampling or Sampling(), limit, at_limit, eos, stop, on_step, logprobs)
 
     def enqueue(self, request: Request) -> Request:
@@ -202,7 +213,7 @@ class Engine:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         stop_strings: Sequence[str] = (),
-        eos_token_ids: Collection[int] | None = None,
+        eos_token_ids: int | Collection[int] | None = None,
         on_step: Callable[[int, list[int], int], None] | None = None,
     ) -> Generation:
         """Submit all and run; see the function `generate`."""
@@ -516,7 +527,7 @@ def generate(
     max_new_tokens: int | Sequence[int] = 128,
     max_batch_size: int | None = None,
     stop_strings: Sequence[str] = (),
-    eos_token_ids: Collection[int] | None = None,
+    eos_token_ids: int | Collection[int] | None = None,
     on_step: Callable[[int, list[int], int], None] | None = None,
 ) -> Generation:
     """Continue prompts. Whatever drafts, the text's distribution is the target's own, unless a lossy rule is asked for.

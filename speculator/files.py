@@ -29,7 +29,7 @@ _WAIT = 60  # seconds for who measures
 def cache_folder() -> Path:
     """$SPECULATOR_CACHE, or `speculator` under the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SPECULATOR_CACHE") or Path(home) / "speculator")
+    return Path(os.environ.get("SPECULATOR_CACHE") or Path(home) / "speculator").expanduser()
 
 
 @contextmanager

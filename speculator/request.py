@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculator.errors import UserError
 from speculator.sampling import Sampling
-from speculator.streaming import decode
+from speculator.streaming import decode, last
 from speculator.target import Target
 
 
@@ -52,22 +52,30 @@ def tokens_per_step(steps: Iterable[Step]) -> float:
 class StopStrings:
     """Tells whether a text has just come to one of the strings.
 
+    Attributes:
+        tokens: the special tokens that spell one of them: a text's words are without these.
+
     Raises:
-        UserError: one of them is empty, or there is no tokenizer.
+        UserError: one of them is empty or no string, or there is no tokenizer.
     """
 
     def __init__(self, strings: str | Sequence[str], tokenizer):
         strings = [strings] if isinstance(strings, str) else list(strings)
+        for string in strings:
+            if not isinstance(string, str):
+                raise UserError(f"a stop string is {string!r:.40}")
         if not all(strings):
             raise UserError("a stop string is empty")
         if tokenizer is None:
             raise UserError("stop strings need the target's tokenizer")
         self.strings, self.tokenizer = strings, tokenizer
+        special = ((number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.tokens = {number for number, content in special if content in strings}
         # A token is a byte of text at least; some room for tokens that decode to nothing.
         self.window = max(len(string.encode()) for string in strings) + 8
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        text = decode(self.tokenizer, tokens[-self.window :])
+        text = decode(self.tokenizer, last(self.tokenizer, tokens, self.window))
         return any(string in text for string in self.strings)
 
 
@@ -207,6 +215,18 @@ def _tokens(number: int, prompt: Any) -> list[int]:
     except TypeError:
         pass
     raise UserError(f"prompt {number} is not a list of token ids: {prompt!r:.40}")
+
+
+def check_tokens(token_ids: int | Iterable[int]) -> set[int]:
+    """One token or several, as transformers takes EOS.
+
+    Raises:
+        UserError: they are no integers.
+    """
+    try:
+        return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
+    except TypeError:
+        raise UserError(f"eos_token_ids are token ids, not {token_ids!r:.40}") from None
 
 
 def check_count(max_new_tokens: Any) -> int:

@@ -65,7 +65,8 @@ class Slots:
                 slot.text, slot.request, slot.phase = slot.request.text, None, FREE
 
     def admit(self, waiting: deque[Request], overlap: int) -> None:
-        """Give waiting requests the free slots: to each the one with the longest common prefix.
+        """Give waiting requests the free slots: to each the one with the longest common prefix, if that is half of what
+        the slot holds; else an unused one, or the one whose last use is the longest ago, which copies the prefix.
 
         Of a prefix the last `overlap` tokens are processed again, and of a prompt at least the last token: its state
         gives the first new one. Where a prompt that has been read, or is being read, shares more, the request follows:
@@ -87,7 +88,14 @@ class Slots:
                     break
             blocks = _hashes(request.prompt)
             following = self._following(request, known, blocks)
-            slot = best or (fresh.popleft() if fresh else used[0])
+            if best is not None and 2 * known >= best.known:
+                slot = best
+            else:  # another text would be lost
+                slot = fresh.popleft() if fresh else min(used, key=lambda each: each.turn)
+                if best is not None and slot is not best:
+                    if known >= _BLOCK and following is None:
+                        following = best, best.text, known
+                    known = 0
             if slot in used:
                 used.remove(slot)
             slot.known = _reused(known, request.prompt, overlap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -12,8 +13,22 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 LEGEND = f"{_GREEN}green{_PLAIN}: draft tokens that the target accepted; uncoloured: tokens that it gave itself"
 
 
-BEFORE = 16
+_BEFORE = 16
 """Tokens before a text that are decoded with it, where these are many."""
+_INSIDE = re.compile(r"<0x[89AB][0-9A-F]>")
+"""A byte token that begins no character."""
+
+
+def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) -> Sequence[int]:
+    """The last `count` tokens of a text, or up to three more, so that they do not begin inside a character: of a run of
+    byte tokens with half a character in it tokenizers decode nothing.
+    """
+    start = max(0, len(tokens) - count)
+    for begin in range(start, max(-1, start - 4), -1):
+        name = tokenizer.convert_ids_to_tokens(int(tokens[begin])) if tokens else None
+        if not (isinstance(name, str) and _INSIDE.fullmatch(name)):
+            return tokens[begin:]
+    return tokens[start:]
 
 
 def decode(
@@ -24,8 +39,8 @@ def decode(
     Args:
         tokenizer: of the target.
         tokens: the new ones.
-        before: those that the text goes on from. Some tokenizers drop the space at the start of a text, so " Paris" is
-            "Paris" behind nothing; a chat's answer begins so.
+        before: those that the text goes on from, of which the last count. Some tokenizers drop the space at the start
+            of a text, so " Paris" is "Paris" behind nothing; a chat's answer begins so.
         special: show special tokens too.
     """
 
@@ -35,6 +50,7 @@ def decode(
         assert isinstance(made, str)
         return made
 
+    before = last(tokenizer, before, _BEFORE)
     whole, known = text([*before, *tokens]), text(before) if before else ""
     while not whole.startswith(known):  # it ended inside a character
         known = known[:-1]
@@ -56,7 +72,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         # Tokens since the piece before the last one. That piece is decoded again: what a token's text is depends on
         # what is before it. `_shown` of the tokens have been given.
-        self._window = list(before[-BEFORE:])
+        self._window = list(last(tokenizer, before, _BEFORE))
         self._shown = len(self._window)
         self._special = set(tokenizer.all_special_ids)  # left out of the text: they end no run
         self._in_run = False

@@ -153,15 +153,22 @@ class _Tuned:
     entries: list[CostEntry]
 
     def choices(self, temperatures: Sequence[float]) -> list[Choice]:
-        """What is known at temperature 0, and at the one nearest to the others; none where one of these is not."""
+        """What is known at temperature 0, and at the one nearest to the others. Of two kinds one that was not tuned is
+        taken for the other, which has chains alone; none where neither was.
+        """
         chosen: dict[Any, tuple[Shape, dict[bool, Sequence[float]]]] = {}
-        for greedy in {Sampling(each).greedy for each in temperatures}:
-            known = {each for each, *_ in self.measured if Sampling(each).greedy == greedy}
-            if not known:
-                return []
-            wanted = max(temperatures)
-            nearest = min(known, key=lambda each: abs(each - wanted))
-            own = [(shape, acceptance) for temperature, shape, acceptance in self.measured if temperature == nearest]
+        wanted, tuned = max(temperatures), {each for each, *_ in self.measured}
+        kinds = {Sampling(each).greedy for each in temperatures}
+        if kinds.isdisjoint(Sampling(each).greedy for each in tuned):
+            return []
+        for greedy in kinds:
+            known = {each for each in tuned if Sampling(each).greedy == greedy}
+            nearest = min(known or tuned, key=lambda each: abs(each - wanted))
+            own = [
+                (shape, acceptance)
+                for temperature, shape, acceptance in self.measured
+                if temperature == nearest and (known or not isinstance(shape, FixedTree))
+            ]
             of_chains = _together([acceptance for shape, acceptance in own if not isinstance(shape, FixedTree)])
             for shape, acceptance in own:
                 tree = isinstance(shape, FixedTree)

@@ -60,11 +60,14 @@ def planned(step: int, save_steps: int, max_steps: int) -> bool:
     return step % save_steps == 0 or step == max_steps
 
 
-def rotate(stage: Path, limit: int, best_step: int | None) -> None:
-    """Delete old checkpoints until `limit` are left, the best among them."""
+def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> None:
+    """Delete old checkpoints until `limit` are left, the best among them.
+
+    Those beyond the newest go too: they are damaged, and the stage did not go on from them.
+    """
     there = numbered(stage)
     kept = [best_step] * (best_step in there)
-    kept += [step for step in there if step != best_step][: limit - len(kept)]
+    kept += [step for step in there if step != best_step and step <= newest_step][: limit - len(kept)]
     for step in there.keys() - set(kept):
         shutil.rmtree(there[step], ignore_errors=True)
 

@@ -199,7 +199,7 @@ def rows(
         ("stage2", config.stage2.generate.max_rows if prompts is None else prompts),
     ):
         batch(name, getattr(config, name), have, processes)
-    if min(config.eval.validation_rows, len(validation_rows)) < processes:
+    if len(validation_rows) < processes:
         raise UserError(f"{len(validation_rows)} validation rows are too few for {processes} processes")
 
 

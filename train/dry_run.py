@@ -25,7 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from data.magpie import SELF, names_self
+from data.magpie import SELF
 from data.readers import PYTHON_SOURCES, hub_id
 from data.sources import parse
 from speculator.errors import UserError, first_line
@@ -33,6 +33,7 @@ from speculator.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
 from train.initialise import parameters
+from train.plan import writings
 from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
@@ -79,9 +80,9 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
             if state.is_main_process:
                 _make_target(folder / "target", _family(config, known), config.speculator.architecture)
                 for number in range(len(config.data.sources)):
-                    _make_source(folder / f"source{number}", number)
+                    _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()
-            run(_shrunk(config, folder))
+            run(_shrunk(config, folder, state.num_processes))
         state.wait_for_everyone()
         if state.is_main_process:
             print("\n".join([*_done(config, folder / "run"), *_real_run(config, known, state.num_processes)]))
@@ -145,7 +146,7 @@ def _make_target(folder: Path, family: str, architecture: str) -> None:
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
 
 
-def _make_source(folder: Path, number: int) -> None:
+def _make_source(folder: Path, number: int, processes: int) -> None:
     """Chats and texts in turn, in the three splits; no two rows of all sources are the same."""
 
     def row(split: str, i: int) -> dict:
@@ -155,18 +156,23 @@ def _make_source(folder: Path, number: int) -> None:
         turns = [("user", "Say something."), ("assistant", words), ("user", "And more?"), ("assistant", words * 2)]
         return {"text": None, "messages": [{"role": role, "content": text} for role, text in turns]}
 
-    splits = {name: Dataset.from_list([row(name, i) for i in range(count)]) for name, count in _ROWS.items()}
+    counts = {name: max(count, 4 * processes) for name, count in _ROWS.items()}  # for a step of each process
+    splits = {name: Dataset.from_list([row(name, i) for i in range(count)]) for name, count in counts.items()}
     DatasetDict(splits).save_to_disk(str(folder))
 
 
-def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
+def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
     stand_ins = [
         str(folder / f"source{number}") + (f"@{source.weight}" if source.weight else "")
         for number, source in enumerate(parse(config.data.sources))
     ]
     length = max(_LENGTH, config.speculator.n_predict + 2)
+    prompt = length // 2
     generate = replace(
-        config.stage2.generate, max_rows=2 * _ROWS["train"], prompt_tokens=length // 2, max_new_tokens=length // 2
+        config.stage2.generate,
+        max_rows=max(2 * _ROWS["train"], 4 * processes),
+        prompt_tokens=prompt,
+        max_new_tokens=length - prompt,
     )
     # Starting from the target's matrices needs the target's width: both are the stand-in's.
     inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
@@ -180,7 +186,7 @@ def _shrunk(config: RunConfig, folder: Path) -> RunConfig:
         stage2=replace(_one_step(config.stage2), generate=generate),
         eval=replace(
             config.eval,
-            validation_rows=4,
+            validation_rows=max(4, processes),
             validation_prompts=4,
             tune_prompts=0,
             prompt_tokens=16,
@@ -230,10 +236,10 @@ def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int)
     """How large the real run is."""
     yield f"the real run, on {processes} process{'es' if processes > 1 else ''}:"
     yield f"  head: {_head_size(config, known)}"
-    own, generate = config.data.self, config.stage2.generate
-    if names_self(config.data.sources):
-        most = own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
-        yield f"  {SELF}: the target writes {own.max_rows:,} chats first, at most {most:,} new tokens; not tried"
+    generate, written = config.stage2.generate, writings(config)
+    if own := written.get(SELF):
+        most = own.rows * own.new
+        yield f"  {SELF}: the target writes {own.rows:,} chats first, at most {most:,} new tokens; not tried"
     row = {"stage1": f"{config.data.seq_length:,} tokens", "stage2": f"at most {generate.max_new_tokens:,} new tokens"}
     length = {"stage1": config.data.seq_length, "stage2": generate.max_new_tokens}
     for name, stage in _stages(config).items():
@@ -243,9 +249,8 @@ def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int)
             f"  {name}: {rows} x {row[name]} = {tokens:,} per optimiser step; "
             f"{stage.max_steps:,} steps = {stage.max_steps * tokens:,} in all"
         )
-    if config.stage2.max_steps:
-        most = generate.max_rows * generate.max_new_tokens
-        yield f"  stage2 generates {generate.max_rows:,} rows, at most {most:,} new tokens"
+    if own := written.get("generating"):
+        yield f"  stage2 generates {own.rows:,} rows, at most {own.rows * own.new:,} new tokens"
     if config.speculator.warm_start:
         yield f"  not tried: speculator.warm_start {config.speculator.warm_start}"
 

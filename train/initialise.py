@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pyarrow import compute
 from transformers import PreTrainedConfig
 
 from speculator import heads
@@ -48,6 +49,14 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
         from_head(head, other, wanted)
     elif wanted.initialise == "target" or wanted.architecture == "eagle3":
         head.initialise_from(whole(model.get_input_embeddings().weight), whole(model.get_output_embeddings().weight))
+    return bind(head, target)
+
+
+def for_rows(head: Speculator, target: Target, rows: datasets.Dataset) -> Speculator:
+    """A trained head that is trained further, on rows that may be longer than those before."""
+    tables = rows.with_format("arrow").iter(batch_size=1000)
+    longest = max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
+    head.config.trained_length = max(head.config.trained_length or 0, longest)
     return bind(head, target)
 
 

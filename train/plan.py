@@ -11,9 +11,8 @@ Longer than other files: each of the tables is one idea with the others, and the
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -68,6 +67,56 @@ def dtype_of(config: RunConfig, target: PreTrainedConfig, kind: str) -> torch.dt
     return stored if kind != "cpu" and isinstance(stored, torch.dtype) else torch.float32
 
 
+@dataclass(frozen=True)
+class Writing:
+    """Rows that the target writes, at most: of so many turns, each a prompt and an answer.
+
+    Attributes:
+        rows, batch_size: all of them, and those that are decoded together.
+        prompt, answer: tokens of each turn.
+        asks: whether the target writes the prompts as well.
+        depth: of the drafts.
+    """
+
+    rows: int
+    batch_size: int
+    prompt: int
+    answer: int
+    turns: int = 1
+    asks: bool = False
+    depth: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.turns * (self.prompt + self.answer)
+
+    @property
+    def new(self) -> int:
+        """Tokens of a row that the target writes."""
+        return self.turns * (self.answer + self.asks * self.prompt)
+
+
+def writings(config: RunConfig) -> dict[str, Writing]:
+    """What the target of a run writes: before training, and between its stages."""
+    found, own, generate = {}, config.data.self, config.stage2.generate
+    chats = Writing(own.max_rows, own.batch_size, own.max_prompt_tokens, own.max_new_tokens, own.turns, True)
+    if names_self(config.data.sources):
+        found[SELF] = chats
+    if config.stage2.max_steps:
+        alone = only_self(config.data.sources)
+        found["generating"] = Writing(
+            generate.max_rows,
+            generate.batch_size,
+            own.max_prompt_tokens if alone else generate.prompt_tokens,
+            generate.max_new_tokens,
+            own.turns if alone else 1,
+            alone,
+            generate.draft_length or config.speculator.n_predict,
+        )
+    return found
+
+
 class Plan:
     """A run's needs.
 
@@ -85,18 +134,13 @@ class Plan:
         self.parts = place.shards if config.target.parallel == "tp" else 1
         self.dtype = dtype_of(config, target, place.kind)
         self.shapes = Shapes(target, self.dtype, config.speculator, place.kind, self.parts)
-        self.lengths = {
-            "stage1": config.data.seq_length,
-            "stage2": self._prompt + config.stage2.generate.max_new_tokens,
-        }
+        self.writings = writings(config)
+        self.lengths = {"stage1": config.data.seq_length}
+        if "generating" in self.writings:
+            self.lengths["stage2"] = self.writings["generating"].length
         self.stages: dict[str, StageConfig] = {"stage1": config.stage1, "stage2": config.stage2}
         self.stages = {name: stage for name, stage in self.stages.items() if stage.max_steps}
         self.passes = {name: self._micro_step(name) for name in self.stages}
-
-    @property
-    def _prompt(self) -> int:
-        own = only_self(self.config.data.sources)
-        return self.config.data.self.max_prompt_tokens if own else self.config.stage2.generate.prompt_tokens
 
     def _micro_step(self, name: str) -> tuple[Pass, Pass]:
         """The target's part, and the head's."""
@@ -130,15 +174,12 @@ class Plan:
         decoded = self._decoding(prompts, config.eval.prompt_tokens, NEW_TOKENS, config.speculator.n_predict, 4)
         needs["evaluations"] = always + trained + decoded
         frozen = Counter({WEIGHTS: shapes.dtype.itemsize * shapes.trained})
-        if config.stage2.max_steps:
-            own = config.stage2.generate
-            depth = own.draft_length or config.speculator.n_predict
-            drafted, plain = (self._decoding(own.batch_size, self._prompt, own.max_new_tokens, d) for d in (depth, 0))
-            drafted[CACHE] += plain[CACHE]  # of the rows that are decoded without a draft too, for its clock
-            needs["generating"] = always + frozen + drafted
-        if names_self(config.data.sources):
-            chats = config.data.self
-            needs[SELF] = always + self._decoding(chats.batch_size, chats.max_prompt_tokens, chats.max_new_tokens, 0)
+        for name, own in self.writings.items():
+            asked = own.length - own.answer
+            needs[name] = always + self._decoding(own.batch_size, asked, own.answer, own.depth)
+            if own.depth:  # rows are decoded without a draft too, for its clock
+                plain = self._decoding(own.batch_size, asked, own.answer, 0)
+                needs[name] += frozen + Counter({CACHE: plain[CACHE]})
         return needs
 
     def _gathered(self, others: float = 0) -> float:
@@ -205,15 +246,10 @@ class Plan:
 
     def tokens(self) -> dict[str, int]:
         """Of all processes: trained on, or new ones at most."""
-        config, counts = self.config, {}
-        if names_self(config.data.sources):
-            own = config.data.self
-            counts[SELF] = own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
+        counts = {name: own.rows * own.new for name, own in self.writings.items()}
         for name in self.stages:
             counts[name] = self._steps(name) * self._rows(name) * self.lengths[name] * self.place.processes
-        if config.stage2.max_steps:
-            counts["generating"] = config.stage2.generate.max_rows * config.stage2.generate.max_new_tokens
-        return counts
+        return {name: counts[name] for name in (SELF, "stage1", "generating", "stage2") if name in counts}
 
     def _steps(self, name: str) -> int:
         """Micro-batches of a process."""
@@ -248,21 +284,19 @@ class Plan:
 
     def traffic(self) -> dict[str, float]:
         """Of each process: the least bytes that are read and written: weights, and the optimiser's state."""
-        config, shapes, found = self.config, self.shapes, {}
+        shapes, found = self.shapes, {}
         for name in self.tokens():
             if name in self.stages:
                 update = 28 * shapes.trained  # weight, gradient and both moments read, all but the gradient written
                 each = shapes.bytes + 2 * 4 * shapes.trained
                 found[name] = float(self._steps(name) * each + self.stages[name].max_steps * update)
                 continue
-            own: Any = config.data.self if name == SELF else config.stage2.generate
-            depth = 0 if name == SELF else own.draft_length or config.speculator.n_predict
-            batches = ceil(own.max_rows / own.batch_size / self.place.copies)
-            length = own.max_new_tokens + (own.max_prompt_tokens if name == SELF else 0)
-            read = self._read(own.batch_size * (1 + depth))
-            context = own.batch_size * (self._prompt + own.max_new_tokens / 2) * shapes.position
-            head = depth * shapes.head.config.output_size * shapes.head.config.inner_dim * self.dtype.itemsize
-            found[name] = batches * ceil(length / (1 + depth)) * (read + context + head)
+            own = self.writings[name]
+            batches = ceil(own.rows / own.batch_size / self.place.copies)
+            read = self._read(own.batch_size * (1 + own.depth))
+            context = own.batch_size * (own.length - own.new / 2) * shapes.position
+            head = own.depth * shapes.head.config.output_size * shapes.head.config.inner_dim * self.dtype.itemsize
+            found[name] = batches * ceil(own.new / (1 + own.depth)) * (read + context + head)
         return found
 
     def _read(self, tokens: int) -> float:
@@ -279,9 +313,8 @@ class Plan:
             kept = min(stage.save_total_limit + 1, ceil(stage.max_steps / stage.save_steps))
             found[f"{name}: {kept} checkpoints"] = 12 * head * kept
         found["the best heads"] = 4 * head * (1 + len(self.stages))
-        if self.config.stage2.max_steps:
-            own = self.config.stage2.generate
-            found["generated rows, at most"] = 5 * own.max_rows * (self._prompt + own.max_new_tokens)
+        if own := self.writings.get("generating"):
+            found["generated rows, at most"] = 5 * own.rows * self.lengths["stage2"]
         return found
 
     # ---- as a text

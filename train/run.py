@@ -31,7 +31,7 @@ from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
-from speculator.checkpoints.loading import bind, load_head
+from speculator.checkpoints.loading import load_head
 from speculator.device import cores
 from speculator.errors import run_command
 from speculator.files import cache_folder
@@ -42,11 +42,11 @@ from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import rehearse
 from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
-from train.initialise import new_head
+from train.initialise import for_rows, new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
-from train.stages import is_published, publish, train_stage
+from train.stages import is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
 
@@ -128,11 +128,15 @@ def _run(config: RunConfig) -> None:
         if config.stage2.max_steps:
             own_text = generate_own_text(config, target, best, own_prompts)
             checks.batch("stage2", config.stage2, len(own_text), state.num_processes)
-            best = train_stage("stage2", config, target, lambda: bind(load_any(best), target), own_text, *measured_on)
+            best = train_stage(
+                "stage2", config, target, lambda: for_rows(load_any(best), target, own_text), own_text, *measured_on
+            )
         if state.is_main_process:
             publish(load_any(best), head_folder)
     state.wait_for_everyone()
     if state.is_main_process:
+        if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
+            start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
         _measure(config, target, suites, folder)
         tracking.stop()
         write_card(head_folder)

@@ -60,10 +60,10 @@ def train_stage(
     if is_published(best_head):
         return best_head
     state = PartialState()
-    count = min(config.eval.validation_rows, len(validation_rows))
+    count = len(validation_rows)
     batch = max(1, min(settings.per_device_train_batch_size, count // state.num_processes))
-    # Whole batches: a short one would be filled up with rows seen before.
-    count -= count % (batch * state.num_processes)
+    # Whole batches: a short one would be filled up with rows seen before. The last row has tokens to learn.
+    left_out = count % (batch * state.num_processes)
     names = {field.name for field in dataclasses.fields(StageConfig)} - {"save_total_limit"}
     fields = {name: getattr(settings, name) for name in names}  # the checkpoints are counted and deleted here
     trainer = SpeculatorTrainer(
@@ -84,7 +84,7 @@ def train_stage(
         ),
         data_collator=Collator(config.speculator.n_predict, getattr(settings, "refused_weight", None)),
         train_dataset=train_rows,
-        eval_dataset=validation_rows.select(range(count)),
+        eval_dataset=validation_rows.select(range(left_out, count)),
     )
     resume, passed_over = checkpoint.newest(folder)
     if state.is_main_process:
@@ -100,7 +100,7 @@ def train_stage(
     done = _state_of(resume) if resume else {}
     if done.get("global_step", 0) < settings.max_steps:
         if state.is_main_process and config.report_to == "wandb":
-            _start_tracking(config, name, folder)
+            start_tracking(config, name)
         with interrupts.saving():
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
@@ -150,13 +150,14 @@ def publish(head: Speculator, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_tracking(config: RunConfig, name: str, folder: Path) -> None:
+def start_tracking(config: RunConfig, name: str) -> None:
     """One wandb run per stage, in one group, its id kept for resuming; in the run's folder, offline without a key.
 
     transformers' callback goes on with the run that is there. It stays on until the next stage begins, so the last
     one's has the final report as well.
     """
     tracking.stop()
+    folder = Path(config.output_dir) / name
     record = folder / "wandb_id"
     if not (record.is_file() and _WANDB_ID.fullmatch(record.read_bytes())):
         folder.mkdir(parents=True, exist_ok=True)

@@ -218,7 +218,7 @@ class SpeculatorTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         if self.args.should_save and self.keep:
-            rotate(stage, self.keep, self.state.best_global_step)
+            rotate(stage, self.keep, self.state.best_global_step, self.state.global_step)
         self.accelerator.wait_for_everyone()
 
     def _since_log_file(self, folder: Path) -> Path:

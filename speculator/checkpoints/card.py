@@ -128,11 +128,13 @@ def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
         steps = stage.get("max_steps", 0)
         if not steps:
             continue
-        generated = stage.get("generate")  # a stage on the target's own text has rows of another length
-        length = generated["prompt_tokens"] + generated["max_new_tokens"] if generated else length
+        most = "generate" in stage  # rows of the target's own text are of different lengths
+        length = config.trained_length or length if most else length
         rows = stage.get("per_device_train_batch_size", 0) * stage.get("gradient_accumulation_steps", 1) * processes
         rate = f"{stage.get('learning_rate', 0):g}, {stage.get('lr_scheduler_type', '')}".rstrip(", ")
-        table.append((name, f"{steps:,}", f"{rows} of {length} tokens", f"{steps * rows * length:,}", rate))
+        shown = "up to " * most
+        tokens = f"{shown}{steps * rows * length:,}"
+        table.append((name, f"{steps:,}", f"{rows} of {shown}{length} tokens", tokens, rate))
     losses = ", ".join(f"{name} {weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight)
     kept = "The head is the checkpoint that got the most tokens per step in real decoding of held-out prompts."
     header = ("stage", "steps", "rows per step", "tokens", "learning rate")

@@ -14,6 +14,7 @@ from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.device import dtype_name
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.heads.base import SpeculatorConfig
+from speculator.tuned import TUNED
 
 HELP = "write a head in a server's checkpoint layout, or a server's head in ours; says who loads it and how"
 
@@ -40,6 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
     checked = check_base(head.config)
     save(head, arguments.output, layout, arguments.expand_tied)
     carry_card(arguments.speculator, arguments.output)
+    if layout.name == "native" and (arguments.speculator / TUNED).is_file():
+        shutil.copyfile(arguments.speculator / TUNED, arguments.output / TUNED)
     dtype = dtype_name(head.dtype)
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print("read back: config, tensors, weights and logits are the head's")

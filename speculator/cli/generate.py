@@ -18,7 +18,7 @@ from speculator.files import check_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
 from speculator.request import Request, check_prompts, tokens_per_step
 from speculator.sampling import Sampling
-from speculator.streaming import BEFORE, LEGEND, TextStream, decode
+from speculator.streaming import LEGEND, TextStream, decode
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
 _MOST = 10_000  # texts of a prompt
@@ -152,7 +152,7 @@ def _continue(
     ids = [prompt.tokens(tokenizer) for _, prompt in rows]
     check_prompts(engine.target, ids)  # all of them before the first is answered
     leads = ["" if prompt.chat else prompt.text for _, prompt in rows]
-    befores = [() if prompt.chat else own[-BEFORE:] for (_, prompt), own in zip(rows, ids, strict=True)]
+    befores = [() if prompt.chat else own for (_, prompt), own in zip(rows, ids, strict=True)]
     requests: list[Request] = []
     if arguments.batch_size == 1 and not arguments.output:
         for number, (prompt, lead, before) in enumerate(zip(ids, leads, befores, strict=True)):

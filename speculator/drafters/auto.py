@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from speculator import cuda_graphs
 from speculator.draft import Draft
 from speculator.drafters.base import LogitsSource, Texts
 from speculator.drafters.controller import COPIED, Choice, Controller, StepCost, fastest_shape
-from speculator.drafters.head import HeadDrafter
+from speculator.drafters.head import HeadDrafter, HeadSource
 from speculator.drafters.mixed import Mixed
 from speculator.drafters.ngram import Found, NgramDrafter
 from speculator.drafters.topology import LOSSY, Shape
@@ -36,7 +37,7 @@ class Copied:
         self.depth = self.nodes = length
 
     def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        source.skip(pending, texts)  # type: ignore[attr-defined]
+        cast(HeadSource, source).skip(pending, texts)
         if not self.depth:
             return Draft.none(pending)
         return Draft(*self.found.first(len(pending), self.depth))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from speculator.draft import Draft, gather_at, take_at
 from speculator.drafters.attention import AttentionSource
-from speculator.drafters.base import Drafter, Texts
+from speculator.drafters.base import Drafter, LogitsSource, Texts
 from speculator.drafters.topology import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import AttentionHead, RecurrentHead, Speculator
@@ -38,7 +38,7 @@ class HeadDrafter(Drafter):
         self.head = head.eval()
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
-        self.source: AttentionSource | StateSource
+        self.source: HeadSource
         if isinstance(head, AttentionHead):
             self.source = AttentionSource(head)
         else:
@@ -87,6 +87,37 @@ class HeadDrafter(Drafter):
         return self.source.version
 
 
+class HeadSource(LogitsSource, Protocol):
+    """What a kind of head remembers of each row, and the logits that it makes of that.
+
+    `open`, `grow`, `move`, `prefill`, `commit`, `reshape`, `buffers`, `overlap` and `version` are the drafter's own.
+    """
+
+    overlap: int
+    version: int
+
+    def open(self, slots: int, capacity: int) -> HeadSource: ...
+
+    def grow(self, capacity: int) -> None: ...
+
+    def reshape(self, shape: Shape) -> None: ...
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None: ...
+
+    def prefill(
+        self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None: ...
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None: ...
+
+    @property
+    def buffers(self) -> Sequence[Tensor]: ...
+
+    def skip(self, pending: Tensor, texts: Texts) -> None:
+        """What `first` does to the memory, where this source drafts nothing."""
+        ...
+
+
 class StateSource:
     """What a recurrent head remembers of a text: the target's last hidden state."""
 
@@ -123,7 +154,7 @@ class StateSource:
         return [self._hidden]
 
     def skip(self, pending: Tensor, texts: Texts) -> None:
-        """What `first` does to the memory, where this source drafts nothing."""
+        pass
 
     def first(self, pending: Tensor, texts: Texts) -> Tensor:
         state = self.head.start(self._hidden[: len(pending)])[:, None]

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from speculator.errors import UserError
 from speculator.prompts import Prompt, continued
 from speculator.request import Request as Decoded
+from speculator.request import check_prompts
 from speculator.server.encoding import Encoder
 from speculator.server.guard import LATE, Guard, Limits, answer_error, refusal_of
 from speculator.server.metrics import Metrics
@@ -177,6 +178,7 @@ class _Service:
             self._encoding -= count
 
     def _requests(self, fields: Fields, ids: list[list[int]], limit: int) -> list[Decoded]:
+        check_prompts(self.worker.engine.target, ids)
         samplings = fields.samplings(len(ids) * fields.choices)
         make, choices = self.worker.engine.request, fields.choices
         how = {"max_new_tokens": limit, "stop_strings": fields.stops, "logprobs": fields.alternatives}
@@ -219,6 +221,8 @@ class _Service:
             if first:
                 self.metrics.first_token.observe(time.monotonic() - began)
             first = False
+            if writer.answers[news.index].stopped:  # its request had not heard of that
+                continue
             yield news
             if writer.answers[news.index].stopped:
                 job.requests[news.index].cancel()
@@ -241,5 +245,7 @@ class _Events(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except LATE:  # the reader; what has begun can't become a refusal: the connection is closed
+            pass
         finally:
             self._close()

@@ -268,6 +268,14 @@ def test_a_prompt_that_the_server_refuses_is_named(serve, tokenizer, tmp_path):
         fetched(server, tokenizer, tmp_path)
 
 
+def test_a_finished_folder_is_read_again_and_nothing_asked(serve, tokenizer, tmp_path):
+    server = serve()
+    first = fetched(server, tokenizer, tmp_path)
+    asked = len(server.bodies)
+    assert fetched(server, tokenizer, tmp_path) == first
+    assert len(server.bodies) == asked
+
+
 def test_no_server_is_known_at_once(tokenizer, tmp_path):
     with pytest.raises(UserError, match="no server at http"):
         fetch_rows("http://127.0.0.1:9", "target", tokenizer, text_prompts(tokenizer), tmp_path, progress=False)

@@ -1,5 +1,7 @@
 """What of a document is learnt: checked by string search and character offsets, which the package does not use."""
 
+from datetime import datetime
+
 import pytest
 from chat_templates import CHATML, FAMILIES, answers_by_offsets, chat_tokenizer
 from conftest import tiny_tokenizer
@@ -8,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.rendering import render
 from data.rows import SourceError
+from speculator.prompts import Prompt
 
 
 def chat(*contents: str, first: str = "user") -> list[dict]:
@@ -88,7 +91,6 @@ MARKED = "{% for m in messages %}" + MARK + TURN + "{% endfor %}" + ASK
 BROKEN = {
     "counts the turns": "{{ messages | length }} turns\n" + LOOP + ASK,
     "writes the last turn first": "{% for m in messages | reverse %}" + TURN + "{% endfor %}" + ASK,
-    "tells the time": "{{ strftime_now('%H:%M:%S.%f') }}\n" + LOOP + ASK,
     "dates the end": LOOP + "{% if add_generation_prompt %}[July]<|im_start|>assistant\n{% else %}[July]{% endif %}",
     "shortens what lies behind": "{% for m in messages %}{% if loop.last %}" + TURN + "{% else %}"
     "<|im_start|>{{ m.role }}\n{{ m.content[:4] }}<|im_end|>\n{% endif %}{% endfor %}" + ASK,
@@ -204,3 +206,11 @@ def test_a_special_token_that_a_text_spells_is_text():
     # A chat's are special wherever they come from, as they are for a server; and no text before changes that.
     [document] = rendered(tokenizer, messages=chat("what is <|eot_id|>?", "a token"))
     assert document["input_ids"].count(eos) == 3
+
+
+def test_a_template_that_writes_the_date_gives_the_same_rows_on_any_day():
+    tokenizer = chat_tokenizer("qwen3", "It is {{ strftime_now('%d %B %Y') }}.\n" + LOOP + ASK)
+    [document] = rendered(tokenizer, messages=DIALOGUES[1])
+    assert tokenizer.decode(document["input_ids"]).startswith("It is 26 July 2024.\n")
+    today = Prompt(DIALOGUES[1][:1], chat=True).tokens(tokenizer)
+    assert f"{datetime.now():%Y}" in tokenizer.decode(today), "who asks now is told the day"

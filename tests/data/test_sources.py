@@ -184,6 +184,24 @@ def test_a_saved_dataset_with_our_splits_keeps_them(tmp_path):
     assert len(contents(str(tmp_path / "other" / "test"))) == 30
 
 
+def test_a_saved_dataset_with_a_train_split_alone_is_split(tmp_path):
+    rows = Dataset.from_list([{"text": f"a text {i}"} for i in range(300)])
+    DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
+    counts = [len(list(documents([str(tmp_path / "saved")], name))) for name in SPLITS]
+    assert sum(counts) == 300
+    assert min(counts) > 0
+
+
+def test_of_the_targets_own_text_the_rows_alone_are_looked_at(tmp_path):
+    Dataset.from_list([{"text": "a text"}]).save_to_disk(tmp_path / "rows")
+    (tmp_path / "manifest.json").write_text("{}")
+    before = fingerprint(str(tmp_path))
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "000000.json").write_text("{}")
+    assert fingerprint(str(tmp_path)) == before
+    assert len(contents(str(tmp_path))) == 1
+
+
 def mixed(tmp_path):
     """Two sources of unequal documents that share some."""
     both = [f"shared {i} " * 5 for i in range(300)]

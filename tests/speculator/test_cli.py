@@ -16,6 +16,7 @@ from speculator import Candidates, Chain, Engine, Paths, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
 from speculator.errors import printable
+from speculator.request import StopStrings
 from speculator.server.answer import Answer
 from speculator.streaming import Detokenizer, TextStream, decode
 
@@ -335,6 +336,23 @@ def test_what_follows_a_prompt_is_what_the_whole_text_has_behind_it(tokenizer):
             assert known + decode(tokenizer, new, prompt) == whole
         detokenizer = Detokenizer(tokenizer, prompt)
         assert "".join(map(detokenizer.push, new)) + detokenizer.finish() == decode(tokenizer, new, prompt)
+
+
+def test_a_prompt_that_ends_in_byte_tokens_breaks_no_character_behind_it():
+    tokenizer = llama_like_tokenizer()
+    for count in range(1, 12):
+        prompt, new = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("日" * count, "本語"))
+        assert len(prompt) == 3 * count
+        assert decode(tokenizer, new, prompt) == "本語"
+        assert Answer(tokenizer, [], prompt).push(new, ended=True) == "本語"
+
+
+def test_a_stop_string_is_found_in_a_run_of_byte_tokens():
+    tokenizer = llama_like_tokenizer()
+    for count in range(12):
+        new = tokenizer("日" * count + "本", add_special_tokens=False)["input_ids"]
+        stop = StopStrings(["本"], tokenizer)
+        assert [stop.ends(new[:end]) for end in range(1, len(new) + 1)] == [False] * (len(new) - 1) + [True]
 
 
 def test_the_space_before_the_first_new_word_is_kept():

@@ -3,12 +3,13 @@
 import random
 from collections import deque
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from conftest import Oracle, tiny_head, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM
 
 from speculator import (
     Candidates,
@@ -156,12 +157,80 @@ def test_stop_strings_end_a_row_where_transformers_does(target_folder):
 
 def test_stop_strings_are_sought_in_the_text_that_is_shown():
     class Tidying:  # as tokenizers of WordPiece by default
+        added_tokens_decoder: ClassVar = {}
+
+        def convert_ids_to_tokens(self, token):
+            return "a"
+
         def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces=True):
             return "a." if clean_up_tokenization_spaces else "a ."
 
     assert StopStrings([" ."], Tidying()).ends([1, 2])
     assert not StopStrings(["a."], Tidying()).ends([1, 2])
     assert not StopStrings("a.", Tidying()).ends([1, 2]), "one string, not its letters"
+
+
+def test_a_special_token_that_spells_a_stop_string_ends_the_text_as_in_transformers(target_folder):
+    target = Target.load(str(target_folder))
+    plain = generate(target, None, [[5, 6, 7]], max_new_tokens=20, eos_token_ids=[]).tokens[0]
+    names = target.tokenizer.convert_ids_to_tokens(plain)
+    place = next(at for at, name in enumerate(names) if at > 2 and name.isascii() and names.index(name) == at)
+    special = AddedToken(names[place], special=True)
+    target.tokenizer.add_tokens([special], special_tokens=True)
+    expected = target.model.generate(
+        torch.tensor([[5, 6, 7]]),
+        do_sample=False,
+        max_new_tokens=20,
+        stop_strings=[special.content],
+        tokenizer=target.tokenizer,
+        pad_token_id=0,
+    )[0, 3:].tolist()
+    assert expected == plain[: place + 1]
+    how = {"stop_strings": [special.content], "eos_token_ids": [], "max_new_tokens": 20}
+    assert generate(target, None, [[5, 6, 7]], **how).tokens == [expected]
+
+
+def test_one_eos_token_may_be_given_alone(target):
+    plain = generate(target, None, [[5, 6]], max_new_tokens=12, eos_token_ids=[]).tokens[0]
+    expected = plain[: plain.index(plain[4]) + 1]
+    assert generate(target, None, [[5, 6]], max_new_tokens=12, eos_token_ids=plain[4]).tokens == [expected]
+
+
+def test_chats_that_take_turns_keep_what_each_has_read(target, head):
+    """They begin alike, as templates do; neither takes the other's slot while another is free."""
+    chats = [[1, 2, 3, *range(10, 20)], [1, 2, 3, *range(20, 30)]]
+    for drafter in (None, HeadDrafter(head)):
+        engine = Engine(target, drafter, slots=2)
+        for turn in range(3):
+            for chat in chats:
+                before, known = engine.processed, len(chat)
+                (answer,) = engine.generate([chat], max_new_tokens=6).tokens
+                assert answer == generate(target, drafter, [list(chat)], max_new_tokens=6).tokens[0]
+                assert engine.processed - before <= (3 if turn else known)
+                chat += [*answer, 7, 8]
+
+
+def test_of_slots_with_other_texts_the_one_used_least_recently_is_taken(target):
+    engine = Engine(target, slots=2)
+    first, second, third = ([token] * 20 for token in (3, 4, 5))
+    for prompt in (first, second, first, third):  # third takes second's
+        engine.generate([prompt], max_new_tokens=2)
+    before = engine.processed
+    engine.generate([first], max_new_tokens=2)
+    assert engine.processed == before + 1
+
+
+def test_what_two_texts_begin_with_is_copied_to_another_slot(target):
+    engine, long = Engine(target, slots=2), [i * 7 % 32 for i in range(80)]
+    engine.generate([long], max_new_tokens=2)
+    before = engine.processed
+    other = [*long[:30], 9, 9]
+    made = engine.generate([other], max_new_tokens=5).tokens
+    assert engine.processed == before + 2
+    assert made == generate(target, None, [other], max_new_tokens=5).tokens
+    before = engine.processed
+    engine.generate([[*long, 4]], max_new_tokens=2)
+    assert engine.processed <= before + 2, "the longer text is still there"
 
 
 def test_a_chats_next_turn_processes_only_what_is_new(target, head):

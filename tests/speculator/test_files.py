@@ -6,6 +6,7 @@ from safetensors import SafetensorError
 
 from speculator.errors import UserError
 from speculator.files import (
+    cache_folder,
     check_file,
     check_folder,
     make_folder,
@@ -160,3 +161,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "made"]
     fill("other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
+
+
+def test_the_cache_may_be_named_from_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SPECULATOR_CACHE", "~/kept")
+    assert cache_folder() == tmp_path / "kept"

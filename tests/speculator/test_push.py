@@ -126,9 +126,11 @@ def refused(capsys, code: int) -> str:
 @pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3"])
 def test_what_arrives_is_the_folder_with_a_card(hub, head, capsys, architecture):
     tiny_head(architecture=architecture).save_pretrained(head)
+    (head / "decoding.json").write_text("{}")
+    (head / "notes.txt").write_text("what lies there by chance")
     capsys.readouterr()
     assert push(head) == 0
-    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "decoding.json"}
     assert all(content == (head / name).read_bytes() for name, content in hub.files.items())
     assert hub.files["README.md"].startswith(b"---\nlibrary_name: speculator")
     assert hub.tokens == {"Bearer hf_secret"}

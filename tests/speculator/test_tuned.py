@@ -5,12 +5,22 @@ import torch
 from conftest import tiny_head, write_tuned
 from transformers import AutoModelForCausalLM
 
-from speculator import Chain, FixedTree, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, generate, speculative
+from speculator import (
+    Chain,
+    FixedTree,
+    MLPSpeculator,
+    MLPSpeculatorConfig,
+    Target,
+    UserError,
+    generate,
+    load_head,
+    speculative,
+)
 from speculator.__main__ import main
 from speculator.costs import CostEntry
 from speculator.drafters import HeadDrafter
 from speculator.drafters.auto import AutoDrafter
-from speculator.tuned import shapes_to_measure, tuned_drafter
+from speculator.tuned import automatic, shapes_to_measure, tuned_drafter
 
 SETTINGS = [{"temperature": 0.0, "draft_length": 2}, {"temperature": 1.0, "tree": [[0], [1], [0, 0]]}]
 MEASURED = [
@@ -181,6 +191,22 @@ def test_chains_of_all_lengths_tell_together_how_often_a_depth_is_accepted(targe
         pytest.approx([first, 0.6]),
         [0.9],
     ]
+
+
+def test_who_decodes_at_both_kinds_of_temperature_takes_one_that_was_tuned_for_the_other(target_folder, tuned_folder):
+    figures = [{"draft_length": 1}, {"draft_length": 2}, {"tree": [[0], [1]]}]
+    for each, chances in zip(figures, ([0.5], [0.7, 0.6], [0.9]), strict=True):
+        each |= {"temperature": 0.0, "batch_size": 1, "acceptance_by_position": chances}
+    write_tuned(tuned_folder, SETTINGS, **{**FIGURES, "measured": figures})
+    target = Target.load(str(target_folder))
+    head = load_head(tuned_folder, target)
+    both = automatic(tuned_folder, target, head, [0.0, 1.0], 1)
+    assert both is not None
+    greedy, sampled = ([c.shape for c in both.choices if kind in c.acceptance] for kind in (True, False))
+    assert len(greedy) == 3
+    assert all(isinstance(shape, Chain) for shape in sampled)
+    assert len(sampled) == 2
+    assert automatic(tuned_folder, target, head, [1.0], 1) is None
 
 
 def test_a_file_of_an_older_version_says_what_to_draft_and_no_more(target_folder, tuned_folder):

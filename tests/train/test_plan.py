@@ -235,3 +235,20 @@ def test_disk_and_tokens_are_those_of_the_settings(target_folder):
     }
     assert made.memory()["stage1"][GRADIENTS] > 0
     assert json.dumps(made.operations())
+
+
+def test_of_a_target_that_writes_its_own_prompts_all_that_it_writes_counts(target_folder):
+    sizes = "--data.self.max_rows 10 --data.self.max_prompt_tokens 3 --data.self.max_new_tokens 5 --data.self.turns 2"
+    own = "--stage2.generate.max_rows 20 --stage2.generate.max_new_tokens 7"
+    config = parse(["--config", "configs/quickstart.yaml", "--data.sources", "[self]", *sizes.split(), *own.split()])
+    made = Plan(config, AutoConfig.from_pretrained(target_folder), CPU)
+    row = 2 * (3 + 7)
+    assert list(made.tokens()) == ["self", "stage1", "generating", "stage2"]
+    assert made.tokens()["self"] == 10 * 2 * (3 + 5)
+    assert made.tokens()["generating"] == 20 * row
+    assert made.tokens()["stage2"] == 800 * row
+    assert made.disk()["generated rows, at most"] == 5 * 20 * row
+    short = Plan(
+        replace(config, data=replace(config.data, self=replace(config.data.self, turns=1))), made.shapes.config, CPU
+    )
+    assert made.traffic()["generating"] > 1.9 * short.traffic()["generating"]

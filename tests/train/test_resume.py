@@ -251,8 +251,15 @@ def test_copies_of_checkpoints_are_left_alone_and_a_moved_run_goes_on(unfinished
 def test_old_checkpoints_go_but_for_the_best_and_copies_stay(tmp_path):
     for name in ("checkpoint-4", "checkpoint-8", "checkpoint-12", "checkpoint-16", "checkpoint-2.bak"):
         (tmp_path / name).mkdir()
-    checkpoint.rotate(tmp_path, 2, best_step=4)
+    checkpoint.rotate(tmp_path, 2, best_step=4, newest_step=16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-16", "checkpoint-2.bak", "checkpoint-4"]
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_takes_the_place_of_no_whole_one(tmp_path):
+    for step in (4, 8, 16):  # the last is damaged, and training went on from 4
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    checkpoint.rotate(tmp_path, 2, best_step=4, newest_step=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
 
 
 def test_other_rows_than_the_run_began_with_are_refused(unfinished, run, text_file, tmp_path, capfd):

@@ -117,6 +117,10 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     files = {"config.json", "model.safetensors", "README.md", "checksums.json"}
     assert {path.name for path in (finished / "speculator").iterdir()} == files
     card = (finished / "speculator" / "README.md").read_text()
+    own = max(map(len, load_from_disk(finished / "generated" / "rows")["input_ids"]))
+    longest = max(64, own)
+    assert json.loads((finished / "speculator" / "config.json").read_text())["trained_length"] == longest
+    assert f"| stage2 | 10 | 8 of up to {longest} tokens | up to {10 * 8 * longest:,} |" in card
     assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.005, cosine |" in card
     assert "| 2 of functions.jsonl (held-out) | 1 | speculator, rule block |" in card
     assert {path.name for path in (finished / "eval").iterdir()} == {
@@ -197,6 +201,15 @@ def test_a_card_that_a_kill_prevented_is_written_by_the_next_call(finished, comm
     card.unlink()
     assert run(command(finished)).returncode == 0
     assert card.read_text() == before
+
+
+def test_killed_before_its_report_a_tracked_run_sends_it_all_the_same(finished, command, tmp_path):
+    folder = tmp_path / "again"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "eval")
+    assert run(command(folder)).returncode == 0
+    runs = [path.name.split("-")[-1] for path in (folder / "wandb").glob("offline-run-*")]
+    assert runs.count((folder / "stage2" / "wandb_id").read_text()) == 2
 
 
 def test_another_config_in_the_same_folder_is_refused_by_key(finished, command, refused):

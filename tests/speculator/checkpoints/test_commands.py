@@ -101,6 +101,14 @@ def test_import_is_an_export_to_native(head, tmp_path, capsys):
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
+def test_what_was_tuned_goes_along_in_the_layout_that_reads_it(head, tmp_path):
+    (head / "decoding.json").write_text("{}")
+    assert export(head, tmp_path / "native", layout="native") == 0
+    assert (tmp_path / "native" / "decoding.json").read_text() == "{}"
+    assert export(head, tmp_path / "ibm", "--expand-tied") == 0
+    assert not (tmp_path / "ibm" / "decoding.json").exists()
+
+
 def test_imported_head_drafts_for_the_bundled_decoder(head, tmp_path, target_folder, capsys):
     export(head, tmp_path / "ibm")
     export(tmp_path / "ibm", tmp_path / "native", layout="native")

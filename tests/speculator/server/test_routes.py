@@ -212,6 +212,12 @@ GARBAGE += [json.dumps({"prompt": "a", "stream_options": value}).encode() for va
 GARBAGE += [json.dumps({"messages": CHAT, "prompt": value}).encode() for value in ("a", 5)]
 
 
+def test_of_several_prompts_the_wrong_one_is_named(client):
+    answer = client.post("/v1/completions", json={"prompt": [[5], [6], [10**6]]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("prompt 3: ")
+
+
 def test_garbage_is_refused_and_harms_nobody(client):
     assert len(GARBAGE) >= 50
     for body in GARBAGE:

@@ -13,6 +13,7 @@ from conftest import auto_drafter
 from serving_here import serving, tiny_head_for, until
 
 from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, generate
+from speculator.server.app import _Events
 from speculator.server.guard import Limits
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
@@ -229,3 +230,19 @@ def test_n_gram_lookup_serves_too(chat_target):
     with serving(chat_target, NgramDrafter()) as (url, _):
         tokens = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["token_ids"]
     assert tokens == generate(chat_target, None, [body["prompt"]], max_new_tokens=20).tokens[0]
+
+
+def test_a_reader_who_is_cut_off_is_no_failure_of_the_server():
+    closed = []
+
+    async def events():
+        while True:
+            yield "data: {}\n\n"
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            raise TimeoutError
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(_Events(events(), lambda: closed.append(1))(scope, asyncio.Event().wait, send))
+    assert closed
