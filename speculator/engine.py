@@ -182,12 +182,12 @@ class Engine:
         A greedy text stays as it is. A sampled one is drawn by other uniforms from then on.
         """
         assert self.drafter is not None
+        self.accept = RULES[self._rule or (shape or self.drafter).rules[0]]
         if shape is self.drafter.shape:
             return
         before = self._slack
         self.drafter.reshape(shape)
         self._capacity += max(0, self._slack - before)
-        self.accept = RULES[self._rule or self.drafter.rules[0]]
         capturing = self._capture and cuda_graphs.capturable(self.target, self.drafter)
         if capturing != self.capturing:
             self.capturing, self._decoding = capturing, []  # other tensors hold the settings

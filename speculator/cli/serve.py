@@ -37,6 +37,7 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: 127.0.0.1, this machine")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     parser.add_argument("--max_batch_size", type=int, default=8, help="requests decoded at a time; default: 8")
+    parser.add_argument("--max_model_len", type=int, help="tokens of a prompt and its answer; default: the context")
     parser.add_argument("--api_key", help=f"ask for this key under /v1; default: ${KEY}, else none")
 
 
@@ -55,6 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
     listening = _bind(arguments.host, arguments.port)
     leave_a_core()
     target = drafting.load_target(arguments)
+    most, context = arguments.max_model_len or target.context_length, target.context_length
+    refuse((most > context, f"--max_model_len {most}: the context of {arguments.target} is {context}"))
+    target.context_length = most
     drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
     if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
         folder, rows = arguments.speculator, arguments.max_batch_size
@@ -89,6 +93,8 @@ def _check(arguments: argparse.Namespace) -> str:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
     refuse_below(arguments, max_batch_size=1)
+    longest = arguments.max_model_len
+    refuse((longest is not None and longest < 2, "--max_model_len must be at least 2"))
     refuse((arguments.max_batch_size > _CONNECTIONS, f"--max_batch_size: at most the {_CONNECTIONS} connections"))
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))
     drafting.check(arguments)

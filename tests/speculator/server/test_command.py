@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[3]
         (["--port", "70000"], "--port 70000 is not in 0..65535"),
         (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
         (["--max_batch_size", "1000000000"], "--max_batch_size: at most the 2048 connections"),
+        (["--max_model_len", "1"], "--max_model_len must be at least 2"),
+        (["--max_model_len", "1000000", "--port", "0"], "--max_model_len 1000000: the context of"),
         (["--api_key", "a b"], "--api_key has a line end, a space"),
         (["--host", "no such host"], "can't listen at --host no such host --port 8000"),
         (["--host", "192.0.2.1"], "can't listen at --host 192.0.2.1"),
@@ -67,6 +69,7 @@ def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
 
 def test_sigterm_answers_what_is_in_flight_and_ends_well(target_folder):
     command = [sys.executable, "-m", "speculator", "serve", "--target", str(target_folder), "--ngram", "--port", "0"]
+    command += ["--max_model_len", "125"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stderr.readline()
@@ -79,6 +82,8 @@ def test_sigterm_answers_what_is_in_flight_and_ends_well(target_folder):
                     break
                 except httpx.ConnectError:
                     threading.Event().wait(0.05)
+            assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 125
+            assert client.post("/v1/completions", json={"prompt": [5] * 125}).status_code == 400
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
