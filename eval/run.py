@@ -53,7 +53,12 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--raw", action="store_true", help="no chat template, even where the target has one")
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--batch_size", type=int, action="append", help="default: 1; repeatable")
-    parser.add_argument("--draft_length", type=int, action="append", help="repeatable; default: as tuned, else all")
+    parser.add_argument(
+        "--draft_length",
+        type=int,
+        action="append",
+        help="chains of this length instead of what was tuned; repeatable; default: as tuned, else all",
+    )
     parser.add_argument(
         "--rule",
         choices=Chain(1).rules,

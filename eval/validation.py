@@ -1,4 +1,4 @@
-"""Real tokens per step of a head in training, on held-out prompts."""
+"""Real tokens per step of a head in training, on validation prompts."""
 
 from __future__ import annotations
 

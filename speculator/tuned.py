@@ -131,7 +131,7 @@ def _shapes(
     _log.warning(
         f"{file} was measured {_named(there)}, and this is {_named(here)}: the head drafts a chain of "
         f"{head.n_predict}. To measure here: python -m eval tune --target {target.name} --speculator {file.parent} "
-        f"--batch_size {batch_size}"
+        f"--batch_size {batch_size} --suite TEXT"
     )
     return dict.fromkeys(temperatures)
 

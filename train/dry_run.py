@@ -1,8 +1,8 @@
 """A run's rehearsal: everything that a config asks for, on tiny stand-ins, a step a stage.
 
-It finds what is wrong with a recipe in seconds, without a download and without a GPU. The target is a random model of
-the same family with a tokenizer of bytes; every source is a few chats and texts; steps, rows and lengths shrink. Which
-head, how many tokens it drafts, losses, dtypes, sampling and the stages stay as configured.
+It finds what is wrong with a recipe in seconds, without a download and without a GPU. The target is a random Llama, or
+Qwen for Qwen models, with a tokenizer of bytes; every source is a few chats and texts; steps, rows and lengths shrink.
+Which head, how many tokens it drafts, losses, dtypes, sampling and the stages stay as configured.
 """
 
 from __future__ import annotations

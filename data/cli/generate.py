@@ -48,7 +48,8 @@ def build_parser() -> OneLineParser:
     source.add_argument(
         "--sources",
         nargs="+",
-        help="prompts cut from text: python-sources, or local files or folders; or self: the target writes them",
+        help="prompts from python-sources, local files, folders or hub datasets, mixed by @weight; or self: the target "
+        "writes them",
     )
     source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
     parser.add_argument(

@@ -136,7 +136,7 @@ def _training(config: SpeculatorConfig, record: dict[str, Any]) -> list[str]:
         tokens = f"{shown}{steps * rows * length:,}"
         table.append((name, f"{steps:,}", f"{rows} of {shown}{length} tokens", tokens, rate))
     losses = ", ".join(f"{name} {weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight)
-    kept = "The head is the checkpoint that got the most tokens per step in real decoding of held-out prompts."
+    kept = "The head is the checkpoint that got the most tokens per step in real decoding of validation prompts."
     header = ("stage", "steps", "rows per step", "tokens", "learning rate")
     return ["## Training\n", markdown_table(header, table), "", f"Loss: {losses or 'not recorded'}. {kept}\n"]
 

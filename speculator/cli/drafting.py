@@ -79,7 +79,9 @@ def add_flags(parser: OneLineParser) -> None:
 
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
     parser.add_argument(
-        "--draft_length", type=int, help="tokens per draft; default: as tuned, else all that the head has, or 4"
+        "--draft_length",
+        type=int,
+        help="tokens per draft; default: of a tuned head what is the fastest before each step, of another all, else 4",
     )
     parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
     parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")

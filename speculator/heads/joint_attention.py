@@ -7,8 +7,9 @@ and blocks of rows anywhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,25 @@ flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
 _NUMBERS = 2**25
 """Of a piece of queries, beside flash attention."""
+
+
+class Block(NamedTuple):
+    """Query rows of one text.
+
+    Attributes:
+        rows: which of all query rows.
+        text: whose they are.
+        span: the text's rows that they may see.
+    """
+
+    rows: slice
+    text: int
+    span: slice
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Its views of `BlockedAttention`'s query, keys, values, own keys and own values."""
+        shared, own = (self.text, self.span), (slice(None), self.rows)
+        return [x[place] for x, place in zip(tensors, (self.rows, shared, shared, own, own), strict=True)]
 
 
 class Rows:
@@ -56,11 +76,10 @@ class Rows:
         return self.begins.flatten()[self.wanted]
 
     @cached_property
-    def parts(self) -> list[tuple[slice, int, slice]]:
-        """Blocks of one text each: its rows, its text, and which of the text's rows they see."""
+    def blocks(self) -> list[Block]:
         batch, length = self.begins.shape
         at, first = self.places.tolist(), self.starts.tolist()
-        size, parts, stop = max(1, self.limit // length), [], 0
+        size, blocks, stop = max(1, self.limit // length), [], 0
         for text, count in enumerate(self.texts.bincount(minlength=batch).tolist()):
             start, end = stop, stop + count
             while start < end:
@@ -68,9 +87,9 @@ class Rows:
                 # Of few widths, whatever is masked in them: freed scores of one block are room for the next.
                 last = at[stop - 1] + 1
                 width = min(1 << (last - first[start] - 1).bit_length(), length)
-                parts.append((slice(start, stop), text, slice(max(0, last - width), max(last, width))))
+                blocks.append(Block(slice(start, stop), text, slice(max(0, last - width), max(last, width))))
                 start = stop
-        return parts
+        return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
         """Which of a span of keys some rows see in a step: those of their document up to them, within the window."""
@@ -217,33 +236,25 @@ class BlockedAttention(torch.autograd.Function):
         ctx.rows, ctx.step = rows, step
         ctx.save_for_backward(*tensors)
         out = torch.empty_like(tensors[0])
-        for part in rows.parts:
-            out[part[0]] = BlockedAttention.block(
-                rows, step, part, [x[i] for x, i in zip(tensors, _cut(part), strict=True)]
-            )
+        for block in rows.blocks:
+            out[block.rows] = BlockedAttention.attend(rows, step, block, block.of(tensors))
         return out
 
     @staticmethod
-    def block(rows: Rows, step: int, part: tuple[slice, int, slice], cut: list[Tensor]) -> Tensor:
-        with _as_given(cut[0]):
-            return attend_own(rows.seen(part[0], part[2], step), *cut)
+    def attend(rows: Rows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
+        with _as_given(tensors[0]):
+            return attend_own(rows.seen(block.rows, block.span, step), *tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         exact = torch.promote_types(d_out.dtype, torch.float32)
         totals = [torch.zeros_like(x, dtype=exact) for x in ctx.saved_tensors]
-        for part in ctx.rows.parts:
-            cut = [x[i].detach().requires_grad_() for x, i in zip(ctx.saved_tensors, _cut(part), strict=True)]
+        for block in ctx.rows.blocks:
+            given = [x.detach().requires_grad_() for x in block.of(ctx.saved_tensors)]
             with torch.enable_grad():
-                out = BlockedAttention.block(ctx.rows, ctx.step, part, cut)
-            gradients = torch.autograd.grad(out, cut, d_out[part[0]])
-            for total, i, gradient in zip(totals, _cut(part), gradients, strict=True):
-                total[i] += gradient
+                out = BlockedAttention.attend(ctx.rows, ctx.step, block, given)
+            gradients = torch.autograd.grad(out, given, d_out[block.rows])
+            for total, gradient in zip(block.of(totals), gradients, strict=True):
+                total += gradient
         return None, None, *(total.to(x.dtype) for total, x in zip(totals, ctx.saved_tensors, strict=True))
-
-
-def _cut(part: tuple[slice, int, slice]) -> tuple[Any, ...]:
-    """Where a block lies in query, keys, values, own keys and own values."""
-    rows, text, span = part
-    return rows, (text, span), (text, span), (slice(None), rows), (slice(None), rows)
