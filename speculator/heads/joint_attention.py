@@ -36,8 +36,9 @@ class Block(NamedTuple):
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Its views of `BlockedAttention`'s query, keys, values, own keys and own values."""
-        shared, own = (self.text, self.span), (slice(None), self.rows)
-        return [x[place] for x, place in zip(tensors, (self.rows, shared, shared, own, own), strict=True)]
+        query, keys, values, own_keys, own_values = tensors
+        shared = [x[self.text, self.span] for x in (keys, values)]
+        return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
 
 
 class Rows:
