@@ -15,12 +15,12 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, Features, Sequence, Value
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import accelerator
 from tqdm import tqdm
 
 from speculator.errors import UserError
-from speculator.files import digest, make_folder, new_folder, write_text
+from speculator.files import digest, make_folder, new_folder, take, write_text
 from speculator.sharding import Group, share
 from speculator.stored import read_object
 
@@ -176,12 +176,7 @@ class Batches:
             make_folder(self._work)
             write_text(self._record, json.dumps({**self.record, **self._notes}, sort_keys=True))
         if state().is_main_process and not self._lock.is_locked:
-            try:
-                self._lock.acquire(blocking=False)
-            except Timeout:
-                raise UserError(f"{self.folder}: another run is writing it") from None
-            except (OSError, NotImplementedError):  # a file system without locks
-                pass
+            take(self._lock, f"{self.folder}: another run is writing it")
         return self._work
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,9 @@ def _made(
     make_folder(folder.parent)
     manifest = _whole(folder)  # without the lock: of many processes each reads all of it
     if manifest is None:
-        with FileLock(f"{folder}.lock"):
+        with ExitStack() as held:
+            with suppress(OSError, NotImplementedError):  # a file system without locks
+                held.enter_context(FileLock(f"{folder}.lock"))
             manifest = _whole(folder)
             if manifest is None:
                 if folder.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
@@ -28,11 +29,13 @@ class Room:
         name: of the model.
         context: its length.
         new_tokens: the most of an answer.
+        seq_length: the most of a prompt, where what is made is trained on.
     """
 
     name: str
     context: int
     new_tokens: int
+    seq_length: int = sys.maxsize
 
     def take(
         self, what: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
@@ -45,7 +48,7 @@ class Room:
         found: list[tuple[list[int], Item]] = []
         left_out = 0
         for ids, item in prompts:
-            if len(ids) + self.new_tokens > self.context:
+            if len(ids) > min(self.seq_length, self.context - self.new_tokens):
                 left_out += 1
                 continue
             found.append((ids, item))
@@ -56,6 +59,8 @@ class Room:
 
     def _say(self, what: str, found: int, left_out: int) -> None:
         here = f"{self.name}, which has a context of {self.context}, with {self.new_tokens} new tokens"
+        if self.seq_length < self.context - self.new_tokens:
+            here = f"data.seq_length {self.seq_length}"
         if left_out and not found:
             raise SourceError(f"{what}: none of its {left_out} prompts fits {here}")
         if left_out:

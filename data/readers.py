@@ -213,7 +213,7 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
         saved = load_from_disk(str(path))
     except Exception as error:  # whatever the library stumbles over in files that someone else wrote
         raise SourceError(f"{path}: can't be loaded: {first_line(error)}") from None
-    if list(saved) == ["train"]:  # so the library calls what nobody has split
+    if isinstance(saved, DatasetDict) and list(saved) == ["train"]:  # so the library calls what nobody has split
         saved = saved["train"]
     if isinstance(saved, Dataset):
         yield from _dataset_rows(saved, path.name, str(path))

@@ -233,8 +233,8 @@ def evaluate(
     }
     draw_plots(report, output)
     write_page(report, samples, output)
-    write(report, output)
+    tracking.log(report, output)
+    write(report, output)  # last: where it is, nothing is left to do
     for line in report["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    tracking.log(report, output)
     return report

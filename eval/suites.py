@@ -15,6 +15,7 @@ from data.prompts import Room, prompts
 from data.readers import raw_rows
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
+from speculator.chat import DATA_DAY
 from speculator.cli import drafting
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
@@ -114,7 +115,7 @@ def _asked(where: str, row: Any, chat: bool) -> Prompt:
     messages = asked.messages[: len(roles) - roles[::-1].index("user")]
     texts = [message.get("content") for message in messages] + asked.later
     refuse((any(isinstance(text, str) and not text.strip() for text in texts), f"{where}: a text to ask is empty"))
-    return replace(asked, messages=messages, chat=asked.chat and chat)
+    return replace(asked, messages=messages, chat=asked.chat and chat, today=DATA_DAY)
 
 
 def _in_turns(talks: Iterable[Prompt]) -> Iterator[Prompt]:

@@ -7,8 +7,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from speculator.errors import refuse
+from speculator.errors import first_line, refuse
 
 
 def check(report_to: str) -> None:
@@ -29,18 +30,30 @@ def send(report: dict, folder: Path) -> None:
 
 
 def start(folder: Path, **facts: Any) -> None:
-    """Begin a wandb run whose files lie in a folder: offline unless there is a key. wandb's own variables go first."""
+    """Begin a wandb run whose files lie in a folder: offline unless there is a key for the server, and it answers.
+    wandb's own variables go first.
+
+    Raises:
+        UserError: it can't begin.
+    """
     import wandb
 
-    netrc = Path.home() / ".netrc"
-    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "api.wandb.ai" in netrc.read_text())
-    wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "speculator"),
-        dir=str(folder),
-        mode=None if "WANDB_MODE" in os.environ else "online" if has_key else "offline",
-        settings=wandb.Settings(silent=True),
-        **facts,
-    )
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and server in netrc.read_text())
+    project = os.environ.get("WANDB_PROJECT", "speculator")
+    mode = None if "WANDB_MODE" in os.environ else "online" if has_key else "offline"
+
+    def begin(mode: str | None) -> None:
+        settings = wandb.Settings(silent=True)
+        wandb.init(project=project, dir=str(folder), mode=mode, settings=settings, **facts)
+
+    try:
+        begin(mode)
+    except wandb.Error as error:
+        refuse((mode != "online", f"wandb: {first_line(error)}"))
+        print(f"wandb: {first_line(error)}; it goes on offline, for `wandb sync`", file=sys.stderr)
+        begin("offline")
 
 
 def stop() -> None:

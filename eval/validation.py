@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
@@ -17,12 +19,20 @@ NEW_TOKENS = 64
 
 
 def real_acceptance(
-    target: Target, head: Speculator, suite: Suite, seed: int, max_new_tokens: int = NEW_TOKENS
+    target: Target,
+    head: Speculator,
+    suite: Suite,
+    seed: int,
+    max_new_tokens: int = NEW_TOKENS,
+    max_positions: int = sys.maxsize,
 ) -> dict[str, float]:
     """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
 
     As in a report, answers of a chat end where the target ends them. Processes share the prompts, those that hold one
     target together one part.
+
+    Args:
+        max_positions: tokens that a process has in its KV cache at a time, if a single prompt has not more.
     """
     state = PartialState()
     was_training = head.training
@@ -36,7 +46,9 @@ def real_acceptance(
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if own:
-            generation = generate(target, drafter, own, sampling, max_new_tokens=max_new_tokens, eos_token_ids=eos)
+            rows = max(1, max_positions // (max(map(len, own)) + max_new_tokens))
+            how = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos, "max_batch_size": rows}
+            generation = generate(target, drafter, own, sampling, **how)
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
     head.train(was_training)

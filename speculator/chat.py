@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -19,8 +20,8 @@ _SECONDS = 3.0  # of this thread's own time; a template takes a millisecond
 _BYTES = 512 << 20
 _MOST_CHARACTERS = 4_000_000
 DATA_DAY = datetime(2024, 7, 26)
-"""Today, to a template that writes the date into data and a run's prompts: work that goes on another day is the same
-work. The day that Llama 3's templates take where they have no clock."""
+"""Today, to a template that writes the date into data, a run's prompts and suites: work that goes on another day is the
+same work. The day that Llama 3's templates take where they have no clock."""
 
 
 class RefusedError(UserError):
@@ -54,7 +55,8 @@ def render(
     """A chat as the tokenizer's template writes it.
 
     Args:
-        messages, tools: as templates take them.
+        messages, tools: as OpenAI's interface has them. Templates take the arguments of a tool's call as an object, so
+            JSON text of one is read.
         ask: write it up to where the model goes on.
         today: for a template that writes the date; None: by the clock.
 
@@ -67,7 +69,11 @@ def render(
         if today is not None and "strftime_now" in template:
             template = _stopped_clock(today) + template
         text = tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=ask
+            [_with_objects(message) for message in messages],
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=ask,
         )
     except MemoryError:
         raise
@@ -78,13 +84,29 @@ def render(
     return text
 
 
+def _with_objects(message: dict) -> dict:
+    """A message whose calls of tools have objects as arguments; what is no JSON of one stays."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
+        arguments = json.loads(call["function"]["arguments"])
+        if isinstance(arguments, dict):
+            return {**call, "function": {**call["function"], "arguments": arguments}}
+    return call
+
+
 def _stopped_clock(today: datetime) -> str:
     """A macro in the place of the function by which templates write the date: transformers hands them none of ours."""
-    directives = "aAbBcdfGHIjmMpSuUVwWxXyYzZ"
+    directives = "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
     written = [(f"%{letter}", today.strftime(f"%{letter}")) for letter in directives]
     written += [(f"%-{name[1]}", text.lstrip("0") or "0") for name, text in written]  # as glibc leaves out zeros
     replaced = "".join(f" | replace('{name}', '{text}')" for name, text in written)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # which trim_blocks takes
 
 
 def chat_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

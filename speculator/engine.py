@@ -1,9 +1,9 @@
 """The engine: requests in a fixed number of slots, decoded together, step by step.
 
 A slot is a row of the KV cache. Between steps a finished request leaves its slot and a waiting one joins, in the free
-slot that has most of its prompt already; prompts are prefilled in chunks, and what a prompt begins with is copied where
-another row has read it. The rows that decode are the first ones, so a step costs what they cost. Plain decoding is the
-same engine without a drafter, so a measured speedup compares like with like.
+slot whose text it goes on with, or in another; prompts are prefilled in chunks, and what a prompt begins with is copied
+where another row has read it. The rows that decode are the first ones, so a step costs what they cost. Plain decoding
+is the same engine without a drafter, so a measured speedup compares like with like.
 
 Longer than other files: a step, and all that happens between two of them on the device, is read here in one piece.
 """

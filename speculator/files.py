@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import get_native_id
 from typing import Any
 
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError
 
 from speculator.errors import UserError, first_line, refuse
@@ -28,8 +28,8 @@ _WAIT = 60  # seconds for who measures
 
 def cache_folder() -> Path:
     """$SPECULATOR_CACHE, or `speculator` under the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SPECULATOR_CACHE") or Path(home) / "speculator").expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(os.environ.get("SPECULATOR_CACHE") or Path(home) / "speculator"))
 
 
 @contextmanager
@@ -73,6 +73,20 @@ def _finite(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def take(lock: BaseFileLock, busy: str) -> None:
+    """Take a lock at once. A file system without locks is passed over.
+
+    Raises:
+        UserError: another process has it: what `busy` says.
+    """
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(busy) from None
+    except (OSError, NotImplementedError):
+        pass
 
 
 def is_partial(path: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Prompt:
         tools: as the row has them, for the chat template.
         category: as the row has it, or "".
         where: the row, for complaints.
+        today: to a template that writes the date; None: by the clock.
     """
 
     messages: list[dict[str, Any]]
@@ -47,6 +49,7 @@ class Prompt:
     tools: Any = None
     category: str = ""
     where: str = "the prompt"
+    today: datetime | None = None
 
     @property
     def text(self) -> str:
@@ -92,7 +95,7 @@ class Prompt:
 
     def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
         try:
-            return chat_tokens(chat_text(tokenizer, messages, self.tools, ask=True), tokenizer)
+            return chat_tokens(chat_text(tokenizer, messages, self.tools, True, self.today), tokenizer)
         except UserError as error:
             raise UserError(f"{self.where}: {error}") from None
 

@@ -60,15 +60,14 @@ class StopStrings:
     """
 
     def __init__(self, strings: str | Sequence[str], tokenizer):
-        strings = [strings] if isinstance(strings, str) else list(strings)
-        for string in strings:
-            if not isinstance(string, str):
-                raise UserError(f"a stop string is {string!r:.40}")
+        strings = [strings] if isinstance(strings, str) else strings
+        if not isinstance(strings, Sequence) or not all(isinstance(string, str) for string in strings):
+            raise UserError(f"stop strings are {strings!r:.60}")
         if not all(strings):
             raise UserError("a stop string is empty")
         if tokenizer is None:
             raise UserError("stop strings need the target's tokenizer")
-        self.strings, self.tokenizer = strings, tokenizer
+        self.strings, self.tokenizer = list(strings), tokenizer
         special = ((number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.tokens = {number for number, content in special if content in strings}
         # A token is a byte of text at least; some room for tokens that decode to nothing.

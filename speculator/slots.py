@@ -24,7 +24,7 @@ class Slot:
         self.request: Request | None = None
         self.phase = FREE
         self.turn = 0
-        """When it was prefilled last: the first in line has the least."""
+        """When it was last prefilled, copied from or left: the first in line, and the first to go, has the least."""
         self.following: tuple[Slot, Sequence[int], int] | None = None
         """(slot, its text, n): this one waits until that slot has the first n tokens of the text, and copies their keys
         and values."""
@@ -63,10 +63,12 @@ class Slots:
                 if slot.phase == DECODING:
                     slot.known = len(slot.request.text) - 1  # all but the newest token
                 slot.text, slot.request, slot.phase = slot.request.text, None, FREE
+                slot.turn, self._turn = self._turn, self._turn + 1
 
     def admit(self, waiting: deque[Request], overlap: int) -> None:
-        """Give waiting requests the free slots: to each the one with the longest common prefix, if that is half of what
-        the slot holds; else an unused one, or the one whose last use is the longest ago, which copies the prefix.
+        """Give waiting requests the free slots: to each the one with the longest common prefix, if that is all but a
+        few tokens of what the slot holds, or half of it and no slot is unused; else an unused one, or the one whose
+        last use is the longest ago, which copies the prefix.
 
         Of a prefix the last `overlap` tokens are processed again, and of a prompt at least the last token: its state
         gives the first new one. Where a prompt that has been read, or is being read, shares more, the request follows:
@@ -88,13 +90,13 @@ class Slots:
                     break
             blocks = _hashes(request.prompt)
             following = self._following(request, known, blocks)
-            if best is not None and 2 * known >= best.known:
+            if best is not None and best.known - known <= (_BLOCK if fresh else known):
                 slot = best
             else:  # another text would be lost
                 slot = fresh.popleft() if fresh else min(used, key=lambda each: each.turn)
                 if best is not None and slot is not best:
                     if known >= _BLOCK and following is None:
-                        following = best, best.text, known
+                        following, best.turn = (best, best.text, known), self._turn
                     known = 0
             if slot in used:
                 used.remove(slot)

@@ -95,7 +95,7 @@ def automatic(
     if found is None or not found.choices(temperatures):
         return None
     table, warmest = found.table(file, target, head, temperatures, batch_size), max(temperatures)
-    alone = _shapes(found, file, target, head, [warmest], 1)[warmest]
+    alone = _shapes(found, file, target, head, [warmest], 1)[warmest] or Chain(head.n_predict)
     return AutoDrafter(head, found.choices(temperatures), found.lookup, table.cost, alone, memory)
 
 

@@ -33,7 +33,7 @@ from speculator.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
 from train.initialise import parameters
-from train.plan import writings
+from train.plan import context_of, writings
 from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
@@ -68,7 +68,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     drafted, whole = config.speculator.draft_vocab_size, known.get_text_config().vocab_size if known else None
     if whole is not None and drafted > whole:
         raise UserError(f"speculator.draft_vocab_size {drafted} is more than the {whole} tokens of the target")
-    context = getattr(known.get_text_config(), "max_position_embeddings", None) if known else None
+    context = context_of(known)
     if context is not None and config.data.seq_length > context:
         raise UserError(f"data.seq_length {config.data.seq_length} does not fit the target's context of {context}")
     state = join()
@@ -236,12 +236,13 @@ def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int)
     """How large the real run is."""
     yield f"the real run, on {processes} process{'es' if processes > 1 else ''}:"
     yield f"  head: {_head_size(config, known)}"
-    generate, written = config.stage2.generate, writings(config)
+    written = writings(config, known)
     if own := written.get(SELF):
         most = own.rows * own.new
         yield f"  {SELF}: the target writes {own.rows:,} chats first, at most {most:,} new tokens; not tried"
-    row = {"stage1": f"{config.data.seq_length:,} tokens", "stage2": f"at most {generate.max_new_tokens:,} new tokens"}
-    length = {"stage1": config.data.seq_length, "stage2": generate.max_new_tokens}
+    own_text = written.get("generating")
+    length = {"stage1": config.data.seq_length, "stage2": own_text.new if own_text else 0}
+    row = {"stage1": f"{length['stage1']:,} tokens", "stage2": f"at most {length['stage2']:,} new tokens"}
     for name, stage in _stages(config).items():
         rows = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
         tokens = rows * length[name]
@@ -249,8 +250,8 @@ def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int)
             f"  {name}: {rows} x {row[name]} = {tokens:,} per optimiser step; "
             f"{stage.max_steps:,} steps = {stage.max_steps * tokens:,} in all"
         )
-    if own := written.get("generating"):
-        yield f"  stage2 generates {own.rows:,} rows, at most {own.rows * own.new:,} new tokens"
+    if own_text:
+        yield f"  stage2 generates {own_text.rows:,} rows, at most {own_text.rows * own_text.new:,} new tokens"
     if config.speculator.warm_start:
         yield f"  not tried: speculator.warm_start {config.speculator.warm_start}"
 

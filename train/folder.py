@@ -8,19 +8,23 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import datasets
 import yaml
+from filelock import FileLock
 
 from speculator.errors import UserError
-from speculator.files import is_partial, make_folder, read_text, write_text
+from speculator.files import is_partial, make_folder, read_text, take, write_text
 from train.bounded_yaml import load_yaml
 from train.config import ROOT, RunConfig
 
 _RECORD = "config.yaml"
+_LOCK = ".lock"
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
@@ -31,16 +35,50 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def refuse_foreign(folder: Path, config: RunConfig) -> None:
-    """Refuse a folder that holds something else than this run, finished or not."""
+def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
+    """Refuse a folder that holds something else than this run, finished or not.
+
+    Free are: who is told of the figures, the second stage before it has begun, and gradients accumulated by so many
+    more or fewer steps that another number of processes has batches of as many rows.
+    """
     record = folder / _RECORD
     if not record.exists():
-        if folder.exists() and (not folder.is_dir() or any(not is_partial(path) for path in folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(not _is_passing(path) for path in folder.iterdir())):
             raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir")
         return
-    difference = _first_difference(_read(record)["settings"], _settings(config))
+    found, now = _read(record), _settings(config)
+    before = found["settings"]
+    free = ["report_to"]
+    if not any((folder / name).exists() for name in ("generated", "stage2", "speculator")):
+        free.append("stage2")
+    before |= {name: now[name] for name in free}
+    for stage in ("stage1", "stage2"):
+        steps, own = before[stage].get("gradient_accumulation_steps"), now[stage]["gradient_accumulation_steps"]
+        if isinstance(steps, int) and steps * found.get("processes", processes) == own * processes:
+            before[stage]["gradient_accumulation_steps"] = own
+    difference = _first_difference(before, now)
     if difference and not config.overwrite_output_dir:
         raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
+
+
+def _is_passing(path: Path) -> bool:
+    return is_partial(path) or path.name == _LOCK
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A run's folder, made if need be, and no other run's meanwhile.
+
+    Raises:
+        UserError: another run has it.
+    """
+    make_folder(folder)
+    lock = FileLock(folder / _LOCK)
+    take(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _read(record: Path) -> dict[str, Any]:
@@ -65,19 +103,25 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
     record = folder / _RECORD
     if config.overwrite_output_dir:
         _empty(folder)
+    now = {"settings": _settings(config), "processes": processes}
     if record.exists():
-        before = _read(record).get("fingerprints") or {}
+        begun = _read(record)
+        before = begun.get("fingerprints") or {}
         changed = [name for name, value in (fingerprints or {}).items() if before.get(name, value) != value]
         if changed:
             raise UserError(
                 f"{folder}: changed since this run began: {', '.join(changed)}; --overwrite_output_dir starts again"
             )
+        if begun | now != begun:
+            rows = [f"{of.get('processes')} of {_rows(of)} rows" for of in (begun, now)]
+            if rows[0] != rows[1]:
+                print(f"{folder}: processes were {rows[0]} a step, and are {rows[1]}", file=sys.stderr)
+            write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
         return
     make_folder(folder)
     facts = {
-        "settings": _settings(config),
+        **now,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "processes": processes,
         "python": sys.version.split()[0],
         "git_commit": git_commit(),
         "argv": sys.argv,
@@ -86,10 +130,18 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
     write_text(record, yaml.safe_dump(facts, sort_keys=False))
 
 
+def _rows(record: dict[str, Any]) -> str:
+    """Of a process in a step of each stage."""
+    stages = [record["settings"][name] for name in ("stage1", "stage2")]
+    return " and ".join(str(s["per_device_train_batch_size"] * s["gradient_accumulation_steps"]) for s in stages)
+
+
 def _empty(folder: Path) -> None:
     """Delete what is in a folder, a link's too, its record last: cut off here, it is still known for a run's."""
     try:
         for path in sorted(folder.iterdir() if folder.exists() else (), key=lambda path: path.name == _RECORD):
+            if path.name == _LOCK:
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

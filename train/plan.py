@@ -76,6 +76,7 @@ class Writing:
         prompt, answer: tokens of each turn.
         asks: whether the target writes the prompts as well.
         depth: of the drafts.
+        context: what a row can't be longer than, if that is known.
     """
 
     rows: int
@@ -85,22 +86,31 @@ class Writing:
     turns: int = 1
     asks: bool = False
     depth: int = 0
+    context: int | None = None
 
     @property
     def length(self) -> int:
         """Tokens of a row."""
-        return self.turns * (self.prompt + self.answer)
+        length = self.turns * (self.prompt + self.answer)
+        return min(length, self.context or length)
 
     @property
     def new(self) -> int:
         """Tokens of a row that the target writes."""
-        return self.turns * (self.answer + self.asks * self.prompt)
+        return min(self.turns * (self.answer + self.asks * self.prompt), self.length)
 
 
-def writings(config: RunConfig) -> dict[str, Writing]:
-    """What the target of a run writes: before training, and between its stages."""
-    found, own, generate = {}, config.data.self, config.stage2.generate
-    chats = Writing(own.max_rows, own.batch_size, own.max_prompt_tokens, own.max_new_tokens, own.turns, True)
+def context_of(target: PreTrainedConfig | None) -> int | None:
+    """The most tokens of a text, where the target's config is at hand and says so."""
+    return getattr(target.get_text_config(), "max_position_embeddings", None) if target else None
+
+
+def writings(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, Writing]:
+    """What the target of a run, known by its config, writes: before training, and between its stages."""
+    found, own, generate, context = {}, config.data.self, config.stage2.generate, context_of(target)
+    chats = Writing(
+        own.max_rows, own.batch_size, own.max_prompt_tokens, own.max_new_tokens, own.turns, True, 0, context
+    )
     if names_self(config.data.sources):
         found[SELF] = chats
     if config.stage2.max_steps:
@@ -113,6 +123,7 @@ def writings(config: RunConfig) -> dict[str, Writing]:
             own.turns if alone else 1,
             alone,
             generate.draft_length or config.speculator.n_predict,
+            context,
         )
     return found
 
@@ -134,7 +145,7 @@ class Plan:
         self.parts = place.shards if config.target.parallel == "tp" else 1
         self.dtype = dtype_of(config, target, place.kind)
         self.shapes = Shapes(target, self.dtype, config.speculator, place.kind, self.parts)
-        self.writings = writings(config)
+        self.writings = writings(config, target)
         self.lengths = {"stage1": config.data.seq_length}
         if "generating" in self.writings:
             self.lengths["stage2"] = self.writings["generating"].length
@@ -175,7 +186,7 @@ class Plan:
         needs["evaluations"] = always + trained + decoded
         frozen = Counter({WEIGHTS: shapes.dtype.itemsize * shapes.trained})
         for name, own in self.writings.items():
-            asked = own.length - own.answer
+            asked = max(1, own.length - own.answer)
             needs[name] = always + self._decoding(own.batch_size, asked, own.answer, own.depth)
             if own.depth:  # rows are decoded without a draft too, for its clock
                 plain = self._decoding(own.batch_size, asked, own.answer, 0)

@@ -11,11 +11,17 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from train import interrupts
 
 TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others in a collective: longer than one writes a checkpoint while the rest wait."""
+_WRAPPINGS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+_INSTEAD = "a target in shards is --target.parallel fsdp or tp, the head's moments in shards --shard_optimizer true"
 _PATIENCE = 10.0  # seconds in which a launcher sees that one has ended, and ends the others of its machine
 _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process|network error|likely closed")
 
@@ -24,7 +30,13 @@ def join() -> PartialState:
     """This process among those of the run; alone where no launcher started it.
 
     The group is made here, long before `TrainingArguments` come with a `ddp_timeout` of their own.
+
+    Raises:
+        UserError: the launcher asks for a wrapping that would take the head apart.
     """
+    for variable, what in _WRAPPINGS.items():
+        asked = os.environ.get(variable, "").lower() in ("1", "true")
+        refuse((asked, f"accelerate is set to {what}: start with a file of configs/accelerate; {_INSTEAD}"))
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=TIMEOUT)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import sys
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,13 +35,14 @@ from speculator.checkpoints.loading import load_head
 from speculator.device import cores
 from speculator.errors import run_command
 from speculator.files import cache_folder
+from speculator.heads import Speculator
 from speculator.target import Target
 from speculator.tuned import TUNED
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import rehearse
-from train.folder import claim, prompts_fingerprint, refuse_foreign, rows_fingerprint
+from train.folder import claim, held, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import for_rows, new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
@@ -87,7 +88,7 @@ def _run(config: RunConfig) -> None:
     state = join()
     checks.settings(config)
     if state.is_main_process:
-        refuse_foreign(folder, config)
+        refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
     if report.exists() and not config.overwrite_output_dir:
@@ -117,9 +118,29 @@ def _run(config: RunConfig) -> None:
     heads = [new_head(config, target, train_rows)]  # whoever trains it takes it out: it need not outlive its stage
 
     # Everything that can be wrong with the input has been looked at: the folder is taken now.
-    if state.is_main_process:
-        claim(folder, config, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
-    state.wait_for_everyone()
+    with held(folder) if state.is_main_process else nullcontext():
+        if state.is_main_process:
+            claim(folder, config, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
+        state.wait_for_everyone()
+        _train(config, target, heads, train_rows, validation_rows, suites, own_prompts)
+
+
+def _train(
+    config: RunConfig,
+    target: Target,
+    heads: list[Speculator],
+    train_rows: datasets.Dataset,
+    validation_rows: datasets.Dataset,
+    suites: dict[str, Suite],
+    own_prompts: TokenPrompts | None,
+) -> None:
+    """The stages that are left, the head, and its report.
+
+    Args:
+        heads: the one to start from.
+        own_prompts: what the target continues for stage 2; without them it writes these as well.
+    """
+    state, folder = PartialState(), Path(config.output_dir)
     head_folder = folder / "speculator"
     if not is_published(head_folder):
         measured_on = (validation_rows, suites["validation"])
@@ -240,7 +261,7 @@ def own_prompts_of(config: RunConfig, target: Target) -> TokenPrompts:
         settings.prompt_tokens,
         settings.max_rows,
         per_text=_PROMPTS_PER_TEXT,
-        room=Room(target.name, target.context_length, settings.max_new_tokens),
+        room=Room(target.name, target.context_length, settings.max_new_tokens, config.data.seq_length),
         max_package_bytes=config.data.max_package_bytes,
         tally=Tally(most=1.0 if config.data.max_bad_rows else 0.0),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from data.choice import Drafts
 from data.magpie import SELF, asking_of, names_self, self_rows, summary
@@ -19,8 +19,7 @@ from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, tell
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.errors import UserError
-from speculator.files import cache_folder, make_folder
+from speculator.files import cache_folder, make_folder, take
 from speculator.sampling import Sampling
 from speculator.target import Target
 from train import checks
@@ -98,10 +97,7 @@ def _write(config: RunConfig, target: Target, folder: Path) -> None:
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
         make_folder(folder.parent)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise UserError(f"{folder}: another run is writing these chats; start again when it has") from None
+        take(lock, f"{folder}: another run is writing these chats; start again when it has")
         tell(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
     PartialState().wait_for_everyone()
     try:

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from accelerate import PartialState
 
 from eval import tracking
 from eval.suites import Suite
-from eval.validation import real_acceptance
+from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.files import new_folder, read_text, write_text
@@ -66,12 +67,18 @@ def train_stage(
     left_out = count % (batch * state.num_processes)
     names = {field.name for field in dataclasses.fields(StageConfig)} - {"save_total_limit"}
     fields = {name: getattr(settings, name) for name in names}  # the checkpoints are counted and deleted here
+    # What the plan counts; chats may be longer.
+    positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
+
+    def decode(head: Speculator) -> dict[str, float]:
+        return real_acceptance(target, head, suite, config.seed, max_positions=positions)
+
     trainer = SpeculatorTrainer(
         model=start(),
         target=target,
         token_at_peak=token_at_peak(config, name, state.num_processes),
         loss=config.loss,
-        decode=lambda head: real_acceptance(target, head, suite, seed=config.seed),
+        decode=decode,
         keep=settings.save_total_limit,
         shard_optimizer=config.shard_optimizer,
         args=arguments(
@@ -92,7 +99,10 @@ def train_stage(
             print(line, file=sys.stderr)
         if resume:
             print(f"going on from {resume}", file=sys.stderr)
-        shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows)} rows"
+        read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+        passes = read * state.num_processes / len(train_rows)
+        shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows):,} rows read "
+        shape += f"{passes:,.2g} times in {settings.max_steps:,} steps"
         many = f"{state.num_processes} process{'es' if state.num_processes > 1 else ''}"
         drafted = trainer.model.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"

@@ -18,6 +18,6 @@ export SPECULATOR_CACHE=${SPECULATOR_CACHE:-$PWD/runs/cache} # the nodes have to
 export gpus first port
 
 # The node's number is known on the node alone. A launcher that ends with an error takes those of the other nodes along.
-srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file configs/accelerate/two_nodes.yaml \
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-64}" bash -c 'exec accelerate launch --config_file configs/accelerate/two_nodes.yaml \
   --num_machines "$SLURM_NNODES" --num_processes "$((SLURM_NNODES * gpus))" --machine_rank "$SLURM_NODEID" \
   --main_process_ip "$first" --main_process_port "$port" train.py "$@"' train "$@"

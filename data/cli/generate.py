@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
 from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
+from speculator.chat import DATA_DAY
 from speculator.checkpoints.loading import load_head
 from speculator.cli import drafting
 from speculator.drafters import HeadDrafter
@@ -198,7 +200,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
         tally.show(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return [RenderedPrompt(ids) for ids in found]
-    rows = [prompt for _, prompt in read_prompts(arguments.prompts)]
+    rows = [replace(prompt, today=DATA_DAY) for _, prompt in read_prompts(arguments.prompts)]
     if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen, _ = room.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from inspect import formatannotation, get_annotations
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from speculator.checkpoints import eagle3
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
-from speculator.heads import ARCHITECTURES, Eagle3Speculator
+from speculator.heads import ARCHITECTURES
 from speculator.heads.base import Speculator, SpeculatorConfig
+
+_JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
@@ -18,7 +24,9 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     return [Server("speculator", True, how)]
 
 
-def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kept: dict[str, type] = KEPT) -> Layout:
+def _layout(head: type[Speculator]) -> Layout:
+    own = _own_fields(head.config_class)
+
     def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
         """config.json, as transformers writes it."""
         written = json.loads(config.to_json_string(use_diff=True))
@@ -30,12 +38,20 @@ def _layout(head: type[Speculator], shape: dict[str, type] = SHAPE, kept: dict[s
         architecture=head.__name__,
         fields=fields,
         servers=servers,
-        shape=shape,
-        kept=kept,
+        shape={name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own},
+        kept=KEPT | own,
     )
 
 
-NATIVE = tuple(
-    _layout(head, eagle3.SHAPE, eagle3.KEPT) if head is Eagle3Speculator else _layout(head)
-    for _, head in ARCHITECTURES.values()
-)
+def _own_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
+    """The fields that a head's config declares, and those of any head, with the type that each has in JSON."""
+    found: dict[str, type] = {}
+    for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
+        for name, hint in get_annotations(kind).items():
+            word = re.match(r"\w+", hint if isinstance(hint, str) else formatannotation(hint))
+            if word and word[0] in _JSON:
+                found.setdefault(name, _JSON[word[0]])
+    return found
+
+
+NATIVE = tuple(_layout(head) for _, head in ARCHITECTURES.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
+from speculator.target import Target
 from speculator.tuned import automatic
 
 HELP = "answer requests of OpenAI's interface"
@@ -25,6 +27,8 @@ KEY = "SPECULATOR_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2048
+_MOST_SECONDS = 1_000_000
+_GROWING = 5 / 3  # a cache that grows by half holds what it was and what it becomes
 _SWITCH_SECONDS = 0.001  # the engine's thread waits so long at most for the interpreter, beside the event loop's
 
 
@@ -38,6 +42,10 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     parser.add_argument("--max_batch_size", type=int, default=8, help="requests decoded at a time; default: 8")
     parser.add_argument("--max_model_len", type=int, help="tokens of a prompt and its answer; default: the context")
+    parser.add_argument("--queue", type=int, default=256, help="requests that may wait for a slot; default: 256")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds from a request to the end of its answer; default: 600"
+    )
     parser.add_argument("--api_key", help=f"ask for this key under /v1; default: ${KEY}, else none")
 
 
@@ -71,14 +79,15 @@ def run(arguments: argparse.Namespace) -> None:
     from speculator.server.guard import Limits, cut_slow_readers
     from speculator.server.worker import Worker
 
-    limits = Limits()
+    limits = Limits(queue=arguments.queue, seconds=arguments.timeout)
     app = create_app(target, Worker(make), name=arguments.target, api_key=key, limits=limits)
     cut_slow_readers(listening, limits)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, ws="none", http="h11", limit_concurrency=_CONNECTIONS
     )
     host, port = listening.getsockname()[:2]
-    print(f"{arguments.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    print(f"{arguments.target} at {url}, {_memory(target, arguments.max_batch_size)}", file=sys.stderr)
     if arguments.host not in _LOOPBACK and not key:
         print(f"whoever reaches {arguments.host} may use it: there is no --api_key", file=sys.stderr)
     _raise_file_limit()
@@ -88,11 +97,25 @@ def run(arguments: argparse.Namespace) -> None:
     uvicorn.Server(config).run(sockets=[listening])
 
 
+def _memory(target: Target, slots: int) -> str:
+    """What the KV cache may come to; on a GPU also from what length of texts on it might not fit."""
+    cache, longest = target.cache(1, 1), target.context_length
+    each = slots * sum(stack.numel() * stack.element_size() for stack in cache.stacks.values()) / cache.capacity
+    line = f"KV cache: up to {each * longest / 1e9:,.2g} GB, {slots} slots of {longest:,} tokens"
+    free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else math.inf
+    if each * longest * _GROWING > free:
+        line += f"; memory may run out once a text has {int(free / each / _GROWING):,}: --max_model_len bounds it"
+    return line
+
+
 def _check(arguments: argparse.Namespace) -> str:
     """Refuse what can't be, before any model is loaded; gives the API key."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
-    refuse_below(arguments, max_batch_size=1)
+    refuse_below(arguments, max_batch_size=1, queue=0)
+    refuse(
+        (not 0 < arguments.timeout <= _MOST_SECONDS, f"--timeout {arguments.timeout:g} is not in 0..{_MOST_SECONDS}")
+    )
     longest = arguments.max_model_len
     refuse((longest is not None and longest < 2, "--max_model_len must be at least 2"))
     refuse((arguments.max_batch_size > _CONNECTIONS, f"--max_batch_size: at most the {_CONNECTIONS} connections"))

@@ -57,6 +57,7 @@ SETTINGS = {
     "a rule that does not fit": {"rule": "walk"},
     "an empty stop string": {"stop_strings": [""]},
     "a stop string that is none": {"stop_strings": [5]},
+    "no stop strings": {"stop_strings": 5},
     "an EOS token that is none": {"eos_token_ids": ["</s>"]},
     "no EOS token but a number": {"eos_token_ids": 1.5},
     "settings for other rows": {"sampling": [Sampling(), Sampling()]},

@@ -196,3 +196,11 @@ def test_a_disk_that_is_full_is_one_line(source, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left on device"):
         prepare(source)
     assert not folders(tmp_path)
+
+
+def test_a_disk_without_locks_is_enough(source, monkeypatch):
+    def without(*_, **__):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("data.prepare.FileLock", without)
+    assert len(prepare(source)) > 0

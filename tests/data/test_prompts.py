@@ -68,6 +68,14 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted(tmp_path, capsys):
         prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 128, 120))
 
 
+def test_prompts_longer_than_rows_of_training_are_left_out_where_they_are_trained_on(tmp_path, capsys):
+    rows = [{"messages": [{"role": "user", "content": word * 30}, CHAT[1]]} for word in ("long", "a", "b")]
+    source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
+    assert len(prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 1024, 16, 99))) == 2
+    said = "chats.jsonl: 1 prompts are left out: they do not fit data.seq_length 99\n"
+    assert said in capsys.readouterr().err
+
+
 def test_no_two_prompts_of_a_text_are_the_same(tmp_path):
     lines = "".join(f"{i * 37}: function_{i}(x)\n" for i in range(9))
     rows = [{"text": lines.replace("\n", "; ")}, {"text": "x = 1  # and so on\n" * 9}, {"text": lines.upper()}]

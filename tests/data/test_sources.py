@@ -192,6 +192,16 @@ def test_a_saved_dataset_with_a_train_split_alone_is_split(tmp_path):
     assert min(counts) > 0
 
 
+def test_rows_of_a_saved_dataset_are_read_one_by_one(tmp_path, monkeypatch):
+    Dataset.from_list([{"text": f"a text {i}", "picture": i} for i in range(300)]).save_to_disk(tmp_path / "saved")
+    read = []
+    plain = Dataset.__iter__
+    monkeypatch.setattr(Dataset, "__iter__", lambda rows: (read.append(row) or row for row in plain(rows)))
+    assert next(documents([str(tmp_path / "saved")], None))["text"] == "a text 0"
+    assert len(read) < 300
+    assert all("picture" not in row for row in read)
+
+
 def test_of_the_targets_own_text_the_rows_alone_are_looked_at(tmp_path):
     Dataset.from_list([{"text": "a text"}]).save_to_disk(tmp_path / "rows")
     (tmp_path / "manifest.json").write_text("{}")

@@ -9,6 +9,7 @@ import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval import validation
 from eval.decoders import decoders, measure_suite
 from eval.metrics import acceptance, by_context, check_identities, paired_bootstrap, rows_busy
 from eval.plots import _colour
@@ -288,6 +289,20 @@ def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target)
     for ends, eos in ((True, {end}), (False, ())):
         figures = real_acceptance(target, head, Suite("s", prompts, ends=ends), 0, count)
         assert figures["tokens_per_step"] == expected(eos)[1]
+
+
+def test_validation_decodes_as_many_rows_at_a_time_as_it_has_room_for(target, monkeypatch):
+    head, suite = tiny_head(), Suite("s", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7]])
+    slots = []
+
+    def noting(*given, max_batch_size, **how):
+        slots.append(max_batch_size)
+        return generate(*given, max_batch_size=max_batch_size, **how)
+
+    monkeypatch.setattr(validation, "generate", noting)
+    figures = [real_acceptance(target, head, suite, 0, 12, max_positions=most) for most in (48, 33, 1)]
+    assert slots == [3, 3, 2, 2, 1, 1]
+    assert figures[0] == figures[1] == figures[2]
 
 
 def test_the_interval_is_that_of_a_mean():

@@ -53,3 +53,57 @@ def test_wandb_that_is_not_installed_is_said_at_once(monkeypatch):
     tracking.check("none")
     with pytest.raises(UserError, match="wandb is not installed"):
         tracking.check("wandb")
+
+
+def test_a_report_is_there_only_when_it_has_been_sent(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tracking, "log", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report_of(tmp_path)
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "mode"),
+    [
+        ({}, None, "offline"),
+        ({"WANDB_API_KEY": "k" * 40}, None, "online"),
+        ({}, "machine api.wandb.ai", "online"),
+        ({}, "machine wandb.example.org", "offline"),
+        ({"WANDB_BASE_URL": "https://wandb.example.org:8080"}, "machine wandb.example.org", "online"),
+        ({"WANDB_MODE": "disabled"}, "machine api.wandb.ai", None),
+    ],
+)
+def test_who_has_a_key_for_the_server_is_online(tmp_path, monkeypatch, variables, netrc, mode):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if netrc:
+        (tmp_path / "netrc").write_text(f"{netrc} login user password {'k' * 40}")
+    given = {}
+    monkeypatch.setattr(wandb, "init", lambda **facts: given.update(facts))
+    tracking.start(tmp_path)
+    assert given["mode"] == mode
+
+
+def test_a_server_that_does_not_answer_ends_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    asked = []
+
+    def init(mode, **_):
+        asked.append(mode)
+        if mode != "offline":
+            raise wandb.errors.CommError("no route to host")
+
+    monkeypatch.setattr(wandb, "init", init)
+    tracking.start(tmp_path)
+    assert asked == ["online", "offline"]
+    assert capsys.readouterr().err == "wandb: no route to host; it goes on offline, for `wandb sync`\n"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(UserError, match="wandb: no route to host"):
+        tracking.start(tmp_path)

@@ -56,3 +56,29 @@ def test_a_template_without_end_or_bound_is_stopped(template, message, monkeypat
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert len("x" * (600 << 20)) == 600 << 20, "the process has its memory back"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"city": "Rome"}', '{"city": "Rome"}'),
+        ({"city": "Rome"}, '{"city": "Rome"}'),
+        ("not JSON", '"not JSON"'),
+        ("[1]", '"[1]"'),
+        ("", '""'),
+    ],
+)
+def test_arguments_of_a_call_are_an_object_to_the_template(arguments, written):
+    """As Llama 3.1's and Qwen 2.5's write them; OpenAI's interface has them as text."""
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert chat_text(chat_tokenizer("qwen3", template + "{% endfor %}"), messages) == written
+    assert call["function"]["arguments"] == arguments
+
+
+def test_calls_in_another_shape_are_left_to_the_template():
+    template = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    for calls in ("search", [None], [{"name": "search"}], [{"function": "search"}], [{"function": {}}]):
+        messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+        assert chat_text(chat_tokenizer("qwen3", template), messages) == str(calls)

@@ -196,9 +196,11 @@ def test_one_eos_token_may_be_given_alone(target):
     assert generate(target, None, [[5, 6]], max_new_tokens=12, eos_token_ids=plain[4]).tokens == [expected]
 
 
-def test_chats_that_take_turns_keep_what_each_has_read(target, head):
+@pytest.mark.parametrize("common", [3, 30])
+def test_chats_that_take_turns_keep_what_each_has_read(target, head, common):
     """They begin alike, as templates do; neither takes the other's slot while another is free."""
-    chats = [[1, 2, 3, *range(10, 20)], [1, 2, 3, *range(20, 30)]]
+    beginning = [i * 7 % 32 for i in range(common)]
+    chats = [[*beginning, *range(10, 20)], [*beginning, *range(20, 30)]]
     for drafter in (None, HeadDrafter(head)):
         engine = Engine(target, drafter, slots=2)
         for turn in range(3):
@@ -218,6 +220,27 @@ def test_of_slots_with_other_texts_the_one_used_least_recently_is_taken(target):
     before = engine.processed
     engine.generate([first], max_new_tokens=2)
     assert engine.processed == before + 1
+
+
+def test_a_slot_was_last_used_when_its_request_ended(target):
+    engine, texts = Engine(target, slots=2), [[token] * 20 for token in (3, 4, 5)]
+    engine.submit(texts[0], max_new_tokens=20)
+    engine.step()
+    engine.submit(texts[1], max_new_tokens=2)  # joins later, and ends first
+    engine.run()
+    engine.generate([texts[2]], max_new_tokens=2)
+    before = engine.processed
+    engine.generate([texts[0]], max_new_tokens=2)
+    assert engine.processed == before + 1
+
+
+def test_what_is_to_be_copied_is_not_given_away_before(target):
+    engine, long = Engine(target, slots=3), [i * 7 % 32 for i in range(80)]
+    for prompt in ([3] * 20, long, [4] * 20):
+        engine.generate([prompt], max_new_tokens=2)
+    before = engine.processed
+    engine.generate([[*long[:30], 9, 9], [5] * 6], max_new_tokens=2)
+    assert engine.processed == before + 2 + 6
 
 
 def test_what_two_texts_begin_with_is_copied_to_another_slot(target):

@@ -167,3 +167,5 @@ def test_the_cache_may_be_named_from_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SPECULATOR_CACHE", "~/kept")
     assert cache_folder() == tmp_path / "kept"
+    monkeypatch.setenv("SPECULATOR_CACHE", "~nobody-of-this-name/x")
+    assert cache_folder().name == "x"

@@ -207,6 +207,9 @@ def test_who_decodes_at_both_kinds_of_temperature_takes_one_that_was_tuned_for_t
     assert all(isinstance(shape, Chain) for shape in sampled)
     assert len(sampled) == 2
     assert automatic(tuned_folder, target, head, [1.0], 1) is None
+    write_tuned(tuned_folder, SETTINGS[:1], **{**FIGURES, "measured": figures})
+    alone = automatic(tuned_folder, target, head, [0.0, 1.0], 1).alone
+    assert alone.depth == tuned_drafter(tuned_folder, target, 1.0, auto=False).shape.depth == 3
 
 
 def test_a_file_of_an_older_version_says_what_to_draft_and_no_more(target_folder, tuned_folder):

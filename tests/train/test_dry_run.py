@@ -64,6 +64,13 @@ def test_a_recipe_runs(recipe, capsys):
     assert f"= {tokens:,} per optimiser step; {stage.max_steps:,} steps = {tokens * stage.max_steps:,} in all" in text
 
 
+def test_of_own_chats_a_row_of_stage_2_has_prompts_too(capsys):
+    flags = ["--data.sources", "[self]", "--data.self.turns", "2", "--data.self.max_prompt_tokens", "30"]
+    rehearsed(ROOT / "configs" / "quickstart.yaml", *flags, "--stage2.generate.max_new_tokens", "50")
+    text = capsys.readouterr().out
+    assert "at most 160 new tokens" in text
+
+
 def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
     trained, train_stage = [], run.train_stage
 
@@ -141,7 +148,7 @@ def test_a_wrong_recipe_is_refused_as_the_run_refuses_it(flags, message):
 def test_a_rehearsal_is_no_setting_of_a_run(tmp_path):
     config = replace(parse([]), output_dir=str(tmp_path / "run"))
     claim(tmp_path / "run", config, processes=1)
-    refuse_foreign(tmp_path / "run", replace(config, dry_run=True))
+    refuse_foreign(tmp_path / "run", replace(config, dry_run=True), 1)
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
 
 

@@ -73,6 +73,16 @@ def test_the_group_waits_as_long_as_it_says(monkeypatch):
     assert given["timeout"] == processes.TIMEOUT
 
 
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_launcher_that_would_take_the_head_apart_is_refused(monkeypatch, variable):
+    monkeypatch.setattr(processes, "PartialState", lambda **_: None)
+    monkeypatch.setenv(variable, "false")
+    processes.join()
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UserError, match=r"configs/accelerate; a target in shards is --target\.parallel"):
+        processes.join()
+
+
 LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7777")
 
 

@@ -252,3 +252,12 @@ def test_of_a_target_that_writes_its_own_prompts_all_that_it_writes_counts(targe
         replace(config, data=replace(config.data, self=replace(config.data.self, turns=1))), made.shapes.config, CPU
     )
     assert made.traffic()["generating"] > 1.9 * short.traffic()["generating"]
+
+
+def test_what_the_target_writes_is_no_longer_than_its_context(target_folder):
+    config = parse(["--data.sources", "[self]", "--data.self.turns", "50", "--stage2.max_steps", "1"])
+    target = AutoConfig.from_pretrained(target_folder)
+    context = target.max_position_embeddings
+    made = Plan(config, target, CPU)
+    assert {own.length for own in made.writings.values()} == {context} == {made.lengths["stage2"]}
+    assert made.tokens()["self"] <= config.data.self.max_rows * context

@@ -18,7 +18,7 @@ from speculator.errors import UserError
 from speculator.sealed import damage
 from train import checkpoint, interrupts, trainer
 from train.command_line import parse
-from train.folder import claim, refuse_foreign
+from train.folder import claim, held, refuse_foreign
 from train.run import main
 
 SETTINGS = {
@@ -286,6 +286,52 @@ def test_another_target_of_the_same_sizes_under_the_same_name_is_refused(tmp_pat
         claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:4567", "training rows": "45"})
 
 
+def test_what_nothing_was_made_by_yet_may_change(tmp_path, capsys):
+    folder = tmp_path / "run"
+    claim(folder, parse([]), 1)
+    other = parse(["--stage2.max_steps", "7", "--stage2.generate.batch_size", "3", "--report_to", "none"])
+    refuse_foreign(folder, other, 1)
+    claim(folder, other, 1)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["settings"]["stage2"]["max_steps"] == 7
+    assert capsys.readouterr().err == ""
+    for made in ("generated", "stage2", "speculator"):
+        (folder / made).mkdir()
+        refuse_foreign(folder, other, 1)
+        with pytest.raises(UserError, match="holds a run with another stage2"):
+            refuse_foreign(folder, parse([]), 1)
+        (folder / made).rmdir()
+    with pytest.raises(UserError, match=r"holds a run with another stage1\.max_steps"):
+        refuse_foreign(folder, parse(["--stage1.max_steps", "7"]), 1)
+
+
+def test_with_other_processes_a_step_has_as_many_rows_or_a_line_says_how_many(tmp_path, capsys):
+    folder = tmp_path / "run"
+    four, two = (parse(["--stage1.gradient_accumulation_steps", count]) for count in ("4", "2"))
+    claim(folder, four, 1)
+    rows = four.stage1.per_device_train_batch_size
+    with pytest.raises(UserError, match=r"another stage1\.gradient_accumulation_steps"):
+        refuse_foreign(folder, two, 1)
+    refuse_foreign(folder, two, 2)
+    claim(folder, two, 2)
+    assert f"processes were 1 of {4 * rows} and " in capsys.readouterr().err
+    refuse_foreign(folder, two, 4)
+    claim(folder, two, 4)
+    assert f"2 of {2 * rows} and " in capsys.readouterr().err
+    claim(folder, two, 4)
+    assert capsys.readouterr().err == ""
+
+
+def test_two_runs_in_a_folder_are_refused(tmp_path):
+    folder = tmp_path / "run"
+    with held(folder), pytest.raises(UserError, match="another process is running this"), held(folder):
+        pass
+    with held(folder):
+        refuse_foreign(folder, parse([]), 1)
+        claim(folder, parse(["--overwrite_output_dir"]), 1)
+        with pytest.raises(UserError, match="another process is running this"), held(folder):
+            pass
+
+
 def test_without_room_for_a_checkpoint_one_line_names_it_and_with_room_it_goes_on(finished, run, tmp_path, capfd):
     folder = tmp_path / "full"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -355,22 +401,22 @@ def test_a_damaged_record_is_one_line(tmp_path, content):
     else:
         (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(UserError, match=r"was not written by train\.py, or is damaged"):
-        refuse_foreign(tmp_path, parse([]))
+        refuse_foreign(tmp_path, parse([]), 1)
 
 
 def test_a_config_that_is_not_a_runs_is_no_licence_to_delete(tmp_path):
     (tmp_path / "config.yaml").write_text("settings:\n  theme: dark\n")
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(UserError, match=r"was not written by train\.py"):
-        refuse_foreign(tmp_path, parse(["--overwrite_output_dir"]))
+        refuse_foreign(tmp_path, parse(["--overwrite_output_dir"]), 1)
 
 
 def test_a_folder_whose_record_was_being_written_is_free(tmp_path):
     (tmp_path / "config.yaml.123.partial").write_text("sett")
-    refuse_foreign(tmp_path, parse([]))
+    refuse_foreign(tmp_path, parse([]), 1)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match="holds no run"):
-        refuse_foreign(tmp_path, parse([]))
+        refuse_foreign(tmp_path, parse([]), 1)
 
 
 def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):

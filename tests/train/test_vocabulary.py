@@ -3,14 +3,14 @@
 import datasets
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model
 
 from speculator import Target, UserError
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train.config import RunConfig, SpeculatorConfig
-from train.initialise import new_head
+from train.initialise import for_rows, new_head
 from train.vocabulary import count_tokens, describe, most_frequent
 
 ROWS = datasets.Dataset.from_list(
@@ -126,3 +126,11 @@ def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(t
         new_head(config(architecture="eagle3", taps=[1, 5]), target, ROWS)
     with pytest.raises(UserError, match="a target of 2 layers has no default taps"):
         new_head(config(architecture="eagle3"), target, ROWS)
+
+
+@pytest.mark.parametrize(("known", "trained"), [(None, 6), (4, 6), (64, 64)])
+def test_a_head_that_is_trained_further_knows_its_longest_row(known, trained):
+    target, head = Target(tiny_model(), None), tiny_head()
+    head.config.trained_length = known
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2]}, *ROWS])
+    assert for_rows(head, target, rows).config.trained_length == trained

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig, UserError
-from speculator.checkpoints import files, layout_of, load, load_any, recognise, save, tensor_shapes
+from speculator.checkpoints import files, layout_of, load, load_any, native, recognise, save, tensor_shapes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TIED = {"tie_weights": True, "scale_input": True}
@@ -544,3 +544,24 @@ def test_heads_that_no_server_should_get_are_refused(tmp_path):
 
 def test_reading_with_the_layout_named(ibm):
     assert torch.equal(logits(load(ibm, IBM)), logits(load_any(ibm)))
+
+
+class GatedConfig(MLPSpeculatorConfig):
+    gated: bool = False
+    width: int | None = None
+    name_of_gate: str = "sigmoid"
+
+
+class GatedSpeculator(MLPSpeculator):
+    config_class = GatedConfig
+
+
+def test_fields_that_a_new_head_declares_are_kept(tmp_path):
+    made = GatedSpeculator(GatedConfig(vocab_size=20, emb_dim=12, inner_dim=8, gated=True, width=3))
+    layout = native._layout(GatedSpeculator)
+    save(made, tmp_path / "head", layout)
+    again = load(tmp_path / "head", layout).config
+    assert (again.gated, again.width, again.name_of_gate) == (True, 3, "sigmoid")
+    edit(tmp_path / "head", lambda config: config.update(width="three"))
+    with pytest.raises(UserError, match="width is 'three', not int"):
+        load(tmp_path / "head", layout)

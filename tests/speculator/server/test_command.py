@@ -11,13 +11,15 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from conftest import exit_code
+from conftest import exit_code, tiny_model
 
 from speculator.__main__ import main
 from speculator.cli import serve
 from speculator.errors import UserError
+from speculator.kv_cache import KVCache, forms
 from speculator.target import Target
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 
 
@@ -27,6 +29,9 @@ ROOT = Path(__file__).parents[3]
         (["--port", "70000"], "--port 70000 is not in 0..65535"),
         (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
         (["--max_batch_size", "1000000000"], "--max_batch_size: at most the 2048 connections"),
+        (["--queue", "-1"], "--queue must be at least 0"),
+        (["--timeout", "0"], "--timeout 0 is not in 0..1000000"),
+        (["--timeout", "nan"], "--timeout nan is not in 0..1000000"),
         (["--max_model_len", "1"], "--max_model_len must be at least 2"),
         (["--max_model_len", "1000000", "--port", "0"], "--max_model_len 1000000: the context of"),
         (["--api_key", "a b"], "--api_key has a line end, a space"),
@@ -74,6 +79,7 @@ def test_sigterm_answers_what_is_in_flight_and_ends_well(target_folder):
     try:
         line = process.stderr.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+", line).group()
+        assert line.endswith(" GB, 8 slots of 125 tokens\n")
         body = {"prompt": [5, 6], "max_tokens": 120, "stream": True, "temperature": 1.0}
         with httpx.Client(base_url=url, timeout=60) as client:
             for _ in range(100):  # it listens a moment later
@@ -108,3 +114,19 @@ def test_a_core_is_left_for_the_connections(monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_memory_that_the_cache_may_come_to_is_told(monkeypatch):
+    target = Target(tiny_model(), None)
+    config = target.config
+    each = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    target.context_length = 10**6
+    assert f"up to {8 * each * 10**6 / 1e9:,.2g} GB, 8 slots of 1,000,000 tokens" in serve._memory(target, 8)
+    assert "run out" not in serve._memory(target, 8)
+    monkeypatch.setattr(Target, "device", property(lambda _: torch.device("cuda", 0)))
+    monkeypatch.setattr(Target, "cache", lambda self, rows, capacity: KVCache(self.forms, rows, capacity, CPU))
+    target.forms = forms(target.model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values)
+    for free, said in ((8 * each * 3000, "run out once a text has 1,800:"), (8 * each * 10**7, None)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        line = serve._memory(target, 8)
+        assert said in line if said else "run out" not in line
