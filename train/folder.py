@@ -25,6 +25,7 @@ from train.config import ROOT, RunConfig
 
 _RECORD = "config.yaml"
 _LOCK = ".lock"
+_ACCUMULATION = "gradient_accumulation_steps"
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
@@ -38,8 +39,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
     """Refuse a folder that holds something else than this run, finished or not.
 
-    Free are: who is told of the figures, the second stage before it has begun, and gradients accumulated by so many
-    more or fewer steps that another number of processes has batches of as many rows.
+    Another `report_to` is the same run, and so is another stage 2 before that has begun, and an accumulation with which
+    other processes have as many rows in a step.
     """
     record = folder / _RECORD
     if not record.exists():
@@ -53,9 +54,9 @@ def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
         free.append("stage2")
     before |= {name: now[name] for name in free}
     for stage in ("stage1", "stage2"):
-        steps, own = before[stage].get("gradient_accumulation_steps"), now[stage]["gradient_accumulation_steps"]
-        if isinstance(steps, int) and steps * found.get("processes", processes) == own * processes:
-            before[stage]["gradient_accumulation_steps"] = own
+        steps = now[stage][_ACCUMULATION]
+        if before[stage].get(_ACCUMULATION, 0) * found["processes"] == steps * processes:
+            before[stage][_ACCUMULATION] = steps
     difference = _first_difference(before, now)
     if difference and not config.overwrite_output_dir:
         raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
@@ -84,7 +85,9 @@ def held(folder: Path) -> Iterator[None]:
 def _read(record: Path) -> dict[str, Any]:
     try:
         read = load_yaml(read_text(record))
-        if not (isinstance(read["settings"]["stage1"], dict) and isinstance(read["argv"], list)):
+        stages = [read["settings"][name] for name in ("stage1", "stage2")]
+        known = all(isinstance(stage, dict) for stage in stages) and isinstance(read["processes"], int)
+        if not known or not isinstance(read["argv"], list):
             raise TypeError(record)
     except (UserError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         raise UserError(f"{record} was not written by train.py, or is damaged; choose another --output_dir") from None
@@ -113,9 +116,10 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
                 f"{folder}: changed since this run began: {', '.join(changed)}; --overwrite_output_dir starts again"
             )
         if begun | now != begun:
-            rows = [f"{of.get('processes')} of {_rows(of)} rows" for of in (begun, now)]
-            if rows[0] != rows[1]:
-                print(f"{folder}: processes were {rows[0]} a step, and are {rows[1]}", file=sys.stderr)
+            was, has = _batches(begun), _batches(now)
+            others = [f"{has[stage]} where {stage} had {was[stage]}" for stage in has if was[stage] != has[stage]]
+            if others:
+                print(f"{folder}: another number of rows in a step: {', '.join(others)}", file=sys.stderr)
             write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
         return
     make_folder(folder)
@@ -130,10 +134,11 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
     write_text(record, yaml.safe_dump(facts, sort_keys=False))
 
 
-def _rows(record: dict[str, Any]) -> str:
-    """Of a process in a step of each stage."""
-    stages = [record["settings"][name] for name in ("stage1", "stage2")]
-    return " and ".join(str(s["per_device_train_batch_size"] * s["gradient_accumulation_steps"]) for s in stages)
+def _batches(record: dict[str, Any]) -> dict[str, int]:
+    """Rows of an optimiser step of each stage, over all processes."""
+    stages = {name: record["settings"][name] for name in ("stage1", "stage2")}
+    rows = {name: own["per_device_train_batch_size"] * own[_ACCUMULATION] for name, own in stages.items()}
+    return {name: count * record["processes"] for name, count in rows.items()}
 
 
 def _empty(folder: Path) -> None:

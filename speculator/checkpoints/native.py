@@ -26,6 +26,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 def _layout(head: type[Speculator]) -> Layout:
     own = _own_fields(head.config_class)
+    shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
     def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
         """config.json, as transformers writes it."""
@@ -38,8 +39,8 @@ def _layout(head: type[Speculator]) -> Layout:
         architecture=head.__name__,
         fields=fields,
         servers=servers,
-        shape={name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own},
-        kept=KEPT | own,
+        shape=shape,
+        kept=KEPT | {name: kind for name, kind in own.items() if name not in shape},
     )
 
 

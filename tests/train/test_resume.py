@@ -308,16 +308,15 @@ def test_with_other_processes_a_step_has_as_many_rows_or_a_line_says_how_many(tm
     folder = tmp_path / "run"
     four, two = (parse(["--stage1.gradient_accumulation_steps", count]) for count in ("4", "2"))
     claim(folder, four, 1)
-    rows = four.stage1.per_device_train_batch_size
     with pytest.raises(UserError, match=r"another stage1\.gradient_accumulation_steps"):
         refuse_foreign(folder, two, 1)
     refuse_foreign(folder, two, 2)
     claim(folder, two, 2)
-    assert f"processes were 1 of {4 * rows} and " in capsys.readouterr().err
-    refuse_foreign(folder, two, 4)
-    claim(folder, two, 4)
-    assert f"2 of {2 * rows} and " in capsys.readouterr().err
-    claim(folder, two, 4)
+    rows = two.stage2.per_device_train_batch_size * two.stage2.gradient_accumulation_steps
+    said = f"{folder}: another number of rows in a step: {2 * rows} where stage2 had {rows}\n"
+    assert capsys.readouterr().err == said
+    refuse_foreign(folder, two, 2)
+    claim(folder, two, 2)
     assert capsys.readouterr().err == ""
 
 
