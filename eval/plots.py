@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -189,8 +190,10 @@ def _categories(axis, rows: list[dict], lengths: set[int]) -> None:
     axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(rows))
 
 
-def _errors(intervals: Sequence[dict | None], scale: float) -> list[list[float]]:
-    """What matplotlib calls yerr; nothing where there is no interval."""
+def _errors(intervals: Sequence[dict | None], scale: float) -> np.ndarray:
+    """What matplotlib calls yerr; nothing where there is no interval. Of few prompts that are alike a bound may be on the
+    wrong side of the value, by a rounding."""
     none = {"value": math.nan, "low": math.nan, "high": math.nan}
     known = [interval if interval and interval["low"] is not None else none for interval in intervals]
-    return [[(i["value"] - i["low"]) * scale for i in known], [(i["high"] - i["value"]) * scale for i in known]]
+    below, above = ([i["value"] - i["low"] for i in known], [i["high"] - i["value"] for i in known])
+    return np.maximum([below, above], 0) * scale

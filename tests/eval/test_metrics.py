@@ -4,6 +4,7 @@ import json
 import random
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval import validation
 from eval.decoders import decoders, measure_suite
 from eval.metrics import acceptance, by_context, check_identities, paired_bootstrap, rows_busy
-from eval.plots import _colour
+from eval.plots import _colour, _errors, plt
 from eval.report import label, warnings
 from eval.run import evaluate
 from eval.suites import Suite, load_suite
@@ -339,3 +340,14 @@ def test_costs_are_measured_on_full_batches(monkeypatch):
     measure_suite(target, [decoder for decoder in table if decoder.ours], suite, Sampling(), 6, batch_size=8)
     assert rows
     assert set(rows) == {8}
+
+
+def test_a_bound_on_the_wrong_side_by_a_rounding_is_drawn():
+    """Of two prompts with the same figure the resampled means may differ from it in the last bit."""
+    intervals = [{"value": 1.1, "low": 1.1 + 2e-16, "high": 1.1 + 3e-16}, {"value": 2.0, "low": 1.5, "high": 2.5}, None]
+    below, above = _errors(intervals, 2)
+    assert (below[0], below[1], above[1]) == (0, 1, 1)
+    assert above[0] == pytest.approx(0, abs=1e-15)
+    assert np.isnan([below[2], above[2]]).all()
+    _, axis = plt.subplots()
+    axis.barh([1, 2, 3], [1, 1, 1], xerr=[below, above])
