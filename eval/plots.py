@@ -191,8 +191,10 @@ def _categories(axis, rows: list[dict], lengths: set[int]) -> None:
 
 
 def _errors(intervals: Sequence[dict | None], scale: float) -> np.ndarray:
-    """What matplotlib calls yerr; nothing where there is no interval. Of few prompts that are alike a bound may be on the
-    wrong side of the value, by a rounding."""
+    """What matplotlib calls yerr; nothing where there is no interval.
+
+    Of few prompts that are alike a bound may be on the wrong side of the value, by a rounding.
+    """
     none = {"value": math.nan, "low": math.nan, "high": math.nan}
     known = [interval if interval and interval["low"] is not None else none for interval in intervals]
     below, above = ([i["value"] - i["low"] for i in known], [i["high"] - i["value"] for i in known])

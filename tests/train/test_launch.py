@@ -48,7 +48,8 @@ def test_the_second_of_two_machines_finds_the_first(monkeypatch):
 def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
     """Run by bash, with stand-ins for what SLURM has: each task's launcher gets its node's number and the flags."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\nseq 100000\n")  # more than a pipe holds
-    (tmp_path / "srun").write_text('#!/bin/sh\nshift\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n')
+    each = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+    (tmp_path / "srun").write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\n' + each + "\n")
     (tmp_path / "accelerate").write_text('#!/bin/sh\necho "$@"\n')
     for file in tmp_path.iterdir():
         file.chmod(0o755)

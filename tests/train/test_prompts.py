@@ -34,7 +34,7 @@ def chats(path, long):
 
 def config_of(target, source, output, *flags):
     sizes = ["--eval.max_new_tokens", "8", "--stage2.generate.max_new_tokens", "8", "--eval.prompt_tokens", "8"]
-    sizes += ["--stage2.generate.prompt_tokens", "8", "--data.seq_length", "32", "--report_to", "none"]
+    sizes += ["--stage2.generate.prompt_tokens", "8", "--data.seq_length", "96", "--report_to", "none"]
     named = ["--target.name_or_path", str(target), "--data.sources", f"[{source}]", "--output_dir", str(output)]
     return parse([*named, *sizes, *flags])
 
