@@ -19,7 +19,7 @@ from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES
 from train import run
 from train.command_line import parse
-from train.dry_run import _known_config, rehearse
+from train.dry_run import _known_config, _real_run, rehearse
 from train.folder import claim, refuse_foreign
 from train.run import _run
 
@@ -64,11 +64,10 @@ def test_a_recipe_runs(recipe, capsys):
     assert f"= {tokens:,} per optimiser step; {stage.max_steps:,} steps = {tokens * stage.max_steps:,} in all" in text
 
 
-def test_of_own_chats_a_row_of_stage_2_has_prompts_too(capsys):
+def test_of_own_chats_a_row_of_stage_2_has_prompts_too():
     flags = ["--data.sources", "[self]", "--data.self.turns", "2", "--data.self.max_prompt_tokens", "30"]
-    rehearsed(ROOT / "configs" / "quickstart.yaml", *flags, "--stage2.generate.max_new_tokens", "50")
-    text = capsys.readouterr().out
-    assert "at most 160 new tokens" in text
+    config = parse(["--config", "configs/quickstart.yaml", *flags, "--stage2.generate.max_new_tokens", "50"])
+    assert "at most 160 new tokens" in "\n".join(_real_run(config, None, 1))
 
 
 def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):

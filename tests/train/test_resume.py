@@ -205,6 +205,16 @@ def test_a_stop_at_an_evaluation_between_checkpoints_does_not_change_which_is_th
     assert best.name == "checkpoint-8"
 
 
+def test_a_checkpoint_that_was_cut_short_is_passed_over_for_the_one_before(unfinished, finished, run, capfd):
+    damaged = unfinished / "stage1" / "checkpoint-16"
+    (damaged / "model.safetensors").write_bytes(weights(damaged)[:1000])
+    assert run(unfinished) == 0
+    said = capfd.readouterr().err
+    assert f"passing over {damaged}" in said
+    assert "going on from" in said
+    assert weights(unfinished / "speculator") == weights(finished / "speculator")
+
+
 def test_a_damaged_best_checkpoint_is_passed_over_for_the_next_best(unfinished, run, capfd):
     best, second, *_ = by_tokens_per_step(unfinished / "stage1")
     flip_a_bit(unfinished / "stage1" / f"checkpoint-{best}" / "model.safetensors")
@@ -350,7 +360,9 @@ def test_a_run_whose_loss_is_not_finite_keeps_finite_checkpoints_only(run, tmp_p
     """Its log would say so too late: the evaluation before the checkpoint does."""
     folder = tmp_path / "diverged"
     assert run(folder, **{"stage1.learning_rate": 1e30, "stage1.logging_steps": 100}) == 2
-    assert "the loss became" in capfd.readouterr().err
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "train.py:" in line)
+    assert "the loss became" in line
+    assert not (folder / "speculator").exists()
     for kept in checkpoint.numbered(folder / "stage1").values():
         assert all(weight.isfinite().all() for weight in load_file(kept / "model.safetensors").values())
 
