@@ -83,7 +83,8 @@ class Shapes:
             self.weights = sum(weight.numel() for weight in whole.parameters())
             self.bytes = _bytes(self.target)
             self.table = self.target.get_output_embeddings().weight.nbytes
-            if parts > 1:  # transformers divides the embedding by its rows; `Target` has the output matrix whole
+            # `Target` has the output matrix whole; newer versions of transformers divide the embedding by its rows.
+            if parts > 1 and "embed_tokens" in (self.target.base_model._tp_plan or {}):
                 self.bytes += self.table // parts - (0 if self.tied else self.table)
             experts = [weight for weight in whole.parameters() if weight.ndim == 3]
             self.experts = sum(weight.numel() for weight in experts)

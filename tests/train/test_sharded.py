@@ -147,7 +147,8 @@ def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch
         Target.load(str(target_folder), parallel_size=2)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 6)
-    with pytest.raises(UserError, match="parallel_size 4: 6 processes can't be divided into groups of 4"):
+    older = "this version of transformers shards a target over all 6 processes only"
+    with pytest.raises(UserError, match=f"parallel_size 4: (6 processes can't be divided into groups of 4|{older})"):
         Group("tp", 4)
 
 
