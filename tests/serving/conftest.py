@@ -16,10 +16,7 @@ ROOT = HERE.parents[1]
 
 def environment(name: str) -> Path:
     """The python of a server's environment."""
-    root = os.environ.get("SPECULATOR_SERVING")
-    if not root:
-        pytest.skip("what servers make of exported heads: run by `make serving`")
-    folder = Path(root).resolve() / name
+    folder = Path(os.environ["SPECULATOR_SERVING"]).resolve() / name
     if not (folder / "installed").exists():
         pytest.skip(f"{folder} is not there or not whole: `make serving` builds it, from PyPI")
     return folder / "bin" / "python"
@@ -30,7 +27,14 @@ def variables(more: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run_in():
+def wanted():
+    """Skips before other fixtures train heads for nothing."""
+    if not os.environ.get("SPECULATOR_SERVING"):
+        pytest.skip("what servers make of exported heads: run by `make serving`")
+
+
+@pytest.fixture(scope="session")
+def run_in(wanted):
     """`run_in(environment, script, *arguments)` runs a script of this folder in a server's environment."""
 
     def run(name: str, script: str, *arguments: object, **more: str) -> str:
@@ -43,7 +47,7 @@ def run_in():
 
 
 @pytest.fixture
-def start_in(tmp_path):
+def start_in(wanted, tmp_path):
     """`start_in(environment, *arguments)` starts python in a server's environment, which ends with the test."""
     started = []
 
@@ -100,7 +104,7 @@ def say(request):
 
 
 @pytest.fixture
-def train(request):
+def train(wanted, request):
     """`train(flags)` runs train.py and gives the run's folder: kept, and gone on with where it was cut off."""
     environment("vllm")  # without it there is nothing to serve by
 

@@ -257,7 +257,8 @@ def test_killed_in_each_stage_and_while_generating_the_result_is_bit_identical(f
     assert all((head[name] == value).all() for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("processes", "accumulation"), [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (1, 2)])
 def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command, tmp_path, processes, accumulation):
     """Losses, metrics, gradient norms (which would show a wrong scale that Adam hides) and weights."""
     folder = tmp_path / "cut"
@@ -296,6 +297,7 @@ def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     assert json.loads((folder / "speculator" / "config.json").read_text())["architectures"] == ["LSTMSpeculator"]
 
 
+@pytest.mark.soak
 def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command, tmp_path):
     folder = tmp_path / "pruned"
     done = run(command(folder, **{"speculator.draft_vocab_size": 100, "stage2.max_steps": 0}))
