@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def _with_object(call: Any) -> Any:
     return call
 
 
+@cache
 def _stopped_clock(today: datetime) -> str:
     """A macro in the place of the function by which templates write the date: transformers hands them none of ours."""
     directives = "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ"

@@ -31,3 +31,10 @@ def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     cells = [[" ".join(str(cell).split()).replace("|", r"\|") for cell in row] for row in (header, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in 10^9, with three digits or so."""
+    value = size / 1e9
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
+    return f"{value:,.{digits}f}"

@@ -25,7 +25,7 @@ from speculator.errors import UserError, first_line
 from speculator.gguf import read_config
 from speculator.kv_cache import BUCKETS
 from speculator.sharding import divided
-from speculator.tables import markdown_table
+from speculator.tables import gigabytes, markdown_table
 from train.config import HERE, RunConfig, StageConfig
 from train.place import Gpu, Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
@@ -234,8 +234,9 @@ class Plan:
             if need > self.place.memory:
                 (largest, size), *_ = parts.most_common()
                 raise UserError(
-                    f"{name} needs {_gb(need)} GB in each process, and {self.place.name} has {_gb(self.place.memory)}; "
-                    f"{_gb(size)} of it are {largest}: {self._advice(name, largest)}"
+                    f"{name} needs {gigabytes(need)} GB in each process, and {self.place.name} has "
+                    f"{gigabytes(self.place.memory)}; "
+                    f"{gigabytes(size)} of it are {largest}: {self._advice(name, largest)}"
                 )
 
     def _advice(self, name: str, part: str) -> str:
@@ -335,7 +336,7 @@ class Plan:
         read = "" if shapes.chosen == 1 else f", {shapes.active / 1e9:,.2f} of them for a token"
         where = f"{place.processes} process{'es' if place.processes > 1 else ''}, each "
         where += f"with 1/{place.shards} of the target ({config.target.parallel}), on " if place.shards > 1 else "on "
-        where += place.name if place.memory is None else f"one {place.name} of {_gb(place.memory)} GB"
+        where += place.name if place.memory is None else f"one {place.name} of {gigabytes(place.memory)} GB"
         dtype = dtype_name(self.dtype)
         head = config.speculator
         lines = [
@@ -348,7 +349,7 @@ class Plan:
             "",
             self._work_table(),
             "",
-            markdown_table(("disk, GB", ""), ((name, _gb(size)) for name, size in self.disk().items())),
+            markdown_table(("disk, GB", ""), ((name, gigabytes(size)) for name, size in self.disk().items())),
             "",
             "Memory is what tensors hold; the allocator and CUDA itself take about a GB more. Times are bounds and no "
             "forecast: nothing runs as fast.",
@@ -358,11 +359,11 @@ class Plan:
     def _memory_table(self) -> str:
         needs = self.memory()
         rows: list[list[str]] = [
-            [part, *(_gb(parts[part]) if parts[part] else "" for parts in needs.values())]
+            [part, *(gigabytes(parts[part]) if parts[part] else "" for parts in needs.values())]
             for part in _PARTS
             if any(parts[part] for parts in needs.values())
         ]
-        rows.append(["in all", *(_gb(sum(parts.values())) for parts in needs.values())])
+        rows.append(["in all", *(gigabytes(sum(parts.values())) for parts in needs.values())])
         if self.place.memory is not None:
             fits = ["yes" if sum(parts.values()) <= self.place.memory else "NO" for parts in needs.values()]
             rows.append(["fits", *fits])
@@ -384,13 +385,6 @@ class Plan:
         if not gpu:
             header, rows = header[:4], [row[:4] for row in rows]
         return markdown_table(header, rows)
-
-
-def _gb(size: float) -> str:
-    """In 10^9 bytes, with three digits or so."""
-    value = size / 1e9
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
-    return f"{value:,.{digits}f}"
 
 
 def _time(seconds: float) -> str:

@@ -102,7 +102,7 @@ def train_stage(
         read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
         passes = read * state.num_processes / len(train_rows)
         shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows):,} rows read "
-        shape += f"{passes:,.2g} times in {settings.max_steps:,} steps"
+        shape += f"{passes:,.1f} times in {settings.max_steps:,} steps"
         many = f"{state.num_processes} process{'es' if state.num_processes > 1 else ''}"
         drafted = trainer.model.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"

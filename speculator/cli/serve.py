@@ -19,6 +19,7 @@ from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
 from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
+from speculator.tables import gigabytes
 from speculator.target import Target
 from speculator.tuned import automatic
 
@@ -101,7 +102,7 @@ def _memory(target: Target, slots: int) -> str:
     """What the KV cache may come to; on a GPU also from what length of texts on it might not fit."""
     cache, longest = target.cache(1, 1), target.context_length
     each = slots * sum(stack.numel() * stack.element_size() for stack in cache.stacks.values()) / cache.capacity
-    line = f"KV cache: up to {each * longest / 1e9:,.2g} GB, {slots} slots of {longest:,} tokens"
+    line = f"KV cache: up to {gigabytes(each * longest)} GB, {slots} slots of {longest:,} tokens"
     free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else math.inf
     if each * longest * _GROWING > free:
         line += f"; memory may run out once a text has {int(free / each / _GROWING):,}: --max_model_len bounds it"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import traceback
@@ -212,6 +213,9 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over_for_the_one_before(unfin
     said = capfd.readouterr().err
     assert f"passing over {damaged}" in said
     assert "going on from" in said
+    rows = 16 * SETTINGS["stage1.per_device_train_batch_size"]
+    found = re.search(r"([\d,]+) rows read ([\d,.]+) times in 16 steps", said)
+    assert float(found[2]) == pytest.approx(rows / int(found[1].replace(",", "")), abs=0.05)
     assert weights(unfinished / "speculator") == weights(finished / "speculator")
 
 

@@ -17,6 +17,7 @@ from speculator.__main__ import main
 from speculator.cli import serve
 from speculator.errors import UserError
 from speculator.kv_cache import KVCache, forms
+from speculator.tables import gigabytes
 from speculator.target import Target
 
 CPU = torch.device("cpu")
@@ -121,8 +122,11 @@ def test_the_memory_that_the_cache_may_come_to_is_told(monkeypatch):
     config = target.config
     each = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     target.context_length = 10**6
-    assert f"up to {8 * each * 10**6 / 1e9:,.2g} GB, 8 slots of 1,000,000 tokens" in serve._memory(target, 8)
+    assert f"up to {gigabytes(8 * each * 10**6)} GB, 8 slots of 1,000,000 tokens" in serve._memory(target, 8)
     assert "run out" not in serve._memory(target, 8)
+    target.context_length = 10**9
+    assert f"up to {8 * each:,} GB," in serve._memory(target, 8)
+    target.context_length = 10**6
     monkeypatch.setattr(Target, "device", property(lambda _: torch.device("cuda", 0)))
     monkeypatch.setattr(Target, "cache", lambda self, rows, capacity: KVCache(self.forms, rows, capacity, CPU))
     target.forms = forms(target.model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values)
