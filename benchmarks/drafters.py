@@ -3,7 +3,7 @@
     python -m benchmarks.drafters --target T --speculator S [--draft_model M] --output DIR
 
 Writes drafters.json and drafters.md. A batch of prompts goes through every decoder before the next batch comes, in an
-order that rotates. Of a row `tokens_per_step` is over all its steps, as in every report; the table has means over
+order that rotates. Of a row `acceptance_length` is over all its steps, as in every report; the table has means over
 batches, as a difference of decoders is the mean of those that each batch shows. Intervals are 95% paired bootstraps
 over batches.
 """
@@ -24,8 +24,8 @@ from speculator import (
     Candidates,
     Chain,
     Drafter,
+    DraftModelDrafter,
     HeadDrafter,
-    ModelDrafter,
     NgramDrafter,
     Paths,
     Sampling,
@@ -33,9 +33,9 @@ from speculator import (
     Tree,
     load_head,
 )
+from speculator.decoding.request import acceptance_length
 from speculator.errors import UserError, refuse_below, run_command
 from speculator.heads import Speculator
-from speculator.request import tokens_per_step
 from speculator.tables import markdown_table
 
 
@@ -56,7 +56,7 @@ def decoders(target: Target, head: Speculator, model: Target | None) -> list[Dec
     table = [
         Decoder("none", None),
         Decoder("head chain", HeadDrafter(head)),
-        Decoder("head chain, token rule", HeadDrafter(head), "token"),
+        Decoder("head chain, rejection rule", HeadDrafter(head), "rejection"),
         Decoder("head chain, greedy draft", HeadDrafter(head, Chain(n, sampled=False))),
         Decoder("head tree", HeadDrafter(head, Tree(branches, nodes=3 * len(branches)))),
         Decoder("head paths", HeadDrafter(head, Paths((4, 3, 2, 1)[:n], paths=4))),
@@ -66,9 +66,9 @@ def decoders(target: Target, head: Speculator, model: Target | None) -> list[Dec
     ]
     if model is not None:
         table += [
-            Decoder("draft model chain", ModelDrafter(model, target, n)),
-            Decoder("draft model chain, token rule", ModelDrafter(model, target, n), "token"),
-            Decoder("draft model candidates", ModelDrafter(model, target, Candidates(wide))),
+            Decoder("draft model chain", DraftModelDrafter(model, target, n)),
+            Decoder("draft model chain, rejection rule", DraftModelDrafter(model, target, n), "rejection"),
+            Decoder("draft model candidates", DraftModelDrafter(model, target, Candidates(wide))),
         ]
     return table
 
@@ -93,7 +93,7 @@ def measure(
             before = len(timed[i].steps)
             sampling = Sampling(temperature, seed=start)
             once(table[i], prompts[start : start + batch_size], sampling, count, timed[i])
-            steps[i].append(tokens_per_step(timed[i].steps[before:]))
+            steps[i].append(acceptance_length(timed[i].steps[before:]))
     chain = next(i for i, decoder in enumerate(table) if decoder.name == "head chain")
     rows = []
     for i, decoder in enumerate(table):
@@ -105,7 +105,7 @@ def measure(
                 "temperature": temperature,
                 "batch_size": batch_size,
                 "nodes": decoder.drafter.nodes if decoder.drafter else 0,
-                "tokens_per_step": tokens_per_step(timed[i].steps),
+                "acceptance_length": acceptance_length(timed[i].steps),
                 "mean_tokens_per_step": statistics.fmean(steps[i]),
                 "tokens_per_step_over_head_chain": _difference(steps[i], steps[chain]),
                 "tokens_per_second": timed[i].tokens_per_second,

@@ -17,7 +17,7 @@ import time
 from speculator.tables import markdown_table
 
 SIZES = {"vocab_size": 4096, "emb_dim": 512, "inner_dim": 1024, "n_predict": 5, "draft_vocab_size": 4096}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "taps": [2, 6, 9]}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "aux_layers": [2, 6, 9]}
 FORMS = ("blocks", "one piece", "a third learns")
 
 
@@ -33,11 +33,11 @@ def measure(form: str, length: int) -> tuple[float, float]:
     tokens = torch.randint(SIZES["vocab_size"], (1, length + SIZES["n_predict"] - 1))
     for weight in head.parameters():
         weight.grad = torch.zeros_like(weight)
-    learns = torch.arange(length)[None] % 96 >= (64 if form == "a third learns" else 0)
+    loss_mask = torch.arange(length)[None] % 96 >= (64 if form == "a third learns" else 0)
     if form == "one piece":
         eagle3._SCORES["cpu"] = 2**62
     before, start = _peak(), time.perf_counter()
-    sum(feature.square().mean() for feature in head.unrolled(taps, tokens, None, learns)).backward()
+    sum(feature.square().mean() for feature in head.unrolled(taps, tokens, None, loss_mask)).backward()
     return _peak() - before, time.perf_counter() - start
 
 

@@ -38,7 +38,7 @@ from data.rendering import load_tokenizer
 from data.sources import PYTHON_SOURCES, documents
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import new_folder, write_text
-from speculator.linear import FAST_DTYPES
+from speculator.target.linear import FAST_DTYPES
 from train.run import use_all_cores
 from train.trainer import on_one_gpu
 

@@ -3,7 +3,7 @@
     python -m benchmarks.linear [--size 1024x4096]... [--rows 5]... [--output DIR]
     python -m benchmarks.linear --target examples/stdlib_target
 
-torch's own product and the packed one (`speculator.linear`) in turns. Matrices of one size follow each other, as a
+torch's own product and the packed one (`speculator.target.linear`) in turns. Matrices of one size follow each other, as a
 model's layers do, so that no cache holds them all. What a verify pass of as many tokens costs over a plain step is the
 last two columns, as far as its matrices go. With --target it is measured: by torch's own products, by packed ones
 alone, and as was chosen when the target was loaded.
@@ -22,13 +22,13 @@ from torch import nn
 from tqdm import tqdm
 
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target
-from speculator.costs import StepSeconds, clock
-from speculator.costs import measure as measure_costs
 from speculator.device import dtype_name, hardware
+from speculator.drafters.costs import StepSeconds, clock
+from speculator.drafters.costs import measure as measure_costs
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
-from speculator.linear import FAST_DTYPES, TIMED_ROWS, PackedLinear, pack_linears
 from speculator.tables import markdown_table
+from speculator.target.linear import FAST_DTYPES, TIMED_ROWS, PackedLinear, pack_linears
 
 _BYTES = 2**26  # of all matrices of a size
 _SIZES = ("192x512", "192x4096", "1024x1024", "4096x4096")

@@ -19,8 +19,8 @@ from eval.decoders import OPTIONAL, decoders, measure_suite
 from eval.metrics import shown, speedup
 from eval.suites import Suite
 from speculator import Sampling, Target
+from speculator.decoding.request import acceptance_length
 from speculator.errors import refuse_below, run_command
-from speculator.request import tokens_per_step
 from speculator.tables import BASELINES, markdown_table
 
 _PAIRS = (
@@ -51,7 +51,7 @@ def measure(
             {
                 "ours": _OURS[mine],
                 "theirs": name,
-                "tokens_per_step": tokens_per_step(a.steps),
+                "acceptance_length": acceptance_length(a.steps),
                 "tokens_per_second": {"ours": a.tokens_per_second, "theirs": b.tokens_per_second},
                 "end_to_end_tokens_per_second": {
                     "ours": a.end_to_end_tokens_per_second,
@@ -71,7 +71,7 @@ def markdown(report: dict) -> str:
         (
             row["ours"],
             BASELINES[row["theirs"]],
-            f"{row['tokens_per_step']:.2f}",
+            f"{row['acceptance_length']:.2f}",
             *(f"{row['tokens_per_second'][whose]:.0f}" for whose in ("ours", "theirs")),
             shown(row["ratio"]),
             f"{row['identical']} of {row['of']}",
@@ -83,7 +83,7 @@ def markdown(report: dict) -> str:
         "",
         f"Target `{report['target']}`, {report['hardware']}, {report['dtype']}, transformers {report['transformers']}, "
         f"{report['prompts']} prompts, {report['max_new_tokens']} new tokens each, draft length "
-        f"{report['draft_length']}, temperature 0.",
+        f"{report['num_speculative_tokens']}, temperature 0.",
         "Decode-only tokens per second; the ratio with its 95% interval.",
         *(f"Not run: {name}: {reason}." for name, reason in report["not_run"].items()),
         "",
@@ -96,7 +96,7 @@ def markdown(report: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = common.build_parser("peers", __doc__, max_prompts=16)
     parser.add_argument("--draft_model", required=True, help="hub id or folder of a small LM with the same tokenizer")
-    parser.add_argument("--draft_length", type=int, default=4)
+    parser.add_argument("--num_speculative_tokens", type=int, default=4)
     parser.add_argument("--compiled", action="store_true", help="compile transformers' on a CPU too, which takes long")
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
@@ -104,17 +104,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print the table."""
-    refuse_below(arguments, draft_length=1)
-    common.check_steps(arguments, arguments.draft_length)
+    refuse_below(arguments, num_speculative_tokens=1)
+    common.check_steps(arguments, arguments.num_speculative_tokens)
     target = common.load_target(arguments)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype)
     prompts = common.load_prompts(arguments, target)
     compiled = arguments.compiled or target.device.type == "cuda"
-    rows, skipped = measure(target, model, prompts, arguments.draft_length, arguments.max_new_tokens, compiled)
+    rows, skipped = measure(
+        target, model, prompts, arguments.num_speculative_tokens, arguments.max_new_tokens, compiled
+    )
     measured = {
         "draft_model": model.name,
         "transformers": transformers.__version__,
-        "draft_length": arguments.draft_length,
+        "num_speculative_tokens": arguments.num_speculative_tokens,
         "not_run": skipped,
         "rows": rows,
     }

@@ -29,7 +29,7 @@ from benchmarks.training import peak_bytes
 from speculator.device import resolve_device
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.tables import markdown_table
-from speculator.target import Target
+from speculator.target.model import Target
 from train.command_line import parse
 from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig
 from train.place import GPUS, Place

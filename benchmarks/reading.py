@@ -27,8 +27,8 @@ from transformers.utils import logging
 from eval.timing import peak_memory, restart_memory
 from speculator import Engine, Target
 from speculator.device import hardware
-from speculator.documents import packed
 from speculator.errors import OneLineParser, refuse_below, run_command
+from speculator.target.packed import packed
 
 CPU = torch.device("cpu")
 GROUPED = LlamaConfig(

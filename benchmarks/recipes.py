@@ -25,14 +25,14 @@ from transformers import LlamaConfig, PreTrainedConfig, PrinterCallback, Qwen3Co
 from benchmarks.shapes import NO_ENDS, PRESETS, llama, of_random_weights
 from data.onpolicy import generate_rows
 from speculator.checkpoints.loading import bind
-from speculator.cuda_graphs import capturable
+from speculator.decoding.cuda_graphs import capturable
 from speculator.device import hardware, synchronize
 from speculator.drafters import HeadDrafter
 from speculator.errors import first_line
 from speculator.files import make_folder, read_text, write_json, write_text
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.tables import markdown_table
-from speculator.target import Target
+from speculator.target.model import Target
 from train.checks import own_sampling
 from train.command_line import parse
 from train.config import HERE, ROOT, RunConfig
@@ -179,7 +179,7 @@ def train(config: RunConfig, target: Target) -> dict[str, Any]:
 def generate(config: RunConfig, target: Target) -> dict[str, Any]:
     """As many rows as stage 2 decodes together, as it makes them, with a head of noise."""
     own = config.stage2.generate
-    drafter = HeadDrafter(head_of(config, target, target.dtype), own.draft_length or None)
+    drafter = HeadDrafter(head_of(config, target, target.dtype), own.num_speculative_tokens or None)
     prompts = torch.randint(target.vocab_size, (own.batch_size, own.prompt_tokens), device="cpu").tolist()
     with tempfile.TemporaryDirectory() as folder:
         generate_rows(
@@ -193,7 +193,7 @@ def generate(config: RunConfig, target: Target) -> dict[str, Any]:
             progress=False,
         )
         manifest = json.loads(read_text(Path(folder) / "generated" / "manifest.json"))
-    figures = {name: manifest[name] for name in ("tokens", "tokens_per_second", "tokens_per_step")}
+    figures = {name: manifest[name] for name in ("tokens", "tokens_per_second", "acceptance_length")}
     return {**figures, "captured": capturable(target, drafter)}
 
 

@@ -29,35 +29,35 @@ from tqdm import tqdm
 from benchmarks import common
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, check_rows, suite_of
-from speculator import Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling, Target, load_head
+from speculator import Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, load_head
+from speculator.decoding.request import Request
 from speculator.device import synchronize
 from speculator.drafters import Drafter
-from speculator.drafters.auto import AutoDrafter
+from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.controller import fastest_shape
 from speculator.drafters.ngram import MEMORY
+from speculator.drafters.tuned import automatic, described
 from speculator.errors import UserError, refuse, run_command
 from speculator.files import make_folder
-from speculator.request import Request
 from speculator.tables import markdown_table
-from speculator.tuned import automatic, described
 
 _COPIES = (2, 4, 8)
 _BESIDE = 4
 _APART = ", apart"
 
 
-def decoders(auto: AutoDrafter, greedy: bool, rows: int) -> dict[str, Drafter | None]:
+def decoders(auto: AdaptiveDrafter, greedy: bool, rows: int) -> dict[str, Drafter | None]:
     """Every fixed choice, of the mixed ones that of the head's fastest draft, and the one that goes on choosing."""
     heads: dict[str, Drafter | None] = {}
     for choice in auto.choices:
         name = described(choice.shape)
         heads[f"{name}, another" if name in heads else name] = HeadDrafter(auto.head, choice.shape)
     fastest = HeadDrafter(auto.head, fastest_shape(auto.choices, auto.cost, greedy, rows))
-    heads[f"{described(fastest.shape)}, n-gram {_BESIDE}"] = MixedDrafter(fastest, NgramDrafter(_BESIDE))
+    heads[f"{described(fastest.shape)}, n-gram {_BESIDE}"] = HybridDrafter(fastest, NgramDrafter(_BESIDE))
     return {"none": None, **{f"n-gram {n}": NgramDrafter(n) for n in _COPIES}, **heads, "auto": auto}
 
 
-def samplers(auto: AutoDrafter, alone: AutoDrafter, rows: int) -> dict[str, Drafter | None]:
+def samplers(auto: AdaptiveDrafter, alone: AdaptiveDrafter, rows: int) -> dict[str, Drafter | None]:
     """Who decodes several texts of a prompt: fixed choices, auto, and what knows nothing of its neighbours."""
     fixed = HeadDrafter(auto.head, fastest_shape(auto.choices, auto.cost, False, rows))
     every = {"none": None, f"n-gram {_BESIDE}": NgramDrafter(_BESIDE, memory=MEMORY), described(fixed.shape): fixed}
@@ -105,7 +105,7 @@ def measure(
         "batch_size": batch_size,
         "num_samples": samples,
         "tokens_per_second": {name: tokens / seconds for name, (tokens, seconds, _) in sums.items()},
-        "tokens_per_step": {name: tokens / steps for name, (tokens, _, steps) in sums.items()},
+        "acceptance_length": {name: tokens / steps for name, (tokens, _, steps) in sums.items()},
         "batches": {name: [own[:2] for own in each] for name, each in parts.items()},
     }
 

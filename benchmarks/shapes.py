@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculator.device import resolve_device, synchronize
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
-from speculator.target import Target
+from speculator.target.model import Target
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Preset:
     Attributes:
         target: of LlamaConfig.
         head: of MLPSpeculatorConfig, as published.
-        tokens_per_step, source: an acceptance that others measured, for projections.
+        acceptance_length, source: an acceptance that others measured, for projections.
     """
 
     target: dict[str, Any]
     head: dict[str, Any]
-    tokens_per_step: float
+    acceptance_length: float
     source: str
 
 
@@ -62,19 +62,19 @@ PRESETS = {
     "llama-3-8b": Preset(
         llama(128_256, 4096, 14_336, 32, 32, 8, 8192),
         _untied(3072, 4),
-        tokens_per_step=2.43,
+        acceptance_length=2.43,
         source="arXiv 2602.23881: an MLP head that drafts 6 tokens for Llama 3.1 8B, KL loss, temperature 0",
     ),
     "llama-2-13b": Preset(
         llama(32_000, 5120, 13_824, 40, 40, 40, 4096),
         _untied(4096, 3),
-        tokens_per_step=3.03,
+        acceptance_length=3.03,
         source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
     ),
     "tiny": Preset(
         llama(512, 64, 128, 2, 4, 2, 1024),
         _untied(32, 3),
-        tokens_per_step=2.0,
+        acceptance_length=2.0,
         source="no one: a shape for tests",
     ),
 }

@@ -26,7 +26,7 @@ from benchmarks.plan import foreseen, run_of, trained
 from benchmarks.shapes import NO_ENDS, llama
 from speculator.errors import OneLineParser
 from speculator.tables import markdown_table
-from speculator.target import Target
+from speculator.target.model import Target
 from train.config import ROOT, RunConfig, SpeculatorConfig, TargetConfig
 from train.place import Place
 from train.plan import TARGET

@@ -4,7 +4,7 @@
 
 A plain step and a verify pass are compared with the time in which this machine can read their bytes once: all weights
 and the live keys and values, over a bandwidth that is measured first with a large copy. c and v are measured as every
-report's are (`speculator.costs`), on the loop's own steps. How much of a draft is accepted can't be known with random
+report's are (`speculator.drafters.costs`), on the loop's own steps. How much of a draft is accepted can't be known with random
 weights: the speedup at an acceptance that others published is a projection, and is called one.
 """
 
@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from benchmarks.shapes import PRESETS, Preset, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
-from speculator.costs import BLOCK, StepSeconds, measure
 from speculator.device import dtype_name, hardware
+from speculator.drafters.costs import BLOCK, StepSeconds, measure
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator
@@ -38,12 +38,12 @@ def measure_steps(
     measure(target, HeadDrafter(head, length), prompts, Sampling(), blocks, costs)
     figures = costs.figures(length)
     decode, c, v = (figures[name] for name in ("decode_seconds", "draft_over_decode", "verify_over_decode"))
-    # Texts grow while they are measured; with random weights nearly every draft is refused, so by a token a step.
+    # Sequences grow while they are measured; with random weights nearly every draft is refused, so by a token a step.
     live = context + blocks * BLOCK // 2
     plain, wide = (step_bytes(target, rows, live + width) / rate for width in (1, 1 + length))
     return {
         "batch_size": rows,
-        "draft_length": length,
+        "num_speculative_tokens": length,
         "decode_seconds": decode,
         "decode_over_bound": decode / plain,
         "verify_seconds": v * decode,
@@ -54,9 +54,9 @@ def measure_steps(
     }
 
 
-def projected(row: dict, tokens_per_step: float) -> float:
+def projected(row: dict, acceptance_length: float) -> float:
     """The speedup E / (G c + v) that a head with this acceptance would have."""
-    return tokens_per_step / (row["draft_length"] * row["draft_over_decode"] + row["verify_over_decode"])
+    return acceptance_length / (row["num_speculative_tokens"] * row["draft_over_decode"] + row["verify_over_decode"])
 
 
 def markdown(report: dict) -> str:
@@ -65,7 +65,7 @@ def markdown(report: dict) -> str:
     table = [
         (
             row["batch_size"],
-            row["draft_length"],
+            row["num_speculative_tokens"],
             f"{1e3 * row['decode_seconds']:.2f}",
             f"{row['decode_over_bound']:.2f}",
             f"{1e3 * row['verify_seconds']:.2f}",
@@ -83,8 +83,8 @@ def markdown(report: dict) -> str:
         "",
         markdown_table([*header, "c", "c by bytes", "v"], table),
         "",
-        f"**A projection, not a measurement**: at {projection['tokens_per_step']:.2f} tokens per step "
-        f"({projection['source']}) these costs at G = {projection['draft_length']} would give a speedup of {speedups}.",
+        f"**A projection, not a measurement**: at {projection['acceptance_length']:.2f} tokens per step "
+        f"({projection['source']}) these costs at G = {projection['num_speculative_tokens']} would give a speedup of {speedups}.",
         "",
     ]
     return "\n".join(lines)
@@ -96,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, action="append", help="default: 1, 8 and 32; repeatable")
     parser.add_argument("--context", type=int, default=512, help="tokens before the first step; default: 512")
     parser.add_argument("--blocks", type=int, default=16, help=f"of {BLOCK} steps of each kind; default: 16")
-    parser.add_argument("--tokens_per_step", type=float, help="project with this acceptance instead of a published one")
+    parser.add_argument(
+        "--acceptance_length", type=float, help="project with this acceptance instead of a published one"
+    )
     parser.add_argument("--output", type=Path, help="folder for step-PRESET.json and .md")
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
@@ -107,14 +109,14 @@ def run(arguments: argparse.Namespace) -> None:
     preset: Preset = PRESETS[arguments.preset]
     batch_sizes = arguments.batch_size or [1, 8, 32]
     longest, deepest = preset.target["max_position_embeddings"], preset.head["n_predict"]
-    given = arguments.tokens_per_step
+    given = arguments.acceptance_length
     refuse_below(arguments, context=1, blocks=1)
     refuse(
         (min(batch_sizes) < 1, "--batch_size must be at least 1"),
         (arguments.context >= longest, f"--context {arguments.context}: {arguments.preset} has room for {longest}"),
         (
             given is not None and not 1 <= given <= 1 + deepest,
-            f"--tokens_per_step {given} is not in 1..{1 + deepest}: the head drafts {deepest}",
+            f"--acceptance_length {given} is not in 1..{1 + deepest}: the head drafts {deepest}",
         ),
     )
     if arguments.output:
@@ -129,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
         measure_steps(target, head, length, size, arguments.context, arguments.blocks, rate)
         for size, length in tqdm(shapes, desc=arguments.preset, unit="shape")
     ]
-    tokens_per_step = given or preset.tokens_per_step
+    acceptance_length = given or preset.acceptance_length
     report = {
         "preset": arguments.preset,
         "hardware": hardware(target.device),
@@ -140,13 +142,13 @@ def run(arguments: argparse.Namespace) -> None:
         "rows": rows,
         "projection": {
             "note": "not measured: the acceptance is another's",
-            "tokens_per_step": tokens_per_step,
-            "source": "--tokens_per_step" if given else preset.source,
-            "draft_length": deepest,
+            "acceptance_length": acceptance_length,
+            "source": "--acceptance_length" if given else preset.source,
+            "num_speculative_tokens": deepest,
             "speedup": {
-                str(row["batch_size"]): projected(row, tokens_per_step)
+                str(row["batch_size"]): projected(row, acceptance_length)
                 for row in rows
-                if row["draft_length"] == deepest
+                if row["num_speculative_tokens"] == deepest
             },
         },
     }

@@ -34,12 +34,12 @@ from eval.metrics import acceptance
 from eval.suites import Suite, from_text
 from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate
 from speculator.checkpoints import load_any
-from speculator.drafters.topology import Shape
+from speculator.drafters.shapes import Shape
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
 from speculator.heads import Eagle3Speculator, MLPSpeculatorConfig, Speculator
 from speculator.tables import markdown_table
-from speculator.target import Target
+from speculator.target.model import Target
 from train.checks import own_sampling
 from train.config import GenerateConfig, LossConfig, RunConfig, SpeculatorConfig
 from train.initialise import new_head
@@ -76,7 +76,7 @@ class Arm:
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
     """The last part of the budget goes to the target's own text, half of it greedy, half at temperature 1."""
-    refused_weight: float | None = None
+    rejected_token_weight: float | None = None
     """The head drafts the target's own text, and so often counts a token there that took a refused draft's place."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Settings of the head."""
@@ -124,8 +124,8 @@ ATTENTION = [
     _varied("half of the rows", part=0.5),
 ]
 
-OWN = Arm("counts once", KL, "target", rates=(1e-2,), on_policy=0.25, refused_weight=1.0)
-REFUSED = [OWN, *(dataclasses.replace(OWN, name=f"counts {w} times", refused_weight=float(w)) for w in (2, 4))]
+OWN = Arm("counts once", KL, "target", rates=(1e-2,), on_policy=0.25, rejected_token_weight=1.0)
+REFUSED = [OWN, *(dataclasses.replace(OWN, name=f"counts {w} times", rejected_token_weight=float(w)) for w in (2, 4))]
 
 TABLES = {"recipes": ARMS, "architectures": ARCHITECTURES, "attention": ATTENTION, "refused": REFUSED}
 LONGER = {"recipes": (ARMS[0], ARMS[2], ARMS[4], ARMS[6])}
@@ -173,13 +173,13 @@ class Remembered:
     """A target that reads each row once and keeps its last states and the taps last asked for."""
 
     def __init__(self, target: Target):
-        self.target, self.logits, self.vocab_size, self.taps = target, target.logits, target.vocab_size, self
+        self.target, self.logits, self.vocab_size, self.aux_layers = target, target.logits, target.vocab_size, self
         self._wanted: tuple[int, ...] = ()
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def recorded(self, wanted: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """As `Taps.recorded`, which the trainer asks for."""
+        """As `AuxLayers.recorded`, which the trainer asks for."""
         if tuple(wanted) != self._wanted:
             self._wanted, self._kept = tuple(wanted), {}
         yield lambda last: self._read if wanted else last
@@ -188,7 +188,7 @@ class Remembered:
         keys = [row.numpy().tobytes() for row in tokens]
         for key, row in zip(keys, tokens, strict=True):
             if key not in self._kept:
-                with self.target.taps.recorded(self._wanted) as read:
+                with self.target.aux_layers.recorded(self._wanted) as read:
                     last = self.target.hidden(row[None])
                 self._kept[key] = last[0], read(last)[0]
         last, self._read = (torch.stack(states) for states in zip(*map(self._kept.__getitem__, keys), strict=True))
@@ -225,7 +225,7 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, h
     schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
     SpeculatorTrainer(
         model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=rows,
-        data_collator=Collator(head.n_predict, arm.refused_weight), optimizers=(optimiser, schedule),
+        data_collator=Collator(head.n_predict, arm.rejected_token_weight), optimizers=(optimiser, schedule),
     ).train()  # fmt: skip
     return head
 
@@ -238,7 +238,7 @@ def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
             target, HeadDrafter(head, shape), suite.prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS
         )
         steps = [step for row in made.steps for step in row]
-        found[column] = acceptance(steps, shape.depth)["tokens_per_step"]
+        found[column] = acceptance(steps, shape.depth)["acceptance_length"]
     return found
 
 
@@ -275,11 +275,11 @@ class Study:
         """A head after both stages. Arms that weigh refused drafts share the head of stage 1, and what it drafted."""
         own = round(arm.on_policy * steps)
         text, first = self.text.select(range(steps - own)), self.folder / f"first_{rate:g}_{steps}_seed_{seed}"
-        if arm.refused_weight is None or not first.exists():
+        if arm.rejected_token_weight is None or not first.exists():
             head = train(arm, rate, seed, text, self.seen, fresh_head(arm, seed, self.target, text))
-            if arm.refused_weight is not None:
+            if arm.rejected_token_weight is not None:
                 head.save_pretrained(first)
-        if arm.refused_weight is None:
+        if arm.rejected_token_weight is None:
             folder, drafting = self.folder / f"own_text_{own}", None
         else:
             head = load_any(first)
@@ -289,7 +289,7 @@ class Study:
         )
 
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:
-        """tokens_per_step of one head on both splits; trained now unless its file is there."""
+        """acceptance_length of one head on both splits; trained now unless its file is there."""
         steps = round(budget * self.steps * arm.part)
         file = self.folder / f"{arm.name} {rate:g} {steps} steps seed {seed}.json".replace(" ", "_")
         if not file.exists():

@@ -32,14 +32,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from benchmarks.shapes import PRESETS, matrix_rate, random_target
-from speculator.costs import clock
 from speculator.device import hardware, resolve_device
+from speculator.drafters.costs import clock
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.linear import FAST_DTYPES
 from speculator.tables import markdown_table
-from speculator.target import Target
+from speculator.target.linear import FAST_DTYPES
+from speculator.target.model import Target
 from train.config import LossConfig
 from train.losses import IGNORE, Measure, align
 

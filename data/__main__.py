@@ -1,7 +1,7 @@
 """`python -m data`: text into token rows.
 
     prepare     tokenise and pack sources into a folder of rows
-    generate    let the target write the text that its speculator learns from
+    generate    let the target write the text that its speculator loss_mask from
     view        show rows, and which of their tokens are learnt
 
 Each explains its flags with --help.

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from speculator.errors import UserError
 from speculator.files import digest, make_folder, new_folder, take, write_text
-from speculator.sharding import Group, share
-from speculator.stored import read_object
+from speculator.target.sharding import Group, share
+from speculator.target.stored import read_object
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),

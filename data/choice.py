@@ -15,14 +15,14 @@ from typing import Any
 from torch import uint8
 
 from data.batches import awaited, begun
+from speculator.decoding.engine import Engine
+from speculator.decoding.sampling import Sampling
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
-from speculator.drafters.topology import Shape
-from speculator.engine import Engine
+from speculator.drafters.shapes import Shape
+from speculator.drafters.tuned import LONGEST_CHAIN, described, shape_from_json, shape_to_json, tuned_shapes
 from speculator.errors import UserError
 from speculator.heads import Speculator
-from speculator.sampling import Sampling
-from speculator.target import Target
-from speculator.tuned import LONGEST_CHAIN, described, shape_from_json, shape_to_json, tuned_shapes
+from speculator.target.model import Target
 
 _TURNS = 2
 """All are clocked so often on the same text, one after the other, and the better counts: some moments are slow."""

@@ -19,8 +19,8 @@ from data.onpolicy import ON_POLICY, record_of
 from data.rendering import end_of_answer
 from data.spread import spread
 from speculator.checkpoints.layout import base_config
+from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, check_text, refuse
-from speculator.sampling import Sampling
 
 CONCURRENCY = 32
 """Requests at a time, to each server."""
@@ -113,8 +113,8 @@ def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
     made: Counter[str] = Counter()
     for facts in batches:
         made.update(facts.get("servers", {}))
-    unknown = {"speculative": None, "same_loop": None}
-    return {"servers": dict(made), "tokens_per_step": None, "tokens_per_second": unknown}
+    unknown = {"speculative": None, "plain": None}
+    return {"servers": dict(made), "acceptance_length": None, "tokens_per_second": unknown}
 
 
 async def _fetch(

@@ -1,4 +1,4 @@
-"""Texts that nearly say what another said: MinHash over the letters, in a table of fixed size."""
+"""Sequences that nearly say what another said: MinHash over the letters, in a table of fixed size."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ from data.duplicates import NearDuplicates
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, settings_of
 from data.sources import parse
 from speculator.chat import DATA_DAY, chat_text, chat_tokens
+from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
 from speculator.files import read_text
-from speculator.sampling import Sampling
-from speculator.target import Target
+from speculator.target.model import Target
 
 SELF = "self"
 """This source's name."""
@@ -40,7 +40,7 @@ ROWS = 4000
 ASKING = Sampling(temperature=1.0, top_p=0.99)
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
-_PASS_FACTS = ("drafter", "rows", "tokens", "tokens_per_step", "tokens_per_second", "seconds", "choice")
+_PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds", "choice")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
 
 
@@ -234,7 +234,7 @@ def self_rows(
 
 def _gain(clocks: dict[str, float | None]) -> float:
     """How many times as fast drafting is; 1 where that was not clocked."""
-    drafted, plain = clocks["speculative"], clocks["same_loop"]
+    drafted, plain = clocks["speculative"], clocks["plain"]
     return drafted / plain if drafted and plain else 1.0
 
 

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from data.batches import Batches
 from data.choice import Chosen, Drafts, choose, identity
 from data.tally import tell
+from speculator.decoding.engine import Engine
+from speculator.decoding.request import Generation, Step, check_prompts
+from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.engine import Engine
 from speculator.errors import refuse
-from speculator.request import Generation, Step, check_prompts
-from speculator.sampling import Sampling
-from speculator.target import Target
+from speculator.target.model import Target
 
 BATCH_SIZE = 16
 """Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them, or takes from them: of
@@ -86,7 +86,7 @@ def generate_rows(
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
         of the prompts; with `keep_refused` also "refused", 1 on each token that took a refused draft's place.
         Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens", "batch_size", "prompts":
-        their hash, "rows", "tokens": new ones, "tokens_per_step", "tokens_per_second": {"speculative", "same_loop"},
+        their hash, "rows", "tokens": new ones, "acceptance_length", "tokens_per_second": {"speculative", "plain"},
         "seconds"}: the two speeds clocked on the same few rows, one after the other, without the prefill; the seconds
         of all rows, prefill included, over all processes. Where the drafter was chosen also "choice":
         {"tokens_per_second": of each candidate, "seconds": what choosing took}.
@@ -145,16 +145,16 @@ def generate_rows(
         if notes and choice.fresh:
             work.begin()  # whoever comes to this folder goes on as was chosen
         for piece in work.todo():
-            clocks: dict[str, list[float] | None] = {"speculative": None, "same_loop": None}
+            clocks: dict[str, list[float] | None] = {"speculative": None, "plain": None}
             if piece in timed:
                 sample, count = pieces[piece][:slots], min(max_new_tokens, _TIMED_TOKENS)
                 for engine in (drafting, plain):  # the first pass through a shape allocates
                     decode(engine, sample, 4)
                 clocks["speculative"] = _clock(decode(drafting, sample, count))
-                clocks["same_loop"] = _clock(decode(plain, sample, count))
+                clocks["plain"] = _clock(decode(plain, sample, count))
             made = decode(drafting, pieces[piece], max_new_tokens)
             if drafter is None:
-                clocks["same_loop"] = _clock(made)
+                clocks["plain"] = _clock(made)
             whole = [step for row in made.steps for step in row if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             refused = {"refused": [_refused(row) for row in made.steps]} if keep_refused else {}
@@ -204,8 +204,8 @@ def _summary(batches: list[dict]) -> dict[str, Any]:
 
     steps, emitted = (sum(column) for column in zip(*(batch["steps"] for batch in batches), strict=True))
     return {
-        "tokens_per_step": emitted / steps if steps else None,
-        "tokens_per_second": {"speculative": rate("speculative"), "same_loop": rate("same_loop")},
+        "acceptance_length": emitted / steps if steps else None,
+        "tokens_per_second": {"speculative": rate("speculative"), "plain": rate("plain")},
         "seconds": sum(batch.get("seconds", 0.0) for batch in batches),
     }
 

@@ -23,7 +23,7 @@ from data.tally import Tally
 from data.workers import in_order
 from speculator.chat import DATA_DAY, RefusedError, chat_text
 from speculator.errors import UserError, first_line
-from speculator.gguf import located
+from speculator.target.gguf import located
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
@@ -60,7 +60,7 @@ def render(
 ) -> Iterator[dict[str, Any]]:
     """Documents as rows {"id", "input_ids", "loss_mask"}; a row that was packed already comes as its documents.
 
-    Texts and completions are ended with EOS, chats as their template ends them. In front is what the tokenizer puts
+    Sequences and completions are ended with EOS, chats as their template ends them. In front is what the tokenizer puts
     there itself (BOS), or for a chat what the template writes.
 
     Args:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from eval.metrics import drafted_share
 from speculator import Drafter, Generation, Sampling, Target
-from speculator.engine import Engine
+from speculator.decoding.engine import Engine
 
 _ALPHA = 1e-3  # that a lossless run fails by chance, all its tests together
 _TOKENS = 3  # the prefill gives the first, whoever drafts: the two after it are tested

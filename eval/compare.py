@@ -17,7 +17,7 @@ from speculator.errors import OneLineParser, UserError, show
 from speculator.files import parse_json, read_text
 from speculator.tables import markdown_table
 
-_KEY = ("name", "temperature", "batch_size", "drafter", "draft_length")
+_KEY = ("name", "temperature", "batch_size", "drafter", "num_speculative_tokens")
 
 
 def build_parser() -> OneLineParser:
@@ -90,7 +90,7 @@ def _figures(row: dict) -> dict[str, dict[str, Any]]:
 
 
 def _key(row: dict) -> tuple:
-    defaults = {"batch_size": 1, "draft_length": len(row["acceptance_by_position"])}
+    defaults = {"batch_size": 1, "num_speculative_tokens": len(row["acceptance_by_position"])}
     return tuple(row.get(name, defaults.get(name)) for name in _KEY)
 
 
@@ -112,7 +112,7 @@ def _read(path: Path) -> dict:
         for row in _expect(report["suites"], list):
             for name in ("name", "drafter"):
                 _expect(row[name], str)
-            for name in ("temperature", "batch_size", "draft_length"):
+            for name in ("temperature", "batch_size", "num_speculative_tokens"):
                 _expect(row.get(name, 1), int, float)
             _expect(row["temperature"], int, float)
             _expect(row["acceptance_by_position"], list)

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, CompileConfig
 
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
-from speculator.costs import StepSeconds, measure
-from speculator.drafters import Drafter, EarlyExitDrafter, HeadDrafter, MixedDrafter, ModelDrafter, NgramDrafter
+from speculator.decoding.sampling import Sampling
+from speculator.drafters import Drafter, DraftModelDrafter, EarlyExitDrafter, HeadDrafter, HybridDrafter, NgramDrafter
 from speculator.drafters.corpus import Corpus
+from speculator.drafters.costs import StepSeconds, measure
 from speculator.errors import UserError, refuse
-from speculator.gguf import located
 from speculator.heads import Speculator
-from speculator.sampling import Sampling
 from speculator.tables import BASELINES
-from speculator.target import Target
+from speculator.target.gguf import located
+from speculator.target.model import Target
 
 OPTIONAL = tuple(BASELINES)[2:]
 _LONE = ("hf_prompt_lookup", "hf_assisted")  # transformers does these for one prompt at a time
@@ -32,7 +32,7 @@ class Decoder:
     """One way to decode.
 
     Attributes:
-        key: "none", "head", "head 2", "mixed", "ngram", "ngram_corpus", "model", "early_exit" or a baseline's name.
+        key: "none", "head", "head 2", "hybrid", "ngram", "ngram_corpus", "model", "early_exit" or a baseline's name.
         run: (prompts, sampling, new tokens, where to note it, tokens that end a text).
         drafter: who drafts in the built-in loop.
         ours: it is the built-in loop.
@@ -82,9 +82,9 @@ def decoders(
     if corpus is not None:
         drafters["ngram_corpus"] = NgramDrafter(length, corpus=corpus)
     if mixed and head:
-        drafters["mixed"] = MixedDrafter(HeadDrafter(head, length), NgramDrafter(length, corpus=corpus))
+        drafters["hybrid"] = HybridDrafter(HeadDrafter(head, length), NgramDrafter(length, corpus=corpus))
     if model is not None:
-        drafters["model"] = ModelDrafter(model, target, length)
+        drafters["model"] = DraftModelDrafter(model, target, length)
     if early_exit is not None:
         drafters["early_exit"] = EarlyExitDrafter(target, early_exit, length)
     engines = {} if engines is None else engines

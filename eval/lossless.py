@@ -27,17 +27,17 @@ from eval.suites import add_flags, check_flags, check_lengths, suite_of
 from eval.timing import as_loaded
 from speculator import Drafter, Target, generate
 from speculator.cli import drafting
+from speculator.decoding.draft import Draft
+from speculator.decoding.scheduler import common_prefix
+from speculator.decoding.verify import RULES
 from speculator.device import dtype_name
-from speculator.draft import Draft
 from speculator.drafters import HeadDrafter
-from speculator.drafters.auto import AutoDrafter
-from speculator.drafters.topology import Shape
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.shapes import Shape
+from speculator.drafters.tuned import automatic
 from speculator.errors import OneLineParser, refuse_below
 from speculator.files import check_file, write_json
-from speculator.slots import common_prefix
 from speculator.tables import markdown_table
-from speculator.tuned import automatic
-from speculator.verify import RULES
 
 
 @dataclass
@@ -68,12 +68,12 @@ class Recorder(Drafter):
     def __init__(self, target: Target, drafter: Drafter | None):
         self.target, self.drafter = target, drafter
         self._describe()
-        if drafter and drafter.taps:  # beside them the last state, which the logits are made of
-            self.taps, self.overlap = (*drafter.taps, len(target.taps.layers)), drafter.overlap
+        if drafter and drafter.aux_layers:  # beside them the last state, which the logits are made of
+            self.aux_layers, self.overlap = (*drafter.aux_layers, len(target.aux_layers.layers)), drafter.overlap
 
     def _describe(self):
         drafter = self.drafter
-        self.draft_length = drafter.draft_length if drafter else 0
+        self.num_speculative_tokens = drafter.num_speculative_tokens if drafter else 0
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
         self.room = drafter.room if drafter else 0
@@ -120,7 +120,7 @@ class Recorder(Drafter):
     def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What the drafter reads, and the last state."""
         size = self.target.hidden_size
-        return (hidden[..., :-size], hidden[..., -size:]) if self.taps else (hidden, hidden)
+        return (hidden[..., :-size], hidden[..., -size:]) if self.aux_layers else (hidden, hidden)
 
     @property
     def logits(self) -> Tensor:  # [S, V], row i decided new token i
@@ -336,7 +336,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def _chosen_as_it_goes(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AutoDrafter | None:
+def _chosen_as_it_goes(
+    arguments: argparse.Namespace, target: Target, drafter: Drafter | None
+) -> AdaptiveDrafter | None:
     """What decodes where no flag says how, if the head was tuned: it chooses as for a row alone, so that it drafts."""
     if not isinstance(drafter, HeadDrafter) or drafting.shaped(arguments):
         return None
@@ -347,7 +349,7 @@ def _chosen_as_it_goes(arguments: argparse.Namespace, target: Target, drafter: D
     def alone(what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
         return auto.cost(what, greedy, 1, longest)
 
-    return AutoDrafter(auto.head, auto.choices, auto.lookup, alone, auto.alone)
+    return AdaptiveDrafter(auto.head, auto.choices, auto.lookup, alone, auto.alone)
 
 
 def table(checks: list[Check]) -> str:

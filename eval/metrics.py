@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 from eval.decoders import Decoder, Measured
 from eval.suites import Suite
 from eval.timing import Timed
+from speculator.decoding.request import Generation, Step
+from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.drafters.auto import AutoDrafter
-from speculator.drafters.topology import LOSSY
-from speculator.request import Generation, Step
-from speculator.sampling import Sampling
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.shapes import LOSSY
 from speculator.tables import BASELINES
-from speculator.target import Target
+from speculator.target.model import Target
 
 Sample = TypeVar("Sample")
 _RESAMPLES = 2000
@@ -47,7 +47,7 @@ def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
 def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, float]:
     """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap.
 
-    Texts that ended with their first token, the prefill's, have nothing to compare; of such alone the ratio is 1.
+    Sequences that ended with their first token, the prefill's, have nothing to compare; of such alone the ratio is 1.
 
     Args:
         groups: of each batch, what it belongs to: the turns of a conversation are resampled together. Default: every
@@ -67,32 +67,32 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -
     return paired_bootstrap(decoded, ratio) if decoded else {"value": 1.0, "low": None, "high": None}
 
 
-def acceptance(steps: Iterable[Step], draft_length: int) -> dict:
-    """tokens_per_step and its parts, over the steps that neither EOS nor the length limit cut.
+def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict:
+    """acceptance_length and its parts, over the steps that neither EOS nor the length limit cut.
 
     `acceptance_by_position[i]` is conditional: accepted at i given that i-1 was. A position that was not drafted counts
     as not accepted; `acceptance_when_drafted[i]` leaves such steps out.
     """
     whole = [step for step in steps if not step.cut]
-    lengths = [0] * (draft_length + 1)
+    lengths = [0] * (num_speculative_tokens + 1)
     for step in whole:
-        assert step.accepted <= step.drafted <= draft_length, (
+        assert step.accepted <= step.drafted <= num_speculative_tokens, (
             "more accepted than drafted, or more drafted than asked for"
         )
         assert step.emitted == step.accepted + 1, "a whole step gives the accepted tokens and one more"
         lengths[step.accepted] += 1
-    reached = [sum(step.accepted >= i for step in whole) for i in range(draft_length + 1)]
-    drafted = [sum(step.accepted >= i and step.drafted > i for step in whole) for i in range(draft_length)]
-    by_position = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(draft_length)]
-    when_drafted = [reached[i + 1] / drafted[i] if drafted[i] else 0.0 for i in range(draft_length)]
+    reached = [sum(step.accepted >= i for step in whole) for i in range(num_speculative_tokens + 1)]
+    drafted = [sum(step.accepted >= i and step.drafted > i for step in whole) for i in range(num_speculative_tokens)]
+    by_position = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(num_speculative_tokens)]
+    when_drafted = [reached[i + 1] / drafted[i] if drafted[i] else 0.0 for i in range(num_speculative_tokens)]
     mean = sum(step.accepted for step in whole) / len(whole) if whole else 0.0
-    predicted = sum(math.prod(by_position[: i + 1]) for i in range(draft_length))
+    predicted = sum(math.prod(by_position[: i + 1]) for i in range(num_speculative_tokens))
     assert math.isclose(mean, predicted, abs_tol=1e-9), "acceptance by position does not add up to the mean"
     counted = sum(i * count for i, count in enumerate(lengths))
     assert counted == sum(step.accepted for step in whole), "the histogram does not add up to what was accepted"
     return {
         "steps": len(whole),
-        "tokens_per_step": 1 + mean,
+        "acceptance_length": 1 + mean,
         "accepted_per_step": mean,
         "acceptance_by_position": by_position,
         "acceptance_when_drafted": when_drafted,
@@ -110,7 +110,7 @@ def drafted_share(generations: Iterable[Generation], skip: int) -> float:
 
 
 def by_context(runs: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict]:
-    """tokens_per_step by how long the context was when a step began, in buckets that double; the last are the longest.
+    """acceptance_length by how long the context was when a step began, in buckets that double; the last are the longest.
 
     Args:
         runs: of each text, the prompt's length and its steps.
@@ -130,7 +130,7 @@ def by_context(runs: Iterable[tuple[int, list[Step]]], trained_length: int | Non
             "from": low,
             "below": high,
             "steps": count,
-            "tokens_per_step": tokens / count,
+            "acceptance_length": tokens / count,
             "beyond_trained_length": trained_length is not None and low >= trained_length,
         }
         for (low, high), (tokens, count) in sorted(sums.items())
@@ -159,7 +159,7 @@ def row(
     """One decoder's row: see docs/evaluation.md for every figure."""
     key, drafter = decoder.key, decoder.drafter
     rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
-    rule = "as drafted" if isinstance(drafter, AutoDrafter) else rule
+    rule = "as drafted" if isinstance(drafter, AdaptiveDrafter) else rule
     own, own_key = measured.timed[key], key if drafter else None
     result = {
         "name": suite.name,
@@ -171,7 +171,7 @@ def row(
         "batch_size": batch_size,
         "max_new_tokens": max_new_tokens,
         "drafter": key.split()[0],
-        "draft_length": drafter.draft_length if drafter else 0,
+        "num_speculative_tokens": drafter.num_speculative_tokens if drafter else 0,
         "nodes": drafter.nodes if drafter else 0,
         "rule": "greedy" if sampling.greedy else rule,
         "lossy": not sampling.greedy and rule in LOSSY,
@@ -189,11 +189,11 @@ def row(
             "dtype": dtype_name(target.dtype),
         }
     if drafter:
-        cost = result["cost"] = measured.costs[key].figures(drafter.draft_length)
-        step = drafter.draft_length * cost["draft_over_decode"] + cost["verify_over_decode"]
+        cost = result["cost"] = measured.costs[key].figures(drafter.num_speculative_tokens)
+        step = drafter.num_speculative_tokens * cost["draft_over_decode"] + cost["verify_over_decode"]
         busy = result["rows_busy"] = rows_busy(own) / rows_busy(measured.timed["none"])
-        predicted = result["predicted_speedup"] = result["tokens_per_step"] / step * busy
-        result["predicted_over_measured"] = predicted / result["speedup"]["same_loop"]["value"]
+        predicted = result["predicted_speedup"] = result["acceptance_length"] / step * busy
+        result["predicted_over_measured"] = predicted / result["speedup"]["plain"]["value"]
     names = dict.fromkeys(measured.categories)
     if any(names):
         result["categories"] = [_category(name, key, drafter, measured.of_category(name)) for name in names]
@@ -205,7 +205,7 @@ def row(
 def check_identities(figures: dict, timed: Timed) -> None:
     """What must hold of any measurement: a report that breaks it is not written.
 
-    `acceptance` asserts that tokens_per_step = 1 + sum_i prod_{j<=i} acceptance_by_position[j].
+    `acceptance` asserts that acceptance_length = 1 + sum_i prod_{j<=i} acceptance_by_position[j].
     """
     for batch in timed.batches:
         for tokens, steps in zip(batch.tokens, batch.steps, strict=bool(batch.steps)):
@@ -213,8 +213,8 @@ def check_identities(figures: dict, timed: Timed) -> None:
             assert not any(step.cut for step in steps[:-1]), "a step was cut before the end of its text"
     buckets = figures["acceptance_by_context"]
     assert sum(bucket["steps"] for bucket in buckets) == figures["steps"], "the buckets do not hold all steps"
-    tokens = sum(bucket["steps"] * bucket["tokens_per_step"] for bucket in buckets)
-    assert abs(tokens - figures["steps"] * figures["tokens_per_step"]) < 1e-6 * max(1, tokens), "the buckets are off"
+    tokens = sum(bucket["steps"] * bucket["acceptance_length"] for bucket in buckets)
+    assert abs(tokens - figures["steps"] * figures["acceptance_length"]) < 1e-6 * max(1, tokens), "the buckets are off"
 
 
 def rows_busy(timed: Timed) -> float:
@@ -233,7 +233,7 @@ def _category(name: str, key: str, drafter: Drafter | None, part: Measured) -> d
 
 
 def _accepted(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict:
-    """Acceptance, with the interval of tokens_per_step over conversations."""
+    """Acceptance, with the interval of acceptance_length over conversations."""
     sums: dict[int, list[int]] = {}
     for number, batch in zip(conversations, timed.batches, strict=True):
         whole = [step.accepted + 1 for steps in batch.steps for step in steps if not step.cut]
@@ -241,10 +241,10 @@ def _accepted(timed: Timed, drafter: Drafter | None, conversations: Sequence[int
         total[0] += sum(whole)
         total[1] += len(whole)
     samples = [total for total in sums.values() if total[1]]
-    figures = acceptance(timed.steps, drafter.draft_length if drafter else 0)
+    figures = acceptance(timed.steps, drafter.num_speculative_tokens if drafter else 0)
     if samples:
         interval = paired_bootstrap(samples, lambda some: sum(a for a, _ in some) / sum(b for _, b in some))
-        figures["tokens_per_step_interval"] = {"low": interval["low"], "high": interval["high"]}
+        figures["acceptance_length_interval"] = {"low": interval["low"], "high": interval["high"]}
     return figures
 
 
@@ -273,4 +273,4 @@ def _each(measured: Measured, key: str | None, figure) -> dict:
 
 
 def _baselines(measured: Measured) -> dict[str, Timed]:
-    return {name: t for name in BASELINES if (t := measured.timed.get("none" if name == "same_loop" else name))}
+    return {name: t for name in BASELINES if (t := measured.timed.get("none" if name == "plain" else name))}

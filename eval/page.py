@@ -19,13 +19,13 @@ from eval.decoders import Decoder
 from eval.metrics import shown
 from eval.report import drafter_rows, facts, head_lengths, label, per_step, plots
 from eval.suites import Suite
-from speculator.draft import Draft
-from speculator.engine import Engine, Verified
+from speculator.decoding.draft import Draft
+from speculator.decoding.engine import Engine, Verified
+from speculator.decoding.sampling import Sampling
 from speculator.errors import printable
 from speculator.files import write_text
-from speculator.sampling import Sampling
 from speculator.tables import BASELINES
-from speculator.target import Target
+from speculator.target.model import Target
 
 PROMPTS, TOKENS = 3, 128  # of each suite at each temperature are decoded for the page
 _WINDOW = 16  # tokens before one that it is decoded behind
@@ -206,7 +206,7 @@ def _decoders(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
                 **_where(report, row),
                 "decoder": BASELINES[key] if plain else label(row, lengths),
                 "rule": "" if plain else row["rule"],
-                "tokens per step": _number(1.0 if key == "same_loop" else None) if plain else _ratio(per_step(row)),
+                "tokens per step": _number(1.0 if key == "plain" else None) if plain else _ratio(per_step(row)),
                 "tokens/s": _number(row["tokens_per_second"][key], ".1f"),
                 "end to end": _number(row["end_to_end_tokens_per_second"][key], ".1f"),
                 "first token, ms": _number(1e3 * row["time_to_first_token"][key], ".1f"),
@@ -232,7 +232,7 @@ def _categories(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
                 "decoder": label(row, lengths),
                 "tokens per step": _ratio(per_step(part)),
                 "tokens/s": _number(part["tokens_per_second"]["speculative"], ".1f"),
-                "speedup over the same loop": _ratio(part["speedup"]["same_loop"]),
+                "speedup over the same loop": _ratio(part["speedup"]["plain"]),
             }
 
 

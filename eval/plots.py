@@ -23,14 +23,14 @@ _COLOURS = {
     "model": "#8250df",
     "early_exit": "#1a7f37",
     "ngram_corpus": "#bf8700",
-    "mixed": "#0a7d8c",
+    "hybrid": "#0a7d8c",
 }
 _SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # of one head's draft lengths
 _PLAIN = "#57606a"
 _OTHERS = "#1a7f37"  # drafters by other names
 _THEIRS = "#9aa4ae"
 _SHORT = {
-    "same_loop": "plain,\nsame loop",
+    "plain": "plain,\nsame loop",
     "hf_generate": "HF\ngenerate",
     "hf_compiled": "HF static,\ncompiled",
     "hf_prompt_lookup": "HF prompt\nlookup",
@@ -89,18 +89,18 @@ def _size(name: str, panels: dict[str, list[dict]], lengths: set[int]) -> tuple[
 def _colour(row: dict, lengths: set[int]) -> str:
     if row["drafter"] != "head" or len(lengths) < 2:
         return _COLOURS.get(row["drafter"], _OTHERS)
-    return _SHADES[sorted(lengths, reverse=True).index(row["draft_length"]) % len(_SHADES)]
+    return _SHADES[sorted(lengths, reverse=True).index(row["num_speculative_tokens"]) % len(_SHADES)]
 
 
 def _side_by_side(axis, rows: list[dict], lengths: set[int], values: Callable[[dict], list[float]], first: int) -> None:
     """A group of bars at each place, one bar a drafter; of one head's chains the longest."""
-    longest = max((row["draft_length"] for row in rows if row["drafter"] == "head"), default=0)
-    rows = [row for row in rows if row["drafter"] != "head" or row["draft_length"] == longest]
+    longest = max((row["num_speculative_tokens"] for row in rows if row["drafter"] == "head"), default=0)
+    rows = [row for row in rows if row["drafter"] != "head" or row["num_speculative_tokens"] == longest]
     width = 0.8 / len(rows)
     for k, row in enumerate(rows):
         heights = values(row)
         places = [i + first + (k - (len(rows) - 1) / 2) * width for i in range(len(heights))]
-        name = f"{label(row, lengths)} ({row['tokens_per_step']:.2f} tokens per step)"
+        name = f"{label(row, lengths)} ({row['acceptance_length']:.2f} tokens per step)"
         bars = axis.bar(places, heights, width, color=_colour(row, lengths), label=name)
         axis.bar_label(bars, fmt="%.2f", fontsize=6)
     axis.set_xticks(range(first, first + max(len(values(row)) for row in rows)))
@@ -133,15 +133,15 @@ def _lengths(axis, rows: list[dict], lengths: set[int]) -> None:
 def _bars(rows: list[dict], lengths: set[int]) -> list[tuple[str, float, dict | None, str]]:
     """Name, tokens per second, interval of the ratio to the plain loop, colour."""
     speeds = rows[0]["tokens_per_second"]
-    bars = [(_SHORT[n], speeds[n], None, _PLAIN if n == "same_loop" else _THEIRS) for n in BASELINES if n in speeds]
+    bars = [(_SHORT[n], speeds[n], None, _PLAIN if n == "plain" else _THEIRS) for n in BASELINES if n in speeds]
     for row in drafter_rows(rows):
         name = label(row, lengths).replace(" ", "\n", 1)
-        bars.append((name, row["tokens_per_second"]["speculative"], row["speedup"]["same_loop"], _colour(row, lengths)))
+        bars.append((name, row["tokens_per_second"]["speculative"], row["speedup"]["plain"], _colour(row, lengths)))
     return bars
 
 
 def _speed(axis, rows: list[dict], lengths: set[int]) -> None:
-    bars, plain = _bars(rows, lengths), rows[0]["tokens_per_second"]["same_loop"]
+    bars, plain = _bars(rows, lengths), rows[0]["tokens_per_second"]["plain"]
     errors = _errors([interval for _, _, interval, _ in bars], plain)
     drawn = axis.bar(range(len(bars)), [b[1] for b in bars], yerr=errors, capsize=3, color=[b[3] for b in bars])
     over = [f"\n({speed / plain:.2f}x)" if plain else "" for _, speed, _, _ in bars]
@@ -153,9 +153,9 @@ def _speed(axis, rows: list[dict], lengths: set[int]) -> None:
 
 
 def _draft_lengths(axis, rows: list[dict], lengths: set[int]) -> None:
-    heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["draft_length"])
-    at = [row["draft_length"] for row in heads]
-    ratios = [row["speedup"]["same_loop"] for row in heads]
+    heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["num_speculative_tokens"])
+    at = [row["num_speculative_tokens"] for row in heads]
+    ratios = [row["speedup"]["plain"] for row in heads]
     axis.errorbar(
         at,
         [r["value"] for r in ratios],

@@ -10,21 +10,21 @@ from speculator.files import write_json, write_text
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
 
 PARTED = 0.15  # prediction and measurement: something in the loop then costs what it should not
-_TRANSFORMERS = [name for name in BASELINES if name != "same_loop"]
+_TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
 
 def label(row: dict, lengths: set[int]) -> str:
     """How a table or a plot calls a drafter: with its draft length where several are side by side, and a lossy rule."""
     several = row["drafter"] == "head" and len(lengths) > 1
     shape = f", tree of {row['nodes']}" if _is_tree(row) and row["drafter"] != "auto" else ""
-    shape = f", {row['draft_length']} tokens" if several else shape
+    shape = f", {row['num_speculative_tokens']} tokens" if several else shape
     return DRAFTERS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
 
 
 def per_step(part: dict) -> dict[str, float | None]:
     """Tokens per step of a row or a category, with its interval."""
-    interval = part.get("tokens_per_step_interval", {"low": None, "high": None})
-    return {"value": part["tokens_per_step"], **interval}
+    interval = part.get("acceptance_length_interval", {"low": None, "high": None})
+    return {"value": part["acceptance_length"], **interval}
 
 
 def drafter_rows(rows: list[dict]) -> list[dict]:
@@ -45,7 +45,7 @@ def facts(report: dict) -> dict[str, str]:
 
 
 def _is_tree(row: dict) -> bool:
-    return row["nodes"] > row["draft_length"]
+    return row["nodes"] > row["num_speculative_tokens"]
 
 
 def write(report: dict, folder: Path) -> None:
@@ -66,7 +66,9 @@ def groups(report: dict) -> dict[str, list[dict]]:
 
 def head_lengths(report: dict) -> set[int]:
     """The draft lengths of the head that were measured side by side; none where each table has one."""
-    heads = [{row["draft_length"] for row in rows if row["drafter"] == "head"} for rows in groups(report).values()]
+    heads = [
+        {row["num_speculative_tokens"] for row in rows if row["drafter"] == "head"} for rows in groups(report).values()
+    ]
     return set.union(*heads) if max(map(len, heads)) > 1 else set()
 
 
@@ -117,12 +119,12 @@ def _table(rows: list[dict], lengths: set[int]) -> str:
     for row in rows:
         if row["drafter"] == "none":
             ratios = ["1", *[""] * len(theirs)]
-            lines.append(_line(BASELINES["same_loop"], "1.00", row, "same_loop", ratios))
+            lines.append(_line(BASELINES["plain"], "1.00", row, "plain", ratios))
             for name in theirs:
                 own = ["", *("1" if other == name else "" for other in theirs)]
                 lines.append(_line(BASELINES[name], "", row, name, own))
         else:
-            ratios = [shown(row["speedup"][name]) for name in ("same_loop", *theirs)]
+            ratios = [shown(row["speedup"][name]) for name in ("plain", *theirs)]
             lines.append(_line(label(row, lengths), shown(per_step(row)), row, "speculative", ratios))
     return markdown_table(columns, lines)
 
@@ -142,9 +144,9 @@ def _line(name: str, per_step: str, row: dict, key: str, ratios: list[str]) -> l
 
 def _details(row: dict, lengths: set[int]) -> str:
     by_position = ", ".join(f"{value:.2f}" for value in row["acceptance_by_position"])
-    cost, measured = row["cost"], row["speedup"]["same_loop"]["value"]
+    cost, measured = row["cost"], row["speedup"]["plain"]["value"]
     if _is_tree(row):
-        what, price = f"a draft of {row['nodes']} tokens", row["draft_length"] * cost["draft_over_decode"]
+        what, price = f"a draft of {row['nodes']} tokens", row["num_speculative_tokens"] * cost["draft_over_decode"]
     else:
         what, price = "one drafted token", cost["draft_over_decode"]
     text = (
@@ -154,7 +156,7 @@ def _details(row: dict, lengths: set[int]) -> str:
         f"{measured:.2f})"
     )
     if len(row["acceptance_by_context"]) > 1:
-        buckets = (f"{b['tokens_per_step']:.2f} below {b['below']}" for b in row["acceptance_by_context"])
+        buckets = (f"{b['acceptance_length']:.2f} below {b['below']}" for b in row["acceptance_by_context"])
         text += f"; tokens per step by length of context: {', '.join(buckets)}"
     if "identical_to_greedy" in row:
         same = row["identical_to_greedy"]
@@ -170,7 +172,7 @@ def _categories(rows: list[dict], lengths: set[int]) -> list[str]:
     lines = []
     for parts in zip(*(row["categories"] for row in rows), strict=True):
         for row, part in zip(rows, parts, strict=True):
-            speed, ratio = part["tokens_per_second"]["speculative"], shown(part["speedup"]["same_loop"])
+            speed, ratio = part["tokens_per_second"]["speculative"], shown(part["speedup"]["plain"])
             cells = (part["name"], part["turns"], label(row, lengths), shown(per_step(part)), f"{speed:.1f}", ratio)
             lines.append(cells)
     return ["", markdown_table(header, lines)]
@@ -181,21 +183,21 @@ def warnings(rows: Sequence[dict]) -> list[str]:
     lines = []
     for each in rows:
         where = f"{each['name']}, temperature {each['temperature']:g}, batch size {each['batch_size']}"
-        where += f", {each['drafter']} of {each['draft_length']}"
+        where += f", {each['drafter']} of {each['num_speculative_tokens']}"
         ratio = each.get("predicted_over_measured", 1.0)
         if abs(ratio - 1) > PARTED:
             lines.append(
                 f"{where}: predicted speedup {each['predicted_speedup']:.2f}, measured "
-                f"{each['speedup']['same_loop']['value']:.2f}: they part by more than {PARTED:.0%}, so something in "
+                f"{each['speedup']['plain']['value']:.2f}: they part by more than {PARTED:.0%}, so something in "
                 "the loop costs what it should not, or the machine was busy"
             )
         beyond = [bucket for bucket in each["acceptance_by_context"] if bucket["beyond_trained_length"]]
         if beyond:
             steps = sum(bucket["steps"] for bucket in beyond)
-            mean = sum(bucket["steps"] * bucket["tokens_per_step"] for bucket in beyond) / steps
+            mean = sum(bucket["steps"] * bucket["acceptance_length"] for bucket in beyond) / steps
             lines.append(
                 f"{where}: {steps} of {each['steps']} steps lie beyond the {beyond[0]['from']} tokens of context that "
-                f"the head was trained on; {mean:.2f} tokens per step there, {each['tokens_per_step']:.2f} overall"
+                f"the head was trained on; {mean:.2f} tokens per step there, {each['acceptance_length']:.2f} overall"
             )
         for what, count in each["left_out"].items():
             if count and each["drafter"] == "none":

@@ -31,12 +31,12 @@ from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
 from speculator.drafters.corpus import Corpus, read_corpus
 from speculator.drafters.early_exit import check_layers
-from speculator.drafters.topology import Chain
+from speculator.drafters.shapes import Chain
+from speculator.drafters.tuned import automatic, tuned_shapes
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
 from speculator.heads import RecurrentHead, Speculator
 from speculator.tables import BASELINES
-from speculator.tuned import automatic, tuned_shapes
 
 
 def build_parser() -> OneLineParser:
@@ -54,7 +54,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
     parser.add_argument("--batch_size", type=int, action="append", help="default: 1; repeatable")
     parser.add_argument(
-        "--draft_length",
+        "--num_speculative_tokens",
         type=int,
         action="append",
         help="chains of this length instead of what was tuned; repeatable; default: as tuned, else all",
@@ -110,8 +110,8 @@ def run(arguments: argparse.Namespace) -> None:
         speculator_name=arguments.speculator,
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
-        draft_lengths=sorted(set(arguments.draft_length or []), reverse=True),
-        tuned_in=None if arguments.draft_length or arguments.rule else arguments.speculator,
+        draft_lengths=sorted(set(arguments.num_speculative_tokens or []), reverse=True),
+        tuned_in=None if arguments.num_speculative_tokens or arguments.rule else arguments.speculator,
         model=model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,
@@ -220,7 +220,7 @@ def evaluate(
             "ignore_eos": not any(suite.chat for suite in suites),
             "seed": seed,
             "repeats": repeats,
-            "draft_length": lengths[0],
+            "num_speculative_tokens": lengths[0],
             "draft_model": model.name if model else None,
             "early_exit": early_exit,
             "prompt_tokens": sorted({len(prompt) for suite in suites for prompt in suite.prompts}),

@@ -17,10 +17,10 @@ from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.cli import drafting
+from speculator.decoding.sampling import Sampling
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
-from speculator.sampling import Sampling
-from speculator.target import Target
+from speculator.target.model import Target
 
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
@@ -210,11 +210,11 @@ def check_flags(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     for temperature in given.get("temperature") or []:
         Sampling(temperature)
-    for name in ("batch_size", "draft_length", "repeats"):
+    for name in ("batch_size", "num_speculative_tokens", "repeats"):
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
         refuse((least < 1, f"--{name} must be at least 1"))
-    for name in ("temperature", "batch_size", "draft_length"):
+    for name in ("temperature", "batch_size", "num_speculative_tokens"):
         value = given.get(name)
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
 

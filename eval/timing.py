@@ -14,14 +14,14 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from speculator.attention import attending
-from speculator.cuda_graphs import Captured, capturable
+from speculator.decoding.cuda_graphs import Captured, capturable
+from speculator.decoding.engine import Engine
+from speculator.decoding.request import Step
+from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter
-from speculator.engine import Engine
-from speculator.request import Step
-from speculator.sampling import Sampling
-from speculator.target import Target
+from speculator.target.attention import attending
+from speculator.target.model import Target
 
 _TRIES = 4
 Engines = dict[tuple[int, Drafter | None, str | None], Engine]

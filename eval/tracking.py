@@ -84,9 +84,9 @@ def _figures(row: dict) -> dict[str, float]:
     if row["drafter"] == "none":
         return {}
     batch = f" batch {row['batch_size']}" if row["batch_size"] > 1 else ""
-    where = f"{row['name']} T={row['temperature']:g}{batch}/{row['drafter']} {row['draft_length']}"
+    where = f"{row['name']} T={row['temperature']:g}{batch}/{row['drafter']} {row['num_speculative_tokens']}"
     figures = {
-        "tokens_per_step": row["tokens_per_step"],
+        "acceptance_length": row["acceptance_length"],
         "tokens_per_second": row["tokens_per_second"]["speculative"],
         "predicted_speedup": row["predicted_speedup"],
         **{f"speedup over {name}": ratio["value"] for name, ratio in row["speedup"].items()},

@@ -26,14 +26,10 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.cli import drafting
-from speculator.costs import StepSeconds, isotonic, measure, measure_table, timed_steps
 from speculator.drafters.corpus import LONGEST
-from speculator.drafters.topology import Chain, Shape
-from speculator.errors import OneLineParser, UserError
-from speculator.files import check_file, write_json
-from speculator.heads import AttentionHead, Speculator
-from speculator.tables import markdown_table
-from speculator.tuned import (
+from speculator.drafters.costs import StepSeconds, isotonic, measure, measure_table, timed_steps
+from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.tuned import (
     LONGEST_CHAIN,
     SIZES,
     TUNED,
@@ -45,6 +41,10 @@ from speculator.tuned import (
     shape_to_json,
     shapes_to_measure,
 )
+from speculator.errors import OneLineParser, UserError
+from speculator.files import check_file, write_json
+from speculator.heads import AttentionHead, Speculator
+from speculator.tables import markdown_table
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
 _BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -206,7 +206,7 @@ def _decoded(rows: list[dict], batch_size: int, greedy: bool) -> list[tuple[Shap
     return [
         (
             shape_from_json(each),
-            each["cost"]["draft_over_decode"] * each["draft_length"],
+            each["cost"]["draft_over_decode"] * each["num_speculative_tokens"],
             each["cost"]["verify_over_decode"],
         )
         for each in rows
@@ -216,7 +216,7 @@ def _decoded(rows: list[dict], batch_size: int, greedy: bool) -> list[tuple[Shap
 
 def _figures(target, decoder: Decoder, suite, sampling, measured, max_new_tokens, batch_size) -> dict:
     names = (
-        *("temperature", "draft_length", "rule", "tokens_per_step", "acceptance_by_position", "cost"),
+        *("temperature", "num_speculative_tokens", "rule", "acceptance_length", "acceptance_by_position", "cost"),
         *("predicted_speedup", "speedup"),
     )
     whole = row(target, decoder, suite, sampling, measured, max_new_tokens, batch_size, None)
@@ -291,9 +291,9 @@ def table(rows: list[dict]) -> str:
             each["shape"],
             each["rule"],
             each["nodes"] + 1,
-            f"{each['tokens_per_step']:.2f}",
+            f"{each['acceptance_length']:.2f}",
             f"{each['predicted_speedup']:.2f}",
-            shown(each["speedup"]["same_loop"]),
+            shown(each["speedup"]["plain"]),
             f"{each['tokens_per_second']:.0f}",
             "chosen" if each["chosen"] else "",
         )

@@ -10,9 +10,9 @@ from accelerate.utils import gather_object
 from eval.metrics import acceptance
 from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, Target, generate
+from speculator.decoding.request import Step
 from speculator.heads import Speculator
-from speculator.request import Step
-from speculator.sharding import share
+from speculator.target.sharding import share
 
 NEW_TOKENS = 64
 """Of each prompt."""
@@ -26,7 +26,7 @@ def real_acceptance(
     max_new_tokens: int = NEW_TOKENS,
     max_positions: int = sys.maxsize,
 ) -> dict[str, float]:
-    """tokens_per_step of a head on a suite's first turns, greedy and sampled, from the decoding loop.
+    """acceptance_length of a head on a suite's first turns, greedy and sampled, from the decoding loop.
 
     As in a report, answers of a chat end where the target ends them. Processes share the prompts, those that hold one
     target together one part.
@@ -42,7 +42,7 @@ def real_acceptance(
     start, stop = (len(prompts) * k // count for k in (index, index + 1))
     own = prompts[start:stop]
     figures = {}
-    for name, temperature in (("tokens_per_step", 0.0), ("tokens_per_step_sampled", 1.0)):
+    for name, temperature in (("acceptance_length", 0.0), ("tokens_per_step_sampled", 1.0)):
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if own:
@@ -50,6 +50,6 @@ def real_acceptance(
             how = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos, "max_batch_size": rows}
             generation = generate(target, drafter, own, sampling, **how)
             steps = [step for row in generation.steps for step in row]
-        figures[name] = acceptance(gather_object(steps), drafter.draft_length)["tokens_per_step"]
+        figures[name] = acceptance(gather_object(steps), drafter.num_speculative_tokens)["acceptance_length"]
     head.train(was_training)
     return figures

@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speculator.checkpoints.loading import load_head
     from speculator.custom_generate import speculative
-    from speculator.draft import Draft
+    from speculator.decoding.draft import Draft
+    from speculator.decoding.engine import Engine, generate
+    from speculator.decoding.request import Generation, Request, Step
+    from speculator.decoding.sampling import Sampling
     from speculator.drafters import (
         Candidates,
         Chain,
         Drafter,
+        DraftModelDrafter,
         EarlyExitDrafter,
         FixedTree,
         HeadDrafter,
-        MixedDrafter,
-        ModelDrafter,
+        HybridDrafter,
         NgramDrafter,
         Paths,
         Tree,
     )
-    from speculator.engine import Engine, generate
+    from speculator.drafters.tuned import tuned_drafter
     from speculator.errors import UserError
     from speculator.heads import (
         LSTMSpeculator,
@@ -32,16 +35,13 @@ if TYPE_CHECKING:
         MLPSpeculatorConfig,
         Speculator,
     )
-    from speculator.request import Generation, Request, Step
-    from speculator.sampling import Sampling
-    from speculator.target import Target
-    from speculator.tuned import tuned_drafter
+    from speculator.target.model import Target
 
 # A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
 _HOMES = {
     "checkpoints.loading": ["load_head"],
     "custom_generate": ["speculative"],
-    "draft": ["Draft"],
+    "decoding.draft": ["Draft"],
     "drafters": [
         "Candidates",
         "Chain",
@@ -49,14 +49,14 @@ _HOMES = {
         "EarlyExitDrafter",
         "FixedTree",
         "HeadDrafter",
-        "MixedDrafter",
-        "ModelDrafter",
+        "HybridDrafter",
+        "DraftModelDrafter",
         "NgramDrafter",
         "Paths",
         "Tree",
     ],
-    "tuned": ["tuned_drafter"],
-    "engine": ["Engine", "generate"],
+    "drafters.tuned": ["tuned_drafter"],
+    "decoding.engine": ["Engine", "generate"],
     "errors": ["UserError"],
     "heads": [
         "LSTMSpeculator",
@@ -65,9 +65,9 @@ _HOMES = {
         "MLPSpeculatorConfig",
         "Speculator",
     ],
-    "request": ["Generation", "Request", "Step"],
-    "sampling": ["Sampling"],
-    "target": ["Target"],
+    "decoding.request": ["Generation", "Request", "Step"],
+    "decoding.sampling": ["Sampling"],
+    "target.model": ["Target"],
 }
 __all__ = [name for names in _HOMES.values() for name in names]
 

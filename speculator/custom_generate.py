@@ -23,16 +23,16 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from speculator.attention import ATTENTION, own_attention
 from speculator.checkpoints.loading import bind, load_head
+from speculator.decoding.engine import generate
+from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
-from speculator.engine import generate
+from speculator.drafters.tuned import tuned_drafter
 from speculator.errors import UserError
 from speculator.heads import Speculator
-from speculator.linear import pack_linears, unpack_linears
-from speculator.sampling import Sampling
-from speculator.target import Target
-from speculator.tuned import tuned_drafter
+from speculator.target.attention import ATTENTION, own_attention
+from speculator.target.linear import pack_linears, unpack_linears
+from speculator.target.model import Target
 
 # In the order in which `Sampling` applies them, with the name that it has for each.
 _WARPERS = {
@@ -60,14 +60,14 @@ def speculative(
 
     Args:
         drafter: a drafter, a head, which drafts a chain of all it has, or a head's folder, which drafts as tuned (see
-            `speculator.tuned.tuned_drafter`).
+            `speculator.drafters.tuned.tuned_drafter`).
         rule: the accept rule; default: the drafter's own.
         tokenizer: needed for stop strings alone.
 
     The function gives [B, S + new] as `generate` does: the prompts as they came, then the new tokens, padded on the
     right. It raises UserError for whatever else the call asks for: beams, penalties, constraints, other criteria or
     processors, scores. The model is given back as it came; copies of its weights for fast products on a CPU
-    (`speculator.linear`) stay with the function.
+    (`speculator.target.linear`) stay with the function.
     """
     lent = _Lent(tokenizer)
 

@@ -10,14 +10,14 @@ DRAFTERS = {
     "ngram": "n-gram lookup",
     "model": "draft model",
     "early_exit": "early exit",
-    "mixed": "speculator and n-gram lookup",
+    "hybrid": "speculator and n-gram lookup",
     "ngram_corpus": "n-gram lookup, corpus",
     "auto": "chosen as it goes",
 }
 """Who drafts, by the name in a report."""
 
 BASELINES = {
-    "same_loop": "plain decoding, same loop",
+    "plain": "plain decoding, same loop",
     "hf_generate": "transformers generate",
     "hf_compiled": "transformers generate, static cache, compiled",
     "hf_prompt_lookup": "transformers prompt lookup",

@@ -41,16 +41,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling
 from speculator.device import resolve_device
-from speculator.draft import Draft
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
-from speculator.drafters.auto import AutoDrafter
+from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.controller import Choice
-from speculator.drafters.mixed import Mixed
+from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.tuned import TUNED, measured_on
 from speculator.heads import ARCHITECTURES, Speculator
-from speculator.sampling import RowSampling
-from speculator.target import Target
-from speculator.tuned import TUNED, measured_on
+from speculator.target.model import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -141,7 +141,7 @@ def tiny_head(
     config_class, head_class = ARCHITECTURES[architecture]
     sizes = {"vocab_size": vocab_size, "emb_dim": 32, "inner_dim": 16, "n_predict": n_predict}
     if architecture == "eagle3":  # with an embedding of its own it needs no target
-        sizes |= {"taps": [0, 1], "own_embedding": True, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"aux_layers": [0, 1], "own_embedding": True, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
     head = head_class(config_class(**sizes, draft_vocab_size=draft_tokens and len(draft_tokens)))
     if draft_tokens:
@@ -157,7 +157,7 @@ def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
     (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
 
 
-def auto_drafter(head: Speculator, cost=None) -> AutoDrafter:
+def auto_drafter(head: Speculator, cost=None) -> AdaptiveDrafter:
     """One that drafts trees, a path beside them, copies and chains in turn, and nothing where these do not pay."""
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     shapes = [*(Chain(n) for n in range(1, head.n_predict + 1)), FixedTree([(0,), (1,), (0, 0)])]
@@ -166,12 +166,12 @@ def auto_drafter(head: Speculator, cost=None) -> AutoDrafter:
     def uneven(what, greedy, rows, longest):
         if isinstance(what, int):
             return (2.0, 0.5, 2.0)[longest % 3]
-        if isinstance(what, Mixed):
+        if isinstance(what, Hybrid):
             return 0.3 if longest % 6 == 4 and what.length <= 2 else inf
         tree = what.nodes > what.depth
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * what.nodes)[longest % 3]
 
-    return AutoDrafter(head, choices, [0.3, 0.4, 0.5], cost or uneven)
+    return AdaptiveDrafter(head, choices, [0.3, 0.4, 0.5], cost or uneven)
 
 
 def exit_code(main, argv: list[str]) -> int:
@@ -185,7 +185,7 @@ def exit_code(main, argv: list[str]) -> int:
 class Oracle(Drafter):
     """Drafts what it was given as the text: every token right, or every token wrong. Prompts come in order."""
 
-    name, draft_length, nodes, rules = "oracle", 3, 3, ("walk",)
+    name, num_speculative_tokens, nodes, rules = "oracle", 3, 3, ("match",)
 
     def __init__(self, continuations: list[list[int]], wrong: bool = False):
         self.continuations, self.wrong = continuations, wrong

@@ -16,9 +16,9 @@ from math import prod
 
 import torch
 
-from speculator.draft import Draft
-from speculator.drafters.mixed import joined
-from speculator.sampling import Sampling
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import Sampling
+from speculator.drafters.hybrid import joined
 
 Prefix = tuple[int, ...]
 
@@ -434,18 +434,18 @@ def every_run(decode: Callable[[Callable[[list[float]], int]], Prefix]) -> dict[
 
 
 BREAKS = {
-    "token": token_breaks,
+    "rejection": token_breaks,
     "block": block_breaks,
-    "walk": walk_breaks,
-    "multi-candidate": recursive_breaks(False),
-    "multi-candidate-replacement": recursive_breaks(True),
+    "match": walk_breaks,
+    "multi_candidate": recursive_breaks(False),
+    "multi_candidate_replacement": recursive_breaks(True),
 }
 
 
 RESTS = {
-    "token": chain_rests(block=False),
+    "rejection": chain_rests(block=False),
     "block": chain_rests(block=True),
-    "multi-candidate": recursive_rests,
+    "multi_candidate": recursive_rests,
 }
 
 
@@ -493,6 +493,8 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
 
         return apply
 
-    monkeypatch.setattr("speculator.engine.draw", draw)
-    monkeypatch.setattr("speculator.drafters.topology.draw", draw)
-    monkeypatch.setattr("speculator.engine.RULES", {name: branched(name, rule) for name, rule in rules.items()})
+    monkeypatch.setattr("speculator.decoding.engine.draw", draw)
+    monkeypatch.setattr("speculator.drafters.shapes.draw", draw)
+    monkeypatch.setattr(
+        "speculator.decoding.engine.RULES", {name: branched(name, rule) for name, rule in rules.items()}
+    )

@@ -21,16 +21,15 @@ from speculator import (
     EarlyExitDrafter,
     FixedTree,
     HeadDrafter,
-    MixedDrafter,
+    HybridDrafter,
     NgramDrafter,
     Sampling,
     Target,
-    costs,
     generate,
-    tuned,
 )
-from speculator.sharding import Group
-from speculator.tuned import automatic, entry_to_json
+from speculator.drafters import costs, tuned
+from speculator.drafters.tuned import automatic, entry_to_json
+from speculator.target.sharding import Group
 from train.checkpoint import newest
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
@@ -47,7 +46,7 @@ def rows_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:  # [B, S] both, of 
 
 def read(target: Target, rank: int) -> list[torch.Tensor]:
     """The states of a process's own rows, the taps and logits."""
-    with target.taps.recorded([0, 1]) as states:
+    with target.aux_layers.recorded([0, 1]) as states:
         hidden = target.hidden(*rows_of(rank))
     for _ in range(rank):  # as a process with more labels does
         target.logits(hidden)
@@ -70,7 +69,7 @@ def decode(target: Target, rank: int = 0) -> dict[str, list[list[int]]]:
         "tree": HeadDrafter(head, Candidates((3, 2))),
         "fixed tree": HeadDrafter(head, FixedTree([(0,), (1,), (0, 0)])),
         "early exit": EarlyExitDrafter(target, 1, Candidates((2, 1))),
-        "mixed": MixedDrafter(HeadDrafter(head, 2), NgramDrafter(2)),
+        "hybrid": HybridDrafter(HeadDrafter(head, 2), NgramDrafter(2)),
         "auto": auto_drafter(head),
     }
     how = {"max_new_tokens": 8, "max_batch_size": 2, "eos_token_ids": ()}
@@ -109,7 +108,7 @@ def trainer_of(
         model=tiny_head(vocab_size=300),
         target=target,
         loss=LossConfig(kl=1.0, cross_entropy=0.1),
-        decode=lambda head: {"tokens_per_step": 1.0, "tokens_per_step_sampled": 1.0},
+        decode=lambda head: {"acceptance_length": 1.0, "tokens_per_step_sampled": 1.0},
         args=arguments(
             output_dir=str(folder),
             max_steps=steps or -(-count // 8),

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from speculator.checkpoints import load_any
+from speculator.drafters.tuned import TUNED, _read
 from speculator.heads import Eagle3Speculator
-from speculator.tuned import TUNED, _read
 
 HEAD = Path("examples/smollm2_135m_instruct")
 

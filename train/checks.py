@@ -11,9 +11,9 @@ from pyarrow import compute
 from data.magpie import SELF, asking_of, names_self, only_self
 from data.sources import parse
 from data.workers import PROCESSES
+from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
-from speculator.sampling import Sampling
-from speculator.target import Target
+from speculator.target.model import Target
 from train.config import GenerateConfig, RunConfig, StageConfig
 from train.initialise import idle, parameters
 
@@ -27,14 +27,18 @@ def settings(config: RunConfig) -> None:
     _stage("stage1", config.stage1)
     if config.stage2.max_steps:
         _stage("stage2", config.stage2)
-        weight = config.stage2.refused_weight
+        weight = config.stage2.rejected_token_weight
         if weight is not None and weight <= 0:
-            raise UserError(f"stage2.refused_weight {weight:g} is not above 0")
+            raise UserError(f"stage2.rejected_token_weight {weight:g} is not above 0")
         _positive("stage2.generate", generate, "max_rows", "prompt_tokens", "max_new_tokens", "batch_size")
-        if generate.draft_length < 0:
-            raise UserError(f"stage2.generate.draft_length {generate.draft_length} is not at least 0")
-        if generate.draft_length > head.n_predict and head.architecture != "eagle3":  # that one drafts deeper
-            raise UserError(f"stage2.generate.draft_length must be in 0..{head.n_predict}, what the head can draft")
+        if generate.num_speculative_tokens < 0:
+            raise UserError(
+                f"stage2.generate.num_speculative_tokens {generate.num_speculative_tokens} is not at least 0"
+            )
+        if generate.num_speculative_tokens > head.n_predict and head.architecture != "eagle3":  # that one drafts deeper
+            raise UserError(
+                f"stage2.generate.num_speculative_tokens must be in 0..{head.n_predict}, what the head can draft"
+            )
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: its rows are too short for {head.n_predict} heads")
     _positive("data", config.data, "seq_length", "max_package_bytes")
@@ -88,15 +92,15 @@ def settings(config: RunConfig) -> None:
 
 def own_source(config: RunConfig) -> None:
     """What is wrong with the settings of the source self, named or not."""
-    own = config.data.self
+    own = config.data.self_source
     if [source.location for source in parse(config.data.sources)].count(SELF) > 1:
         raise UserError(f"data.sources names {SELF} twice")
-    _positive("data.self", own, "max_rows", "turns", "max_prompt_tokens", "max_new_tokens", "batch_size")
+    _positive("data.self_source", own, "max_rows", "turns", "max_prompt_tokens", "max_new_tokens", "batch_size")
     if not own.temperatures:
-        raise UserError("data.self.temperatures is empty: name one at least")
+        raise UserError("data.self_source.temperatures is empty: name one at least")
     for temperature in own.temperatures:
         Sampling(temperature)
-    asking_of(own.prompt_temperature, own.prompt_top_p, "data.self.")
+    asking_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
 
 
 def _stage(name: str, stage: StageConfig) -> None:
@@ -142,14 +146,16 @@ def fits_target(config: RunConfig, target: Target) -> None:
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
     }
     if names_self(config.data.sources):
-        own = config.data.self
-        longest["data.self.max_prompt_tokens + data.self.max_new_tokens"] = own.max_prompt_tokens + own.max_new_tokens
+        own = config.data.self_source
+        longest["data.self_source.max_prompt_tokens + data.self_source.max_new_tokens"] = (
+            own.max_prompt_tokens + own.max_new_tokens
+        )
     if config.stage2.max_steps:
         generate = config.stage2.generate
         own_sampling(generate)
         name, length = "stage2.generate.prompt_tokens", generate.prompt_tokens
         if only_self(config.data.sources):
-            name, length = "data.self.max_prompt_tokens", config.data.self.max_prompt_tokens
+            name, length = "data.self_source.max_prompt_tokens", config.data.self_source.max_prompt_tokens
         longest[f"{name} + stage2.generate.max_new_tokens"] = length + generate.max_new_tokens
     for name, length in longest.items():
         if length > target.context_length:

@@ -47,7 +47,7 @@ class SpeculatorConfig:
     """Share embedding, norm and output matrix among the heads. Not of eagle3, which is one layer."""
     scale_input: bool = True
     """Normalise the hidden state before the first head. Not of eagle3."""
-    taps: list[int] | None = None
+    aux_layers: list[int] | None = None
     """eagle3: the layers that it reads, each by how many of the target's come before; null takes 2, L // 2, L - 3."""
     fc_norm: bool = True
     """eagle3: an RMS norm for each tap."""
@@ -67,7 +67,7 @@ class SpeculatorConfig:
 
 
 @dataclass
-class SelfConfig:
+class SelfSourceConfig:
     """What the source self writes before there is a head: chats of which the target writes both sides."""
 
     max_rows: int = 4000
@@ -105,7 +105,7 @@ class DataConfig:
     """Rows that can't be used are left out, counted and shown; a larger share of them is an error; 0 allows none."""
     num_proc: int | None = None
     """Processes that tokenise, whose number changes no row; default: one for each core, up to 8."""
-    self: SelfConfig = field(default_factory=SelfConfig)
+    self_source: SelfSourceConfig = field(default_factory=SelfSourceConfig)
     """How the source self is written."""
 
 
@@ -183,7 +183,7 @@ class GenerateConfig:
     """Keep tokens at least this likely, as a share of the likeliest."""
     batch_size: int = 8
     """Rows decoded together."""
-    draft_length: int = 0
+    num_speculative_tokens: int = 0
     """Tokens drafted per step; 0 takes what is the fastest here."""
 
 
@@ -195,7 +195,7 @@ class Stage2Config(StageConfig):
     """Optimiser steps; 0 leaves this stage out."""
     learning_rate: float = 2e-3
     """At its peak."""
-    refused_weight: float | None = None
+    rejected_token_weight: float | None = None
     """How many times a token counts where the target refused a draft while it wrote the text; default: once."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """What it trains on."""
@@ -208,7 +208,7 @@ class EvalConfig:
     validation_rows: int = 64
     """Rows for the loss and accuracies at each evaluation."""
     validation_prompts: int = 16
-    """Prompts decoded for the real tokens_per_step at each evaluation."""
+    """Prompts decoded for the real acceptance_length at each evaluation."""
     prompt_tokens: int = 64
     """Tokens of each prompt cut from held-out text."""
     tune_prompts: int = 8

@@ -29,7 +29,7 @@ from data.magpie import SELF
 from data.readers import PYTHON_SOURCES, hub_id
 from data.sources import parse
 from speculator.errors import UserError, first_line
-from speculator.gguf import read_config
+from speculator.target.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
 from train.initialise import parameters
@@ -180,7 +180,9 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
     return replace(
         config,
         target=TargetConfig(str(folder / "target"), dtype=config.target.dtype),
-        speculator=replace(config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None, taps=None),
+        speculator=replace(
+            config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None, aux_layers=None
+        ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),
         stage2=replace(_one_step(config.stage2), generate=generate),

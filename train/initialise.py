@@ -16,8 +16,8 @@ from speculator.checkpoints import load_any
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError, refuse
 from speculator.heads import ARCHITECTURES, RecurrentHead, Speculator
-from speculator.sharding import whole
-from speculator.target import Target
+from speculator.target.model import Target
+from speculator.target.sharding import whole
 from train.config import RunConfig, SpeculatorConfig
 from train.vocabulary import count_tokens, most_frequent
 

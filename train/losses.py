@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speculator.linear import product
+from speculator.target.linear import product
 from train.config import LossConfig
 
 IGNORE = -100

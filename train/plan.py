@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self
 from eval.validation import NEW_TOKENS
+from speculator.decoding.engine import AHEAD, CHUNK
 from speculator.device import dtype_name
-from speculator.engine import AHEAD, CHUNK
 from speculator.errors import UserError, first_line
-from speculator.gguf import read_config
-from speculator.kv_cache import BUCKETS
-from speculator.sharding import divided
 from speculator.tables import gigabytes, markdown_table
+from speculator.target.gguf import read_config
+from speculator.target.kv_cache import BUCKETS
+from speculator.target.sharding import divided
 from train.config import HERE, RunConfig, StageConfig
 from train.place import Gpu, Place
 from train.shapes import FORWARD, GRADIENTS, HEAD, LOSS, STATES, Pass, Shapes
@@ -107,7 +107,7 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
 
 def writings(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, Writing]:
     """What the target of a run, known by its config, writes: before training, and between its stages."""
-    found, own, generate, context = {}, config.data.self, config.stage2.generate, context_of(target)
+    found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chats = Writing(
         own.max_rows, own.batch_size, own.max_prompt_tokens, own.max_new_tokens, own.turns, True, 0, context
     )
@@ -122,7 +122,7 @@ def writings(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, Wr
             generate.max_new_tokens,
             own.turns if alone else 1,
             alone,
-            generate.draft_length or config.speculator.n_predict,
+            generate.num_speculative_tokens or config.speculator.n_predict,
             context,
         )
     return found
@@ -248,7 +248,7 @@ class Plan:
         setting = {
             "evaluations": "eval.validation_prompts",
             "generating": "stage2.generate.batch_size",
-            SELF: "data.self.batch_size",
+            SELF: "data.self_source.batch_size",
         }
         rows = setting.get(name, f"{name}.per_device_train_batch_size")
         more = f" and more {name}.gradient_accumulation_steps" if name in self.stages else ""

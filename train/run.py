@@ -33,11 +33,11 @@ from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
 from speculator.checkpoints.loading import load_head
 from speculator.device import cores
+from speculator.drafters.tuned import TUNED
 from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.heads import Speculator
-from speculator.target import Target
-from speculator.tuned import TUNED
+from speculator.target.model import Target
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
@@ -276,7 +276,7 @@ def generate_own_text(
     Without prompts the target writes these as well.
     """
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
-    head, fixed = load_head(head_folder, target), settings.draft_length
+    head, fixed = load_head(head_folder, target), settings.num_speculative_tokens
     drafter = HeadDrafter(head, fixed) if fixed else Drafts(head, head_folder)
     if own_prompts is None:
         return fresh_rows(config, target, drafter, folder)
@@ -289,5 +289,5 @@ def generate_own_text(
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed,
-        keep_refused=config.stage2.refused_weight is not None,
+        keep_refused=config.stage2.rejected_token_weight is not None,
     )

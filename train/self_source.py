@@ -17,11 +17,11 @@ from data.choice import Drafts
 from data.magpie import SELF, asking_of, names_self, self_rows, summary
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, tell
+from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.files import cache_folder, make_folder, take
-from speculator.sampling import Sampling
-from speculator.target import Target
+from speculator.target.model import Target
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
@@ -53,7 +53,7 @@ def with_self_written(config: RunConfig, target: Target) -> RunConfig:
 def folder_of(config: RunConfig, target: Target) -> Path:
     """Where the chats lie: named after all that they depend on."""
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
-    key = json.dumps([*who, dataclasses.asdict(config.data.self), config.seed])
+    key = json.dumps([*who, dataclasses.asdict(config.data.self_source), config.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
@@ -70,7 +70,7 @@ def fresh_rows(config: RunConfig, target: Target, drafter: Drafter | Drafts, fol
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed + _STREAMS,
-        keep_refused=config.stage2.refused_weight is not None,
+        keep_refused=config.stage2.rejected_token_weight is not None,
         after=folder_of(config, target),
     )
     tell(f"{SELF}: {summary(folder)}")
@@ -78,8 +78,8 @@ def fresh_rows(config: RunConfig, target: Target, drafter: Drafter | Drafts, fol
 
 
 def _asking(config: RunConfig) -> dict[str, Any]:
-    own = config.data.self
-    asking = asking_of(own.prompt_temperature, own.prompt_top_p, "data.self.")
+    own = config.data.self_source
+    asking = asking_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
     return {"turns": own.turns, "asking": asking, "max_prompt_tokens": own.max_prompt_tokens}
 
 
@@ -93,7 +93,7 @@ def _look_at(location: str, config: RunConfig, target: Target) -> None:
 
 
 def _write(config: RunConfig, target: Target, folder: Path) -> None:
-    own, main = config.data.self, PartialState().is_main_process
+    own, main = config.data.self_source, PartialState().is_main_process
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
         make_folder(folder.parent)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from speculator.documents import packed
 from speculator.errors import UserError, first_line
 from speculator.heads import ARCHITECTURES, Eagle3Speculator, Speculator
-from speculator.kv_cache import Form, forms
-from speculator.linear import FAST_DTYPES
-from speculator.sharding import check_heads
-from speculator.taps import Taps
+from speculator.target.aux_layers import AuxLayers
+from speculator.target.kv_cache import Form, forms
+from speculator.target.linear import FAST_DTYPES
+from speculator.target.packed import packed
+from speculator.target.sharding import check_heads
 from train.config import LossConfig, SpeculatorConfig
 from train.initialise import head_config
 from train.losses import Measure, align, chunk_tokens
@@ -98,8 +98,8 @@ class Shapes:
             if experts:
                 self.target.set_experts_implementation("grouped_mm")
             self.head.bind(self.config, self.target.get_input_embeddings().weight)
-            self.taps = Taps(self.target)
-            self.layer = max(map(_bytes, self.taps.layers), default=0)
+            self.aux_layers = AuxLayers(self.target)
+            self.layer = max(map(_bytes, self.aux_layers.layers), default=0)
             one = torch.zeros(1, 1, dtype=torch.long)
             with torch.no_grad():
                 cache = self.target.base_model(input_ids=one, use_cache=True).past_key_values
@@ -172,7 +172,7 @@ class Shapes:
         documents = torch.zeros_like(ids)
         labels = align(ids, documents, torch.ones_like(ids), self.head.n_predict)
         begin = labels.shape[-1]
-        learns = torch.ones_like(labels[:, 0], dtype=torch.bool)
+        loss_mask = torch.ones_like(labels[:, 0], dtype=torch.bool)
         trained = [weight for weight in self.head.parameters() if weight.requires_grad]
         matrices = {tuple(weight.shape) for weight in trained}
 
@@ -184,7 +184,7 @@ class Shapes:
             weight.grad = fake(*weight.shape, dtype=weight.dtype) if again else None
         with Trace(name) as trace:
             with trace.part(STATES):
-                seen = {k: self._state(rows, length) for k in self.head.taps}
+                seen = {k: self._state(rows, length) for k in self.head.aux_layers}
                 hidden = self._state(rows, length)
                 states = torch.cat(list(seen.values()), -1) if seen else hidden
                 given = states[:, :begin].float()
@@ -198,7 +198,7 @@ class Shapes:
 
             with trace.part(HEAD):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    sums = self.head(given, ids[:, 1:-1], measure, documents[:, :begin], learns)
+                    sums = self.head(given, ids[:, 1:-1], measure, documents[:, :begin], loss_mask)
                 sums["objective"].backward()
         if again:
             trace.peak[GRADIENTS] += sum(weight.nbytes for weight in trained)

@@ -25,7 +25,7 @@ from speculator.errors import UserError
 from speculator.files import new_folder, read_text, write_text
 from speculator.heads import Speculator
 from speculator.sealed import damage, seal
-from speculator.target import Target
+from speculator.target.model import Target
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
 from train.plan import token_at_peak
@@ -49,7 +49,7 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": the config's section and the folder under the run's.
         start: gives the head that the stage starts from, float32.
-        suite: its prompts are decoded for the real tokens_per_step at each evaluation.
+        suite: its prompts are decoded for the real acceptance_length at each evaluation.
 
     Raises:
         SystemExit: 143, after a checkpoint, if SIGTERM came while it trained.
@@ -89,7 +89,7 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(config.speculator.n_predict, getattr(settings, "refused_weight", None)),
+        data_collator=Collator(config.speculator.n_predict, getattr(settings, "rejected_token_weight", None)),
         train_dataset=train_rows,
         eval_dataset=validation_rows.select(range(left_out, count)),
     )

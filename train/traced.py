@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from speculator.linear import FAST_DTYPES
+from speculator.target.linear import FAST_DTYPES
 
 
 class Fake(Tensor):

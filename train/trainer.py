@@ -16,7 +16,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArg
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.sealed import seal
-from speculator.target import Target
+from speculator.target.model import Target
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
@@ -36,11 +36,11 @@ class Collator:
 
     Args:
         n_predict: heads.
-        refused_weight: how many times tokens count that rows call "refused": in `token_weights` [B, L]; None: once.
+        rejected_token_weight: how many times tokens count that rows call "refused": in `token_weights` [B, L]; None: once.
     """
 
-    def __init__(self, n_predict: int, refused_weight: float | None = None):
-        self.n_predict, self.refused_weight = n_predict, refused_weight
+    def __init__(self, n_predict: int, rejected_token_weight: float | None = None):
+        self.n_predict, self.rejected_token_weight = n_predict, rejected_token_weight
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         length = max(self.n_predict + 2, *(len(row["input_ids"]) for row in rows))
@@ -53,8 +53,8 @@ class Collator:
         documents = column("document_ids", 0)
         labels = align(input_ids, documents, column("loss_mask", 1), self.n_predict)
         batch = {"input_ids": input_ids, "document_ids": documents, "labels": labels}
-        if self.refused_weight is not None:
-            batch["token_weights"] = 1 + (self.refused_weight - 1) * column("refused", 0)
+        if self.rejected_token_weight is not None:
+            batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("refused", 0)
         return batch
 
 
@@ -90,7 +90,7 @@ class SpeculatorTrainer(Trainer):
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
         self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
-        self._taps = kwargs["model"].taps
+        self._aux_layers = kwargs["model"].aux_layers
         # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
@@ -126,7 +126,7 @@ class SpeculatorTrainer(Trainer):
         length = labels.shape[-1]
         with (
             self.pace.of_target(input_ids) if model.training else nullcontext(),
-            self.target.taps.recorded(self._taps) as states,
+            self.target.aux_layers.recorded(self._aux_layers) as states,
         ):
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
         measure = Measure(
@@ -137,8 +137,8 @@ class SpeculatorTrainer(Trainer):
             vocab_size=self.target.vocab_size,
             token_weights=inputs.get("token_weights") if model.training else None,
         )
-        given, learns = states(hidden)[:, :length].float(), (labels != IGNORE).any(1)
-        sums = model(given, input_ids[:, 1:-1], measure, inputs["document_ids"][:, :length], learns)
+        given, loss_mask = states(hidden)[:, :length].float(), (labels != IGNORE).any(1)
+        sums = model(given, input_ids[:, 1:-1], measure, inputs["document_ids"][:, :length], loss_mask)
         objective = sums.pop("objective")
         self._add("train" if model.training else "eval", sums)
         heads = labels.shape[1]

@@ -22,12 +22,12 @@ from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
 from speculator.chat import DATA_DAY
 from speculator.checkpoints.loading import load_head
 from speculator.cli import drafting
+from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse
 from speculator.files import check_folder
-from speculator.gguf import read_config
 from speculator.prompts import read_prompts
-from speculator.sampling import Sampling
+from speculator.target.gguf import read_config
 
 OF_TEXT = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
 OF_SELF = {"turns": 1, "max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
@@ -84,7 +84,9 @@ def build_parser() -> OneLineParser:
         type=int,
         help=f"rows decoded at a time, or requests to each server; default: {BATCH_SIZE}, {CONCURRENCY} with --server",
     )
-    parser.add_argument("--draft_length", type=int, help="tokens per draft; default: what is the fastest here")
+    parser.add_argument(
+        "--num_speculative_tokens", type=int, help="tokens per draft; default: what is the fastest here"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
     return parser
 
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
         head = load_head(arguments.speculator, target) if arguments.speculator else None
         drafter: HeadDrafter | Drafts | None = None
         if head:
-            fixed = arguments.draft_length
+            fixed = arguments.num_speculative_tokens
             drafter = HeadDrafter(head, fixed) if fixed else Drafts(head, arguments.speculator)
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
         if arguments.sources == [SELF]:
@@ -140,7 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can't be, before any model is loaded, and fill in the flags of one kind of prompts."""
-    positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "draft_length", "turns")
+    positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns")
     positive += ("max_prompt_tokens",)
     own = arguments.sources is not None and SELF in arguments.sources
     text = arguments.sources is not None and not own
@@ -153,7 +155,10 @@ def _check(arguments: argparse.Namespace) -> None:
     refuse(
         (low, f"{', '.join(low)}: at least 1"),
         (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
-        (arguments.draft_length and not arguments.speculator, "--draft_length: give a --speculator"),
+        (
+            arguments.num_speculative_tokens and not arguments.speculator,
+            "--num_speculative_tokens: give a --speculator",
+        ),
         (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
         (own and arguments.sources != [SELF], f"--sources {SELF}: the target's own prompts come alone"),
         (arguments.server is not None and arguments.adapter, "--adapter: a --server has its own model"),
@@ -213,10 +218,10 @@ def _line(folder: Path) -> str:
     if "dropped" in manifest:
         return summary(folder)
     speed = manifest["tokens_per_second"]
-    if manifest["tokens_per_step"] and manifest["drafter"]:
-        line += f", {manifest['tokens_per_step']:.2f} tokens per step"
-    if speed["speculative"] and speed["same_loop"]:
-        gain = speed["speculative"] / speed["same_loop"]
+    if manifest["acceptance_length"] and manifest["drafter"]:
+        line += f", {manifest['acceptance_length']:.2f} tokens per step"
+    if speed["speculative"] and speed["plain"]:
+        gain = speed["speculative"] / speed["plain"]
         line += f", {speed['speculative']:.0f} tokens/s where the same loop without a draft gives "
-        line += f"{speed['same_loop']:.0f} ({gain:.2f}x)"
+        line += f"{speed['plain']:.0f} ({gain:.2f}x)"
     return line

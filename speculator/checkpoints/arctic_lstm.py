@@ -17,7 +17,7 @@ from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout
 from speculator.errors import refuse
 from speculator.heads.base import SpeculatorConfig
-from speculator.heads.lstm import LSTMSpeculator
+from speculator.heads.lstm.model import LSTMSpeculator
 
 _WIDTHS = ("inner_dim", "proj_dim", "emb_dim")  # of the state, the gates and the embedding: one width here
 _METHOD = {"method": "sum_lstm", "tie_lstm_embs": True}

@@ -160,16 +160,16 @@ def _measured(report: dict[str, Any]) -> list[str]:
         decoder = "plain decoding" if plain else DRAFTERS.get(row["drafter"], row["drafter"])
         decoder += " (lossy)" if row.get("lossy") else ""
         if row["drafter"] != "auto":  # which takes another shape and rule each step
-            if row.get("nodes", 0) > row.get("draft_length", 0):
+            if row.get("nodes", 0) > row.get("num_speculative_tokens", 0):
                 decoder += f", tree of {row['nodes']}"
             if row.get("rule") not in (None, "plain", "greedy"):
                 decoder += f", rule {row['rule']}"
-        speed = row["tokens_per_second"]["same_loop" if plain else "speculative"]
+        speed = row["tokens_per_second"]["plain" if plain else "speculative"]
         cells = [
             f"{row['prompts']} of {row['name']}",
             f"{row['temperature']:g}",
             decoder,
-            f"{row['tokens_per_step']:.2f}",
+            f"{row['acceptance_length']:.2f}",
             "" if plain else " ".join(f"{value:.2f}" for value in row["acceptance_by_position"]),
             f"{speed:.1f}" if speed else "",
             *(_interval(row.get("speedup", {}).get(name)) for name in baselines),

@@ -20,8 +20,8 @@ from speculator.checkpoints import layout
 from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
-from speculator.heads.eagle3 import Eagle3Speculator
-from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.model import Eagle3Speculator
 
 SHAPE: dict[str, type] = {
     "vocab_size": int,
@@ -41,7 +41,7 @@ SHAPE: dict[str, type] = {
     "fc_norm": bool,
     "norm_output": bool,
 }
-KEPT = {**layout.KEPT, "taps": list, "sliding_window": int, "own_embedding": bool}
+KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
@@ -149,10 +149,10 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     """config.json, every field written out."""
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta")
-    taps: dict[str, Any] = {}
-    if config.taps is not None:
-        nested = {TAPS: [k - 1 for k in config.taps], "use_aux_hidden_state": True}
-        taps = {TAPS: config.taps, "eagle_config": nested}
+    aux_layers: dict[str, Any] = {}
+    if config.aux_layers is not None:
+        nested = {TAPS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
+        aux_layers = {TAPS: config.aux_layers, "eagle_config": nested}
     base = config.base_model_name_or_path
     return {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else EAGLE3.architecture],
@@ -161,7 +161,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
         "transformers_version": transformers.__version__,
         "draft_vocab_size": config.output_size,
         **{name: getattr(config, name) for name in FLAGS},
-        **taps,
+        **aux_layers,
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "ttt_length": config.n_predict,
@@ -201,7 +201,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
         **flags,
         "n_predict": read.get("ttt_length", _STEPS),
         "draft_vocab_size": drafted(read["draft_vocab_size"], shape["vocab_size"]),
-        "taps": named[0] if named else None,
+        "aux_layers": named[0] if named else None,
         **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
     }
 

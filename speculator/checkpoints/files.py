@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculator.errors import UserError, first_line
-from speculator.stored import CONFIG, read_object, weight_files
+from speculator.target.stored import CONFIG, read_object, weight_files
 
 
 def read_config(folder: Path) -> dict[str, Any]:

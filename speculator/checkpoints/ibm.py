@@ -8,7 +8,7 @@ import transformers
 
 from speculator.checkpoints.layout import KEPT, PREFIX, Layout, Server
 from speculator.heads.base import SpeculatorConfig
-from speculator.heads.mlp import MLPSpeculator
+from speculator.heads.mlp.model import MLPSpeculator
 
 _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not supported for now"
 

@@ -20,8 +20,8 @@ from speculator.checkpoints import files
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import new_folder
-from speculator.gguf import read_config
 from speculator.heads.base import Speculator, SpeculatorConfig
+from speculator.target.gguf import read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE: dict[str, type] = {

@@ -9,9 +9,9 @@ from typing import Any
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
-from speculator.linear import pack_linears
-from speculator.sharding import whole
-from speculator.target import Target, same_target
+from speculator.target.linear import pack_linears
+from speculator.target.model import Target, same_target
+from speculator.target.sharding import whole
 
 _log = logging.getLogger(__name__)
 
@@ -58,5 +58,5 @@ def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator
         )
 
     head.bind(target.config, whole(target.model.get_input_embeddings().weight))
-    target.taps.check(head.taps, target.name)
+    target.aux_layers.check(head.aux_layers, target.name)
     return head

@@ -34,10 +34,10 @@ from speculator.checkpoints.eagle3 import (
 )
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
-from speculator.gguf import is_gguf
-from speculator.heads.eagle3 import Eagle3Speculator
-from speculator.heads.eagle3_config import TAPS as COUNT
-from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.config import TAPS as COUNT
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.model import Eagle3Speculator
+from speculator.target.gguf import is_gguf
 
 VERSION = "0.9.0"
 
@@ -45,8 +45,8 @@ VERSION = "0.9.0"
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     """config.json, every field written out: readers have different defaults, or none."""
     layer = llama(config)
-    if config.count_taps != COUNT:
-        layer["num_aux_hidden_states"] = config.count_taps  # vLLM counts no taps in this layout
+    if config.num_aux_layers != COUNT:
+        layer["num_aux_hidden_states"] = config.num_aux_layers  # vLLM counts no taps in this layout
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
     verifier = {
         "name_or_path": config.base_model_name_or_path,
@@ -62,7 +62,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
         **{name: getattr(config, name) for name in FLAGS},
         "embed_requires_grad": config.own_embedding,
         "target_hidden_size": None,
-        TAPS: config.taps,
+        TAPS: config.aux_layers,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -105,7 +105,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
         **{name: read.get(name, False) for name in FLAGS},
         "n_predict": steps,
         "draft_vocab_size": drafted(read.get("draft_vocab_size", 32000), shape["vocab_size"]),
-        "taps": read.get(TAPS),
+        "aux_layers": read.get(TAPS),
         "own_embedding": read.get("embed_requires_grad", False),
         "base_model_name_or_path": base,
     }

@@ -9,29 +9,29 @@ from pathlib import Path
 from transformers.utils import logging
 
 from speculator.checkpoints.loading import load_head
+from speculator.decoding.verify import RULES
 from speculator.drafters import (
     Candidates,
     Chain,
     Drafter,
+    DraftModelDrafter,
     EarlyExitDrafter,
     HeadDrafter,
-    MixedDrafter,
-    ModelDrafter,
+    HybridDrafter,
     NgramDrafter,
     Paths,
     Tree,
 )
 from speculator.drafters.corpus import read_corpus
-from speculator.drafters.mixed import Mixed
+from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.tuned import TUNED, automatic, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.files import check_input
-from speculator.target import Target
-from speculator.tuned import TUNED, automatic, described, tuned_shapes
-from speculator.verify import RULES
+from speculator.target.model import Target
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
-_CHAIN = ("draft_length", "draft_sampling", "min_confidence")
+_CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes", "paths", "replacement")
 
 
@@ -79,7 +79,7 @@ def add_flags(parser: OneLineParser) -> None:
 
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
     parser.add_argument(
-        "--draft_length",
+        "--num_speculative_tokens",
         type=int,
         help="tokens per draft; default: of a tuned head what is the fastest before each step, of another all, else 4",
     )
@@ -137,19 +137,19 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
 
 def walks(arguments: argparse.Namespace) -> bool:
     """Whether a sampled text is what plain decoding draws, whatever is drafted."""
-    return (arguments.rule or _rules(arguments)[0]) == "walk"
+    return (arguments.rule or _rules(arguments)[0]) == "match"
 
 
 def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
     if not _models(arguments):
         return NgramDrafter(_copied(arguments)).rules
     shape = _shape(arguments, _DEFAULT_LENGTH)
-    return Mixed(shape, _copied(arguments)).rules if arguments.ngram else shape.rules
+    return Hybrid(shape, _copied(arguments)).rules if arguments.ngram else shape.rules
 
 
 def _copied(arguments: argparse.Namespace) -> int:
-    """Tokens that a lookup copies: beside a model, whose draft `--draft_length` is, as many as without a flag."""
-    given = None if _models(arguments) else arguments.draft_length
+    """Tokens that a lookup copies: beside a model, whose draft `--num_speculative_tokens` is, as many as without a flag."""
+    given = None if _models(arguments) else arguments.num_speculative_tokens
     return _DEFAULT_LENGTH if given is None else given
 
 
@@ -179,7 +179,7 @@ def drafter(
         corpus = read_corpus(files, target.tokenizer) if files else None
         lookup = NgramDrafter(_copied(arguments), memory=memory, corpus=corpus)
     model = _model_drafter(arguments, target, temperature, memory)
-    return MixedDrafter(model, lookup) if model and lookup else model or lookup
+    return HybridDrafter(model, lookup) if model and lookup else model or lookup
 
 
 def _model_drafter(
@@ -205,7 +205,7 @@ def _model_drafter(
             model = Target.load(arguments.draft_model, dtype=arguments.dtype)
         except UserError as error:
             raise UserError(f"--draft_model: {error}") from None
-        return ModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
+        return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
     if arguments.early_exit is not None:
         return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
     return None
@@ -225,7 +225,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> str:
 def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths | Candidates:
     """What a head or a model drafts: `length` tokens where no flag says otherwise."""
     if arguments.branches is None:
-        length = length if arguments.draft_length is None else arguments.draft_length
+        length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
         return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
     if arguments.nodes is not None:
         return Tree(arguments.branches, arguments.nodes)

@@ -12,9 +12,9 @@ from speculator.checkpoints import FORMATS, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.device import dtype_name
+from speculator.drafters.tuned import TUNED
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.heads.base import SpeculatorConfig
-from speculator.tuned import TUNED
 
 HELP = "write a head in a server's checkpoint layout, or a server's head in ours; says who loads it and how"
 

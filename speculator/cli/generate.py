@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from speculator.cli import drafting
+from speculator.decoding.engine import Engine
+from speculator.decoding.request import Request, acceptance_length, check_prompts
+from speculator.decoding.sampling import Sampling
+from speculator.decoding.streaming import LEGEND, TextStream, decode
 from speculator.drafters.ngram import MEMORY
-from speculator.engine import Engine
 from speculator.errors import OneLineParser, UserError, check_text, refuse, show
 from speculator.files import check_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
-from speculator.request import Request, check_prompts, tokens_per_step
-from speculator.sampling import Sampling
-from speculator.streaming import LEGEND, TextStream, decode
 
 HELP = "continue prompts; the text is the target's own, whoever drafts"
 _MOST = 10_000  # texts of a prompt
@@ -125,7 +125,7 @@ def _summary(requests: list[Request], engine: Engine, wanted: int) -> str:
     tokens = sum(len(request.tokens) for request in requests)
     if not tokens:
         return "no tokens"
-    mean = tokens_per_step(step for request in requests for step in request.steps)
+    mean = acceptance_length(step for request in requests for step in request.steps)
     per_step = "" if math.isnan(mean) else f"{mean:.2f} tokens per step, "
     seconds = engine.prefill_seconds + engine.decode_seconds
     speed = f"{per_step}{tokens / seconds:.1f} tokens/s, prefill included"
@@ -179,9 +179,9 @@ def _continue(
 
 
 def _row(row: dict, request: Request, text: str) -> dict:
-    mean = tokens_per_step(request.steps)
+    mean = acceptance_length(request.steps)
     new = {"text": text, "tokens": request.tokens}
-    return {**row, **new, "tokens_per_step": None if math.isnan(mean) else mean}  # JSON has no nan
+    return {**row, **new, "acceptance_length": None if math.isnan(mean) else mean}  # JSON has no nan
 
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:

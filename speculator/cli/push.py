@@ -10,8 +10,8 @@ from huggingface_hub.errors import HTTPError
 
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME, write_card
+from speculator.drafters.tuned import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
-from speculator.tuned import TUNED
 
 HELP = "upload a head's folder, in the layout that it has, to the Hugging Face hub; one without a model card gets one"
 # Of the folder, what belongs to a head: nothing that lies there by chance.

@@ -15,13 +15,13 @@ from importlib.util import find_spec
 import torch
 
 from speculator.cli import drafting
+from speculator.decoding.engine import Engine
 from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
-from speculator.engine import Engine
+from speculator.drafters.tuned import automatic
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
 from speculator.tables import gigabytes
-from speculator.target import Target
-from speculator.tuned import automatic
+from speculator.target.model import Target
 
 HELP = "answer requests of OpenAI's interface"
 KEY = "SPECULATOR_API_KEY"

@@ -1,23 +1,23 @@
 """Who proposes the tokens that the target verifies, one file each."""
 
-from speculator.drafters.base import Drafter
+from speculator.decoding.drafter import Drafter
+from speculator.drafters.draft_model import DraftModelDrafter
 from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
-from speculator.drafters.mixed import MixedDrafter
-from speculator.drafters.model import ModelDrafter
+from speculator.drafters.hybrid import HybridDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.drafters.topology import Candidates, Chain, Paths, Tree
+from speculator.drafters.shapes import Candidates, Chain, Paths, Tree
 
 __all__ = [
     "Candidates",
     "Chain",
+    "DraftModelDrafter",
     "Drafter",
     "EarlyExitDrafter",
     "FixedTree",
     "HeadDrafter",
-    "MixedDrafter",
-    "ModelDrafter",
+    "HybridDrafter",
     "NgramDrafter",
     "Paths",
     "Tree",

@@ -6,7 +6,7 @@ reads no clock: the same requests in the same order, with the same costs, are de
 
 How often a draft is accepted depends on the text. Tuning measured it on some text; on others the log-odds of all depths
 are taken to be shifted by as much, which is estimated for each request and for all of them: a Kalman filter on a shift
-that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0. Most texts
+that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0. Most sequences
 shift little, some much and at once: of two such filters, one for either, each counts as it has foretold what came. What
 all have in common changes slowly.
 
@@ -24,9 +24,9 @@ from itertools import accumulate, repeat
 from math import exp, log
 from operator import mul
 
-from speculator.drafters.mixed import Mixed
-from speculator.drafters.topology import Shape
-from speculator.request import Request
+from speculator.decoding.request import Request
+from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.shapes import Shape
 
 # With these the lengths that were accepted of two targets' drafts and copies are among the likeliest.
 _VARIANCES, _VARIANCE_OF_ALL = (0.03, 2.0), (0.5,)  # variances of a shift of which nothing is known
@@ -116,7 +116,7 @@ class Choice:
     def beside(self, length: int) -> Choice:
         """The same with up to `length` tokens of a lookup's path in one tree."""
         mixed = copy(self)
-        mixed.shape = Mixed(self.shape, length)
+        mixed.shape = Hybrid(self.shape, length)
         return mixed
 
 

@@ -27,17 +27,17 @@ class Corpus:
     """The places of a corpus, ordered by what is before them read backwards: those behind like ends are neighbours.
 
     Args:
-        texts: token ids.
+        sequences: token ids.
         most: tokens in all; what is beyond is left out, and a warning says so.
 
     Raises:
         UserError: there is no token in it.
     """
 
-    def __init__(self, texts: Iterable[Sequence[int]], most: int = MOST):
+    def __init__(self, sequences: Iterable[Sequence[int]], most: int = MOST):
         parts: list[np.ndarray] = []
         room = most
-        for text in texts:
+        for text in sequences:
             if room < len(text):
                 _log.warning(f"the corpus is cut at {most:,} tokens")
             parts += [np.array([-1], dtype=np.int32), np.asarray(text[:room], dtype=np.int32)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from speculator.draft import Draft
-from speculator.drafters.base import Drafter, Texts
-from speculator.drafters.topology import Chain, Shape, grown
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.shapes import Chain, Shape, grown
 from speculator.errors import refuse
-from speculator.kv_cache import KVCache
-from speculator.sampling import RowSampling
-from speculator.target import Target
+from speculator.target.kv_cache import KVCache
+from speculator.target.model import Target
 
 
 class EarlyExitDrafter(Drafter):
@@ -44,10 +44,10 @@ class EarlyExitDrafter(Drafter):
     def lend(self, cache: KVCache) -> None:
         self.cache = cache
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        return self.shape.draft(self, pending, sampling, u, texts)
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+        return self.shape.draft(self, pending, sampling, u, sequences)
 
-    def first(self, pending: Tensor, texts: Texts) -> Tensor:
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
         self._read, self._width = Draft.none(pending), 1
         return self._logits(pending[:, None], None, 0)
 
@@ -61,7 +61,7 @@ class EarlyExitDrafter(Drafter):
         return self._logits(tokens, self._read, base)
 
     def _logits(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
-        with self.target.taps.first_layers(self.layers):
+        with self.target.aux_layers.first_layers(self.layers):
             hidden = self.target.extend(self.cache, tokens, tree, base)
         return self.target.logits(hidden)
 
@@ -72,7 +72,7 @@ def check_layers(target: Target, layers: int) -> None:
     Raises:
         UserError: see `EarlyExitDrafter`.
     """
-    count, where = len(target.taps.layers), f"early exit after {layers} layers: {target.name}"
+    count, where = len(target.aux_layers.layers), f"early exit after {layers} layers: {target.name}"
     refuse(
         (not count, f"{where}'s layers are not found one by one"),
         (not 1 <= layers < count, f"{where} has {count}, so 1 to {count - 1} can draft"),

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speculator.draft import Draft
-from speculator.drafters.base import LogitsSource, Texts
-from speculator.drafters.topology import LOSSY, check_nodes, siblings
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import LogitsSource, Sequences
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.shapes import LOSSY, check_nodes, siblings
 from speculator.errors import UserError
-from speculator.sampling import RowSampling
 
 
 class FixedTree:
@@ -44,7 +44,7 @@ class FixedTree:
         self.depth = self.levels = len(nodes[-1])
         self.nodes = len(nodes)
         self.offered = self.nodes
-        self.rules: tuple[str, ...] = ("multi-candidate", *LOSSY)
+        self.rules: tuple[str, ...] = ("multi_candidate", *LOSSY)
         self.width = 1 + max(path[-1] for path in nodes)
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
         # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these
@@ -63,10 +63,12 @@ class FixedTree:
             self._most.append(most)
             expanded = [level[i] for i in has_children]
 
-    def draft(self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
         rows = len(pending)
         form, levels = self._place(pending)
-        logits = source.first(pending, texts)  # [B, f, V] of the expanded tokens
+        logits = source.first(pending, sequences)  # [B, f, V] of the expanded tokens
         all_tokens: list[Tensor] = []
         all_probs: list[Tensor] = []
         drafted = 0

@@ -9,13 +9,13 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from speculator.draft import Draft, gather_at, take_at
-from speculator.drafters.attention import AttentionSource
-from speculator.drafters.base import Drafter, LogitsSource, Texts
-from speculator.drafters.topology import Chain, Shape
+from speculator.decoding.draft import Draft, gather_at, take_at
+from speculator.decoding.drafter import Drafter, LogitsSource, Sequences
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
 from speculator.heads import AttentionHead, RecurrentHead, Speculator
-from speculator.sampling import RowSampling
+from speculator.heads.eagle3.drafting import AttentionSource
 
 Self = TypeVar("Self", bound="HeadDrafter")
 
@@ -43,7 +43,7 @@ class HeadDrafter(Drafter):
             self.source = AttentionSource(head)
         else:
             self.source = StateSource(cast(RecurrentHead, head))
-        self.taps, self.overlap = head.taps, self.source.overlap
+        self.aux_layers, self.overlap = head.aux_layers, self.source.overlap
         self.reshape(shape)
 
     def reshape(self, shape: Shape) -> None:
@@ -69,11 +69,13 @@ class HeadDrafter(Drafter):
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self.source.move(source, destination, longest)
 
-    def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
-        self.source.prefill(start, texts, begins, hidden, counts)
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        self.source.prefill(start, sequences, begins, hidden, counts)
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        return self.shape.draft(self.source, pending, sampling, u, texts)
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+        return self.shape.draft(self.source, pending, sampling, u, sequences)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         self.source.commit(tokens, hidden, counts)
@@ -105,7 +107,7 @@ class HeadSource(LogitsSource, Protocol):
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None: ...
 
     def prefill(
-        self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None: ...
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None: ...
@@ -113,7 +115,7 @@ class HeadSource(LogitsSource, Protocol):
     @property
     def buffers(self) -> Sequence[Tensor]: ...
 
-    def skip(self, pending: Tensor, texts: Texts) -> None:
+    def skip(self, pending: Tensor, sequences: Sequences) -> None:
         """What `first` does to the memory, where this source drafts nothing."""
         ...
 
@@ -141,7 +143,9 @@ class StateSource:
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self._hidden[list(destination)] = self._hidden[list(source)]
 
-    def prefill(self, start: int, texts: Texts, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]) -> None:
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
         last = torch.tensor(counts, device=hidden.device) - 1
         self._hidden[start : start + len(counts)] = take_at(hidden, last).to(self._hidden.dtype)
 
@@ -153,10 +157,10 @@ class StateSource:
     def buffers(self) -> Sequence[Tensor]:
         return [self._hidden]
 
-    def skip(self, pending: Tensor, texts: Texts) -> None:
+    def skip(self, pending: Tensor, sequences: Sequences) -> None:
         pass
 
-    def first(self, pending: Tensor, texts: Texts) -> Tensor:
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
         state = self.head.start(self._hidden[: len(pending)])[:, None]
         self._states, logits = self.head.step(0, state, pending[:, None])
         return logits

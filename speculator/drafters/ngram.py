@@ -8,17 +8,17 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from speculator import cuda_graphs
-from speculator.draft import Draft
-from speculator.drafters.base import Drafter, Texts
+from speculator.decoding import cuda_graphs
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.request import Request
+from speculator.decoding.sampling import RowSampling
 from speculator.drafters.corpus import LONGEST, Corpus
-from speculator.drafters.topology import LOSSY, check_length
-from speculator.kv_cache import KVCache
-from speculator.request import Request
-from speculator.sampling import RowSampling
+from speculator.drafters.shapes import LOSSY, check_length
+from speculator.target.kv_cache import KVCache
 
 MEMORY = 2**17
-"""Tokens of other texts that a server, or several samples of a prompt, look in: some 40 MB."""
+"""Tokens of other sequences that a server, or several samples of a prompt, look in: some 40 MB."""
 _PLACES = 4
 _ELSEWHERE = 2
 """What followed in another text is as often right as in the text itself behind a match so many tokens shorter."""
@@ -49,10 +49,10 @@ class _Index:
 
 
 class Memory:
-    """The last texts that were seen, those that still grow among them: where their n-grams ended.
+    """The last sequences that were seen, those that still grow among them: where their n-grams ended.
 
     Args:
-        tokens: of texts that no longer grow; the oldest are forgotten.
+        tokens: of sequences that no longer grow; the oldest are forgotten.
         ngram: the size.
     """
 
@@ -62,16 +62,16 @@ class Memory:
         self._known: dict[int, tuple[Sequence[int], int]] = {}  # by its id a text and how far it is known; oldest first
         self._size = 0
 
-    def read(self, texts: Texts) -> None:
-        """Take in what these texts have become, and forget others where there are too many."""
-        for text in texts:
+    def read(self, sequences: Sequences) -> None:
+        """Take in what these sequences have become, and forget others where there are too many."""
+        for text in sequences:
             _, known = self._known.pop(id(text), (text, 0))
             for end in range(max(known, self.ngram), len(text)):
                 gram = tuple(text[end - self.ngram : end])
                 self._ends[gram] = ((text, end), *self._ends.get(gram, ())[: _PLACES - 1])
             self._known[id(text)] = text, len(text)
             self._size += len(text) - known
-        while self._size > self.tokens and len(self._known) > len(texts):
+        while self._size > self.tokens and len(self._known) > len(sequences):
             self._forget(next(iter(self._known)))
 
     def _forget(self, name: int) -> None:
@@ -84,7 +84,7 @@ class Memory:
                 self._ends[gram] = left
 
     def places(self, text: Sequence[int]) -> tuple[Place, ...]:
-        """Where other texts, or this one, ended like it."""
+        """Where other sequences, or this one, ended like it."""
         return self._ends.get(tuple(text[-self.ngram :]), ())
 
 
@@ -134,21 +134,23 @@ class NgramDrafter(Drafter):
     """Prompt lookup: a deterministic draft, copied from behind the most recent match of the longest suffix.
 
     Args:
-        draft_length: the most tokens to copy.
+        num_speculative_tokens: the most tokens to copy.
         max_ngram: the longest suffix to look for; shorter ones are tried in turn, down to one token.
-        memory: how many tokens of other texts to look in: those in the other rows, as they grow, and the last of those
+        memory: how many tokens of other sequences to look in: those in the other rows, as they grow, and the last of those
             that have ended. 0: in the row's own text alone.
-        corpus: texts to look in besides.
+        corpus: sequences to look in besides.
     """
 
     name = "ngram"
-    rules: tuple[str, ...] = ("walk", "block", "token", *LOSSY)
+    rules: tuple[str, ...] = ("match", "block", "rejection", *LOSSY)
     capturable = True
     found: Found
 
-    def __init__(self, draft_length: int = 4, max_ngram: int = 3, memory: int = 0, corpus: Corpus | None = None):
-        check_length(draft_length)
-        self.draft_length = self.nodes = draft_length
+    def __init__(
+        self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0, corpus: Corpus | None = None
+    ):
+        check_length(num_speculative_tokens)
+        self.num_speculative_tokens = self.nodes = num_speculative_tokens
         self.max_ngram, self.corpus = max_ngram, corpus
         self.memory = Memory(memory, max_ngram) if memory else None
         self._indices: dict[int, _Index] = {}
@@ -159,27 +161,27 @@ class NgramDrafter(Drafter):
         return opened
 
     def lend(self, cache: KVCache) -> None:
-        self.found = Found(len(cache.lengths), self.draft_length, cache.lengths.device)
+        self.found = Found(len(cache.lengths), self.num_speculative_tokens, cache.lengths.device)
 
     def choose(self, requests: Sequence[Request]) -> None:
         self.found.put([tokens for _, tokens in self.look([request.text for request in requests])])
 
     def forget(self) -> None:
-        """What it drafts from now on does not depend on the texts before."""
+        """What it drafts from now on does not depend on the sequences before."""
         self._indices = {}
         if self.memory:
             self.memory = Memory(self.memory.tokens, self.max_ngram)
 
-    def look(self, texts: Texts) -> list[tuple[int, list[int]]]:
+    def look(self, sequences: Sequences) -> list[tuple[int, list[int]]]:
         """For each text how much of its end was matched, at most `LONGEST` tokens, and what followed there.
 
         The longest match counts, one in another text or in the corpus as two tokens shorter; of equal ones the text's
-        own comes before the other texts' and those before the corpus'.
+        own comes before the other sequences' and those before the corpus'.
         """
         # An index holds its text, so no other text has that id.
-        self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in texts}
+        self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in sequences}
         if self.memory:
-            self.memory.read([text for text in texts if text])
+            self.memory.read([text for text in sequences if text])
         return [self._best(index) for index in self._indices.values()]
 
     def _best(self, index: _Index) -> tuple[int, list[int]]:
@@ -193,13 +195,13 @@ class NgramDrafter(Drafter):
             if other is not text:
                 alike = max(1, alike - _ELSEWHERE)
             if alike > size:
-                size, tokens = alike, list(other[end : end + self.draft_length])
+                size, tokens = alike, list(other[end : end + self.num_speculative_tokens])
         if self.corpus and size < LONGEST - _ELSEWHERE:
-            alike, found = self.corpus.find(text, self.draft_length)
+            alike, found = self.corpus.find(text, self.num_speculative_tokens)
             alike = max(1, alike - _ELSEWHERE)
             if found and alike > size:
                 size, tokens = alike, found
         return size, tokens
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, texts: Texts) -> Draft:
-        return Draft(*self.found.first(len(pending), self.draft_length))
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+        return Draft(*self.found.first(len(pending), self.num_speculative_tokens))

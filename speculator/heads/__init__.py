@@ -2,10 +2,10 @@
 
 from speculator.heads.attention import AttentionHead
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.heads.eagle3 import Eagle3Speculator
-from speculator.heads.eagle3_config import Eagle3SpeculatorConfig
-from speculator.heads.lstm import LSTMSpeculator, LSTMSpeculatorConfig
-from speculator.heads.mlp import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.model import Eagle3Speculator
+from speculator.heads.lstm.model import LSTMSpeculator, LSTMSpeculatorConfig
+from speculator.heads.mlp.model import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.recurrent import RecurrentHead
 
 ARCHITECTURES: dict[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {

@@ -13,7 +13,7 @@ from speculator.heads.base import Speculator
 
 
 class HeadCache:
-    """The keys and values of B texts, and of the drafts behind them.
+    """The keys and values of B sequences, and of the drafts behind them.
 
     What lies at or above a row's length is a draft's or dead: the next `read` or `first` writes over it. To take tokens
     back, lower `lengths`: position t holds good while x[0..t+1] stays.
@@ -64,7 +64,7 @@ class AttentionHead(Speculator):
 
     @abstractmethod
     def memory(self, rows: int, capacity: int) -> HeadCache:
-        """An empty one, for `rows` texts of at most `capacity` tokens, drafts included."""
+        """An empty one, for `rows` sequences of at most `capacity` tokens, drafts included."""
 
     @abstractmethod
     def read(
@@ -74,7 +74,7 @@ class AttentionHead(Speculator):
         tokens: Tensor,  # [B, T] the token after each
         counts: Tensor,  # [B] how many of them, from the left, are the row's own
     ) -> None:
-        """Take in a piece of the texts, of which nothing is drafted."""
+        """Take in a piece of the sequences, of which nothing is drafted."""
 
     @abstractmethod
     def first(

@@ -4,7 +4,7 @@ A head may draft from V_d of the V tokens only, its draft vocabulary: an output 
 drafts sees -inf for all other tokens. What it reads may be any token.
 
 There are two kinds: one goes from state to state (`speculator.heads.recurrent`), one has a memory of the text's keys
-and values (`speculator.heads.eagle3`).
+and values (`speculator.heads.eagle3.model`).
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     @property
-    def taps(self) -> Sequence[int]:
-        """The target's taps that it reads (`speculator.taps`); none: it reads the state after the final norm."""
+    def aux_layers(self) -> Sequence[int]:
+        """The target's taps that it reads (`speculator.target.aux_layers`); none: it reads the state after the final norm."""
         return ()
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Speculator(PreTrainedModel, ABC):
         tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
         measure: Loss,
         documents: Tensor | None = None,  # [B, S] the same number throughout a document, which is one piece
-        learns: Tensor | None = None,  # [B, S] bool: positions of which a step is wanted; None: all
+        loss_mask: Tensor | None = None,  # [B, S] bool: positions of which a step is wanted; None: all
     ) -> dict[str, Tensor]:
         """What a trainer wraps: what `measure` gives.
 

@@ -119,7 +119,7 @@ class RecurrentHead(Speculator):
         tokens: Tensor,  # [B, S+N-1]
         measure: Loss,
         documents: Tensor | None = None,  # [B, S]
-        learns: Tensor | None = None,  # [B, S]
+        loss_mask: Tensor | None = None,  # [B, S]
     ) -> dict[str, Tensor]:
         """See `Speculator`. No position reads another, so `documents` is unused; all are computed."""
         length = hidden.shape[1]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.streaming import Detokenizer
+from speculator.decoding.streaming import Detokenizer
 
 
 class Answer:
@@ -15,7 +15,7 @@ class Answer:
     Args:
         tokenizer: of the target.
         stops: strings that end the text, which are no part of it.
-        before: tokens that the text goes on from, see `speculator.streaming.decode`.
+        before: tokens that the text goes on from, see `speculator.decoding.streaming.decode`.
 
     Attributes:
         text: what was given so far.

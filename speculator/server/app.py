@@ -17,17 +17,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from speculator.decoding.request import Request as Decoded
+from speculator.decoding.request import check_prompts
 from speculator.errors import UserError
 from speculator.prompts import Prompt, continued
-from speculator.request import Request as Decoded
-from speculator.request import check_prompts
 from speculator.server.encoding import Encoder
 from speculator.server.guard import LATE, Guard, Limits, answer_error, refusal_of
 from speculator.server.metrics import Metrics
 from speculator.server.schema import BadRequestError, ChatFields, CompletionFields, Fields, parse
 from speculator.server.worker import EngineError, Job, Worker
 from speculator.server.writing import ChatWriter, Writer
-from speculator.target import Target
+from speculator.target.model import Target
 
 _DEFAULT_TOKENS = 16  # of a completion without max_tokens, as OpenAI's; a chat goes on to its end
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from speculator.request import Request
+from speculator.decoding.request import Request
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -35,7 +35,7 @@ class Metrics:
         self.whole = Histogram(
             "speculator_request_seconds", "From a request to the end of its answer", buckets=_SECONDS, registry=registry
         )
-        self.tokens_per_step = Histogram(
+        self.acceptance_length = Histogram(
             "speculator_tokens_per_step",
             "Tokens that a step gave a row: the accepted ones and one more. The sum over the count is the mean",
             buckets=range(1, 18),
@@ -57,7 +57,7 @@ class Metrics:
         self.new_tokens.inc(len(request.tokens))
         for step in request.steps:
             if not step.cut:
-                self.tokens_per_step.observe(step.accepted + 1)
+                self.acceptance_length.observe(step.accepted + 1)
                 for position in range(step.accepted):
                     self._accepted.labels(position).inc()
 

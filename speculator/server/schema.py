@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from speculator.decoding.sampling import Sampling
 from speculator.prompts import Prompt
-from speculator.sampling import Sampling
 
 # Taken at these values alone, which are those that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

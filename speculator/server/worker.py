@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from speculator.drafters.auto import AutoDrafter
-from speculator.engine import Engine
-from speculator.request import Request, Scores
+from speculator.decoding.engine import Engine
+from speculator.decoding.request import Request, Scores
+from speculator.drafters.adaptive import AdaptiveDrafter
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Worker:
         """Draft what suits the requests in flight. Which uniform decides what depends on a draft's shape: where a
         sampled request has a seed, all draft as that one would alone."""
         auto = self.engine.drafter
-        if isinstance(auto, AutoDrafter):
+        if isinstance(auto, AdaptiveDrafter):
             seeded = any(job.seeded and not job.requests[0].sampling.greedy for job in self._jobs)
             auto.fixed = auto.alone if seeded else None
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.request import Scores
+from speculator.decoding.request import Scores
+from speculator.decoding.streaming import decode
 from speculator.server.answer import Answer
 from speculator.server.schema import Fields
 from speculator.server.worker import News
-from speculator.streaming import decode
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 _LEAST = -9999.0  # JSON has no infinity

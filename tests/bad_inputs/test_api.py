@@ -54,7 +54,7 @@ SETTINGS = {
     "max_new_tokens 0": {"max_new_tokens": 0},
     "max_new_tokens negative": {"max_new_tokens": -5},
     "an unknown rule": {"rule": "nonsense"},
-    "a rule that does not fit": {"rule": "walk"},
+    "a rule that does not fit": {"rule": "match"},
     "an empty stop string": {"stop_strings": [""]},
     "a stop string that is none": {"stop_strings": [5]},
     "no stop strings": {"stop_strings": 5},

@@ -49,8 +49,8 @@ FLAGS = [
     Case(f"{' '.join(argv[:2])}: {' '.join(words)}", [*argv, "--suite", "TEXT", *words], mentions)
     for argv, words, mentions in [
         (EVAL, ["--batch_size", "0"], "batch_size"),
-        (EVAL, ["--draft_length", "0"], "draft"),
-        (EVAL, ["--draft_length", "99"], "99"),
+        (EVAL, ["--num_speculative_tokens", "0"], "draft"),
+        (EVAL, ["--num_speculative_tokens", "99"], "99"),
         (EVAL, ["--repeats", "0"], "repeats"),
         (EVAL, ["--baseline", "nonsense"], "nonsense"),
         (EVAL, ["--draft_model", "nowhere"], "nowhere"),
@@ -61,7 +61,7 @@ FLAGS = [
         (EVAL, ["--output", "pipe"], "pipe"),
         (EVAL, ["--output", "a\0b"], ""),
         (EVAL, ["--output", "/proc/nowhere"], "/proc"),
-        (LOSSLESS, ["--rule", "walk"], "walk"),
+        (LOSSLESS, ["--rule", "match"], "match"),
         (LOSSLESS, ["--draft_model", "x"], "not allowed"),
         (LOSSLESS, ["--samples", "0"], "samples"),
         (LOSSLESS, ["--sampled_prompts", "-1"], "sampled_prompts"),
@@ -115,9 +115,9 @@ _ROW = {
     "name": "s",
     "temperature": 0.0,
     "drafter": "head",
-    "tokens_per_step": 2.0,
+    "acceptance_length": 2.0,
     "acceptance_by_position": [0.5],
-    "speedup": {"same_loop": {"value": 1.0, "low": 0.9, "high": 1.1}},
+    "speedup": {"plain": {"value": 1.0, "low": 0.9, "high": 1.1}},
 }
 _REPORT = {"schema": 1, "target": "t", "speculator": "s", "hardware": "h", "settings": {}, "suites": [_ROW]}
 
@@ -147,9 +147,9 @@ REPORTS = {
     "settings a text": report(settings="x"),
     "settings null": report(settings=None),
     "no drafter": suite(drafter=...),
-    "no tokens_per_step": suite(tokens_per_step=...),
-    "tokens_per_step a text": suite(tokens_per_step="x"),
-    "tokens_per_step null": suite(tokens_per_step=None),
+    "no acceptance_length": suite(acceptance_length=...),
+    "acceptance_length a text": suite(acceptance_length="x"),
+    "acceptance_length null": suite(acceptance_length=None),
     "no acceptance": suite(acceptance_by_position=...),
     "acceptance a number": suite(acceptance_by_position=7),
     "temperature a text": suite(temperature="x"),
@@ -159,12 +159,12 @@ REPORTS = {
     "batch_size a text": suite(batch_size="x"),
     "speedup a list": suite(speedup=[1]),
     "speedup null": suite(speedup=None),
-    "speedup of texts": suite(speedup={"same_loop": "x"}),
-    "speedup of numbers": suite(speedup={"same_loop": 1.5}),
-    "speedup without a value": suite(speedup={"same_loop": {"low": 1, "high": 2}}),
-    "speedup of text values": suite(speedup={"same_loop": {"value": "x", "low": "a", "high": "b"}}),
-    "an interval of texts": suite(tokens_per_step_interval={"low": "x", "high": "y"}),
-    "an interval a list": suite(tokens_per_step_interval=[1, 2]),
+    "speedup of texts": suite(speedup={"plain": "x"}),
+    "speedup of numbers": suite(speedup={"plain": 1.5}),
+    "speedup without a value": suite(speedup={"plain": {"low": 1, "high": 2}}),
+    "speedup of text values": suite(speedup={"plain": {"value": "x", "low": "a", "high": "b"}}),
+    "an interval of texts": suite(acceptance_length_interval={"low": "x", "high": "y"}),
+    "an interval a list": suite(acceptance_length_interval=[1, 2]),
 }
 COMPARES = [
     *(

@@ -49,7 +49,10 @@ def wrong_values() -> list[Case]:
             values = _NEVER[kind]
         else:
             values = _NEVER.get(options[0], ()) if options else ()
-        if name in ("stage2.generate.temperatures", "data.self.temperatures"):  # taken in turn, so one may come twice
+        if name in (
+            "stage2.generate.temperatures",
+            "data.self_source.temperatures",
+        ):  # taken in turn, so one may come twice
             values = tuple(value for value in values if value != "[1, 1]")
         mentions = name.split(".")[-1].removesuffix("s")
         cases += [Case(f"{name} {value}", [*RUN, f"--{name}={value}"], mentions) for value in values]
@@ -67,7 +70,7 @@ HUGE = {
     "stage1.gradient_accumulation_steps": "1000000000000",
     "stage2.generate.prompt_tokens": "1000000000000",
     "stage2.generate.max_new_tokens": "1000000000000",
-    "stage2.generate.draft_length": "1000000000000",
+    "stage2.generate.num_speculative_tokens": "1000000000000",
     "eval.prompt_tokens": "1000000000000",
     "eval.max_new_tokens": "1000000000000",
     "seed": "1000000000000",

@@ -26,10 +26,10 @@ def test_every_drafter_has_a_line(target_folder, tmp_path):
     rows = json.loads((tmp_path / "out" / "drafters.json").read_text())["rows"]
     assert {row["temperature"] for row in rows} == {0.0, 0.7, 1.0}
     greedy = {row["decoder"]: row for row in rows if row["temperature"] == 0}
-    assert greedy["none"]["tokens_per_step"] == 1.0
+    assert greedy["none"]["acceptance_length"] == 1.0
     assert greedy["none"]["speedup"]["value"] == 1.0
     # The target drafts for itself: every draft is kept whole.
-    assert greedy["draft model chain"]["tokens_per_step"] == 4.0
+    assert greedy["draft model chain"]["acceptance_length"] == 4.0
 
 
 def read_table(text: str) -> dict[tuple[str, str], tuple[float, float]]:
@@ -55,7 +55,7 @@ def test_every_head_gets_the_whole_table(target, n_predict):
     config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=8, n_predict=n_predict, tie_weights=False)
     table = drafters.decoders(target, MLPSpeculator(config), model=None)
     assert len(table) == 9
-    assert all(decoder.drafter.draft_length <= n_predict for decoder in table[1:])
+    assert all(decoder.drafter.num_speculative_tokens <= n_predict for decoder in table[1:])
 
 
 @pytest.mark.soak
@@ -125,7 +125,7 @@ DRAFTERS = [
     (["--decoder", "head forest"], "no decoder 'head forest': there are none, head chain"),
     (["--speculator", "nowhere"], "nowhere"),
 ]
-PEERS = [(["--draft_length", "0"], "--draft_length must be at least 1")]
+PEERS = [(["--num_speculative_tokens", "0"], "--num_speculative_tokens must be at least 1")]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_wrong_input_is_one_line(benchmark, flags, message, target_folder, tmp_p
     if benchmark == "drafters":
         code = drafters.main([*command, "--speculator", "head", *flags])
     else:
-        code = peers.main([*command, "--draft_model", str(target_folder), "--draft_length", "3", *flags])
+        code = peers.main([*command, "--draft_model", str(target_folder), "--num_speculative_tokens", "3", *flags])
     error = capsys.readouterr().err
     assert code == 2
     assert error.startswith(f"python -m benchmarks.{benchmark}: ")

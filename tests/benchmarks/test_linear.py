@@ -7,7 +7,7 @@ import pytest
 from benchmarks import linear
 from benchmarks.linear import main, markdown
 from speculator import Target
-from speculator.linear import FAST_DTYPES, TIMED_ROWS, PackedLinear
+from speculator.target.linear import FAST_DTYPES, TIMED_ROWS, PackedLinear
 
 pytestmark = pytest.mark.skipif(not FAST_DTYPES, reason="no oneDNN here")
 
@@ -52,7 +52,7 @@ def test_steps_of_a_target_are_timed_by_each_way_in_turns(target_folder, monkeyp
     turns = []
 
     def measure(target: Target, drafter, prompts, sampling, blocks, costs):
-        assert drafter.draft_length == 4
+        assert drafter.num_speculative_tokens == 4
         turns.append(next(layer.packs for layer in target.model.modules() if isinstance(layer, PackedLinear)))
         for part in (costs.plain, costs.draft, costs.verify):
             part.append(float(len(turns)))

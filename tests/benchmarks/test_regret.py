@@ -33,7 +33,7 @@ def test_only_steps_of_full_slots_count():
     assert min(seconds, everything[1]) > 0
 
 
-STEPS = [{"draft_length": n, "draft": 0.1 * n, "verify": 1 + 0.01 * n} for n in (0, 1, 2)]
+STEPS = [{"num_speculative_tokens": n, "draft": 0.1 * n, "verify": 1 + 0.01 * n} for n in (0, 1, 2)]
 
 
 def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_path, capsys):
@@ -41,11 +41,12 @@ def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_pa
     head = tmp_path / "head"
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=2)).save_pretrained(head)
     measured = [
-        {"temperature": 0.0, "batch_size": 1, "draft_length": n, "acceptance_by_position": [0.5] * n} for n in (1, 2)
+        {"temperature": 0.0, "batch_size": 1, "num_speculative_tokens": n, "acceptance_by_position": [0.5] * n}
+        for n in (1, 2)
     ]
     tree = {"temperature": 0.0, "batch_size": 1, "tree": [[0], [1]], "acceptance_by_position": [0.6]}
     costs = [{"rows": 1, "context": 64, "greedy": True, "seconds": 0.01, "steps": STEPS}]
-    settings = [{"temperature": 0.0, "draft_length": 2}]
+    settings = [{"temperature": 0.0, "num_speculative_tokens": 2}]
     write_tuned(head, settings, measured=[*measured, tree], lookup=[0.2], costs=costs)
     command = ["--target", str(target_folder), "--speculator", str(head), "--suite", str(text_file)]
     sizes = ["--max_prompts", "2", "--max_new_tokens", "8", "--prompt_tokens", "8", "--batch_size", "1"]
@@ -56,8 +57,8 @@ def test_every_choice_has_a_speed_in_every_cell(target_folder, text_file, tmp_pa
     names = {"none", "n-gram 2", "n-gram 4", "n-gram 8", "1 token", "2 tokens", "a tree of 2 tokens, 1 deep", "auto"}
     names.add("2 tokens, n-gram 4")
     for cell in report["cells"]:
-        assert cell["tokens_per_second"].keys() == cell["tokens_per_step"].keys() == names
-        assert cell["tokens_per_step"]["none"] == 1 <= min(cell["tokens_per_step"].values())
+        assert cell["tokens_per_second"].keys() == cell["acceptance_length"].keys() == names
+        assert cell["acceptance_length"]["none"] == 1 <= min(cell["acceptance_length"].values())
         best = max(speed for name, speed in cell["tokens_per_second"].items() if name != "auto")
         assert (cell["auto_over_best_elsewhere"] is None) == (cell["batch_size"] == 2)
         assert cell["auto_over_best"] == pytest.approx(cell["tokens_per_second"]["auto"] / best)

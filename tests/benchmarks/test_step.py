@@ -60,7 +60,7 @@ def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
     command = ["--preset", "tiny", "--context", "16", "--blocks", "1", "--batch_size", "1", "--batch_size", "2"]
     assert main([*command, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "step-tiny.json").read_text())
-    assert [(row["batch_size"], row["draft_length"]) for row in report["rows"]] == [
+    assert [(row["batch_size"], row["num_speculative_tokens"]) for row in report["rows"]] == [
         (rows, length) for rows in (1, 2) for length in (1, 2, 3)
     ]
     for row in report["rows"]:
@@ -77,7 +77,7 @@ def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
 
 def test_a_projection_by_hand():
     """Three tokens a step, drafts of 4 at 0.05, a verify pass of 1.1: 3 / (4 x 0.05 + 1.1)."""
-    row = {"draft_length": 4, "draft_over_decode": 0.05, "verify_over_decode": 1.1}
+    row = {"num_speculative_tokens": 4, "draft_over_decode": 0.05, "verify_over_decode": 1.1}
     assert projected(row, 3.0) == pytest.approx(3 / 1.3)
 
 
@@ -88,8 +88,8 @@ def test_a_projection_by_hand():
         (["--context", "1024"], "--context 1024: tiny has room for 1024"),
         (["--context", "0"], "--context must be at least 1"),
         (["--blocks", "0"], "--blocks must be at least 1"),
-        (["--tokens_per_step", "4.5"], "--tokens_per_step 4.5 is not in 1..4: the head drafts 3"),
-        (["--tokens_per_step", "nan"], "--tokens_per_step nan is not in 1..4"),
+        (["--acceptance_length", "4.5"], "--acceptance_length 4.5 is not in 1..4: the head drafts 3"),
+        (["--acceptance_length", "nan"], "--acceptance_length nan is not in 1..4"),
         (["--output", "a_file"], "can't make the folder a_file"),
     ],
 )

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import study
 from benchmarks.study import ARCHITECTURES, ARMS, PUBLISHED, TABLES, Arm, Study, fresh_head, table
-from speculator.target import Target
+from speculator.target.model import Target
 from train.config import SpeculatorConfig
 from train.initialise import parameters
 
 
 class Faked(Study):
-    """Trains nothing: tokens_per_step is best at a rate of 0.04, and results are counted."""
+    """Trains nothing: acceptance_length is best at a rate of 0.04, and results are counted."""
 
     def __init__(self, folder: Path):
         self.folder, self.made, self.steps = folder, [], 9
@@ -106,11 +106,11 @@ def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monk
 def test_a_remembered_row_has_the_states_and_the_taps_that_the_target_has(target):
     seen, tokens = study.Remembered(target), torch.arange(12).view(2, 6)
     for wanted in ((), (0, 1), (1,)):
-        with target.taps.recorded(wanted) as read:
+        with target.aux_layers.recorded(wanted) as read:
             last = target.hidden(tokens)
             expected = read(last)
         for _ in range(2):
-            with seen.taps.recorded(wanted) as read:
+            with seen.aux_layers.recorded(wanted) as read:
                 assert torch.allclose(seen.hidden(tokens, torch.zeros_like(tokens)), last, atol=1e-5)
             assert torch.allclose(read(last), expected, atol=1e-5)
 

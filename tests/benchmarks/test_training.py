@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.shapes import random_target
 from benchmarks.training import LOSSES, Training, main, memory, step_over_bound, step_over_target
-from speculator.target import Target
+from speculator.target.model import Target
 
 
 @pytest.mark.soak

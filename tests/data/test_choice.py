@@ -60,7 +60,7 @@ def test_the_fastest_drafts_and_the_manifest_says_how_fast_all_were(target, tmp_
     assert manifest["drafter"] == identity(fixed) == usual["drafter"]
     assert manifest.keys() - usual.keys() == {"choice"}
     speeds = manifest["tokens_per_second"]
-    assert (speeds["speculative"] is None, speeds["same_loop"] is None) == (not best, False)
+    assert (speeds["speculative"] is None, speeds["plain"] is None) == (not best, False)
 
 
 def test_refused_drafts_need_drafts(target, tmp_path, monkeypatch):
@@ -264,7 +264,7 @@ def test_a_slow_process_still_finds_what_the_last_pass_left(tmp_path, monkeypatc
 def test_processes_that_hold_a_target_together_take_the_choice_of_their_first(target, tmp_path, monkeypatch):
     clocked(monkeypatch, SPEEDS)
     theirs = {"tokens_per_second": {"no draft": 1.0, "1 token": 2.0, "2 tokens": 1.0, "3 tokens": 3.0}, "seconds": 1.0}
-    shape = {"draft_length": 3}
+    shape = {"num_speculative_tokens": 3}
     monkeypatch.setattr(target, "broadcast_object", lambda said: theirs if said and "seconds" in said else said)
     made(target, tmp_path)
     assert manifest_of(tmp_path)["drafter"].startswith("head, 3 tokens")
@@ -292,7 +292,7 @@ def test_each_pass_of_the_targets_own_chats_chooses_for_itself(tmp_path, monkeyp
     assert answers["drafter"].startswith("head, 2 tokens")
     assert prompts["choice"]["tokens_per_second"]["no draft"] == 70
     clocks = answers["tokens_per_second"]
-    plain = prompts["seconds"] + answers["seconds"] * clocks["speculative"] / clocks["same_loop"]
+    plain = prompts["seconds"] + answers["seconds"] * clocks["speculative"] / clocks["plain"]
     assert manifest["plain_seconds"] == pytest.approx(plain)
     took = [each["seconds"] + each["choice"]["seconds"] for each in (prompts, answers)]
     assert manifest["seconds"] == pytest.approx(sum(took))
@@ -305,7 +305,7 @@ def test_a_draft_length_that_is_given_is_not_questioned(target_folder, text_file
     clocked(monkeypatch, {**SPEEDS, 0: 99})
     flags = ["--target", str(target_folder), "--sources", str(text_file), "--speculator", str(tmp_path / "head")]
     flags += ["--max_rows", "5", "--prompt_tokens", "8", "--max_new_tokens", "4", "--batch_size", "2"]
-    for given, who in (([], None), (["--draft_length", "2"], "head, 2 tokens")):
+    for given, who in (([], None), (["--num_speculative_tokens", "2"], "head, 2 tokens")):
         out = tmp_path / f"out{len(given)}"
         assert main(["generate", *flags, "--output", str(out), *given]) == 0
         named = manifest_of(out)["drafter"]

@@ -26,7 +26,7 @@ def head_folder(tmp_path_factory):
 @pytest.mark.parametrize("drafting", [True, False])
 def test_text_is_cut_into_prompts_and_continued(target_folder, head_folder, text_file, tmp_path, capsys, drafting):
     flags = ["--target", str(target_folder), "--sources", str(text_file), "--output", str(tmp_path / "out")]
-    flags += ["--speculator", str(head_folder), "--draft_length", "2"] if drafting else []
+    flags += ["--speculator", str(head_folder), "--num_speculative_tokens", "2"] if drafting else []
     sizes = ["--max_rows", "5", "--prompt_tokens", "16", "--max_new_tokens", "8", "--batch_size", "2", "--top_k", "50"]
     assert main(["generate", *flags, *sizes]) == 0
     rows = list(load_from_disk(tmp_path / "out" / "rows"))
@@ -91,7 +91,7 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--batch_size", "0"], "--batch_size: at least 1"),
-        (["--draft_length", "2"], "--draft_length: give a --speculator"),
+        (["--num_speculative_tokens", "2"], "--num_speculative_tokens: give a --speculator"),
         (["--temperature", "-1"], "temperature must be"),
         (["--speculator", "nowhere"], "nowhere"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),

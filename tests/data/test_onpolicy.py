@@ -23,8 +23,8 @@ from data import batches, onpolicy
 from data.__main__ import main
 from data.onpolicy import generate_rows
 from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
+from speculator.decoding.sampling import RowSampling
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.sampling import RowSampling
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 1], [9] * 7, [2, 2], [8, 7, 6]]
@@ -74,13 +74,13 @@ def test_the_manifest_says_what_was_made_and_how_fast(target, tmp_path):
     assert manifest["tokens"] == sum(sum(row["loss_mask"]) for row in rows)
     assert manifest["sampling"] == {"temperature": 0.8, "top_k": 9, "top_p": 1.0, "min_p": 0.0}
     assert manifest["seed"] == 2
-    assert manifest["tokens_per_step"] >= 1
-    assert all(manifest["tokens_per_second"][name] > 0 for name in ("speculative", "same_loop"))
+    assert manifest["acceptance_length"] >= 1
+    assert all(manifest["tokens_per_second"][name] > 0 for name in ("speculative", "plain"))
     made(target, tmp_path / "plain", drafter=None)
     plain = json.loads((tmp_path / "plain" / "manifest.json").read_text())
     assert plain["tokens_per_second"]["speculative"] is None
-    assert plain["tokens_per_second"]["same_loop"] > 0
-    assert plain["tokens_per_step"] == 1
+    assert plain["tokens_per_second"]["plain"] > 0
+    assert plain["acceptance_length"] == 1
 
 
 def test_a_finished_folder_is_not_made_again(target, tmp_path, monkeypatch):
@@ -316,7 +316,13 @@ def command(target_folder, text_file, tmp_path, monkeypatch):
 
     def build(output: Path, processes: int = 1) -> list[str]:
         flags = {"target": target_folder, "speculator": head, "sources": text_file, "output": output}
-        flags |= {"prompt_tokens": 8, "max_rows": 60, "max_new_tokens": 100, "batch_size": 2, "draft_length": 3}
+        flags |= {
+            "prompt_tokens": 8,
+            "max_rows": 60,
+            "max_new_tokens": 100,
+            "batch_size": 2,
+            "num_speculative_tokens": 3,
+        }
         launcher = [sys.executable]
         if processes > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d"]

@@ -13,11 +13,11 @@ ROW = {
     "temperature": 0.0,
     "batch_size": 1,
     "drafter": "head",
-    "draft_length": 3,
+    "num_speculative_tokens": 3,
     "acceptance_by_position": [0.5, 0.5, 0.5],
-    "tokens_per_step": 2.0,
-    "tokens_per_step_interval": {"low": 1.9, "high": 2.1},
-    "speedup": {"same_loop": {"value": 1.5, "low": 1.4, "high": 1.6}},
+    "acceptance_length": 2.0,
+    "acceptance_length_interval": {"low": 1.9, "high": 2.1},
+    "speedup": {"plain": {"value": 1.5, "low": 1.4, "high": 1.6}},
 }
 REPORT = {"target": "t", "speculator": "s", "hardware": "cpu", "settings": {"seed": 0}, "suites": [ROW]}
 
@@ -37,11 +37,11 @@ def test_a_difference_of_independent_figures_by_hand():
 
 
 def test_the_verdict_follows_the_interval():
-    same, faster = changed(), changed(speedup={"same_loop": {"value": 1.9, "low": 1.8, "high": 2.0}})
+    same, faster = changed(), changed(speedup={"plain": {"value": 1.9, "low": 1.8, "high": 2.0}})
     assert table(REPORT, same).count("| same |") == 2
     assert "| +0.40 (+0.26 to +0.54) | differs |" in table(REPORT, faster)
     assert "| -0.40 (-0.54 to -0.26) | differs |" in table(faster, REPORT)
-    alone = changed(tokens_per_step_interval={"low": None, "high": None})
+    alone = changed(acceptance_length_interval={"low": None, "high": None})
     assert "| +0.00 (one prompt) |  |" in table(REPORT, alone)
 
 
@@ -52,7 +52,7 @@ def test_what_else_differs_is_said():
     assert "hardware: cpu | gpu" in text
     assert "seed: 0 | 1" in text
     assert "1 rows are in one of the reports alone" in text
-    assert "rule, head: token | block" in table(changed(rule="token"), changed(rule="block"))
+    assert "rule, head: rejection | block" in table(changed(rule="rejection"), changed(rule="block"))
 
 
 def test_the_command(tmp_path, capsys):
@@ -79,18 +79,18 @@ def odd_reports():
         yield {key: value for key, value in REPORT.items() if key != name}
         yield from ({**REPORT, name: odd} for odd in (None, 3, ["x"], [[]], [None], {"a": []}) if name != "settings")
     yield from ({**REPORT, "settings": odd} for odd in (None, 3, "x", [], [["a", 1]]))
-    for name in ("name", "drafter", "temperature", "acceptance_by_position", "tokens_per_step", "speedup"):
+    for name in ("name", "drafter", "temperature", "acceptance_by_position", "acceptance_length", "speedup"):
         yield {**REPORT, "suites": [{key: value for key, value in ROW.items() if key != name}]}
-    for name in ("temperature", "batch_size", "draft_length", "tokens_per_step"):
+    for name in ("temperature", "batch_size", "num_speculative_tokens", "acceptance_length"):
         yield from (changed(**{name: odd}) for odd in NUMBERS)
     for name in ("name", "drafter"):
         yield from (changed(**{name: odd}) for odd in (None, 1, [], {}, ["x"]))
     for odd in (None, 3, [], "x", {}, {"low": 1.0}, *({"low": odd, "high": 1.0} for odd in NUMBERS)):
-        yield changed(tokens_per_step_interval=odd)
-    for odd in (None, 3, "x", [1], {"same_loop": 1.5}, {"same_loop": {}}, {"same_loop": [1]}):
+        yield changed(acceptance_length_interval=odd)
+    for odd in (None, 3, "x", [1], {"plain": 1.5}, {"plain": {}}, {"plain": [1]}):
         yield changed(speedup=odd)
     for name in ("value", "low", "high"):
-        yield from (changed(speedup={"same_loop": {"value": 1, "low": 1, "high": 1, name: odd}}) for odd in NUMBERS)
+        yield from (changed(speedup={"plain": {"value": 1, "low": 1, "high": 1, name: odd}}) for odd in NUMBERS)
 
 
 def test_other_json_is_one_line(tmp_path, capsys):

@@ -15,17 +15,17 @@ from eval.lossless import compare_texts, greedy_checks, sampled_checks
 from eval.timing import as_loaded
 from speculator import (
     Candidates,
+    DraftModelDrafter,
     HeadDrafter,
     MLPSpeculator,
     MLPSpeculatorConfig,
-    ModelDrafter,
     NgramDrafter,
     Target,
     Tree,
     generate,
 )
-from speculator.attention import ATTENTION
-from speculator.kv_cache import KVCache
+from speculator.target.attention import ATTENTION
+from speculator.target.kv_cache import KVCache
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 SAMPLES = 2000
@@ -43,7 +43,7 @@ def drafter_for(target: Target, kind: str):
         "candidates": lambda: HeadDrafter(tiny_head(), Candidates((3, 2))),
         "attention tree": lambda: HeadDrafter(tiny_head(architecture="eagle3"), Tree((3, 2, 1), 6)),
         "ngram": NgramDrafter,
-        "model": lambda: ModelDrafter(Target(tiny_model("gpt2"), tokenizer=None), target),
+        "model": lambda: DraftModelDrafter(Target(tiny_model("gpt2"), tokenizer=None), target),
     }[kind]()
 
 
@@ -108,7 +108,7 @@ def test_bfloat16_passes_and_noise_in_the_verify_pass_fails(monkeypatch):
 
 def test_a_cache_that_keeps_the_wrong_slots_fails(target, monkeypatch):
     """Float32, a drafter that is nearly always right: only what later tokens see is wrong."""
-    drafter = ModelDrafter(Target(tiny_model(), tokenizer=None), target, Tree((3, 2, 1), 6))
+    drafter = DraftModelDrafter(Target(tiny_model(), tokenizer=None), target, Tree((3, 2, 1), 6))
     assert not failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
     monkeypatch.setattr(KVCache, "gather", lambda self, path: None)
     assert "logits against plain decoding" in failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
@@ -172,13 +172,13 @@ def command(folders, *flags, samples=1000):
     ("flags", "rule"),
     [
         (["--speculator", "head"], "block"),
-        (["--speculator", "head", "--rule", "token", "--draft_length", "2"], "token"),
-        (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "walk"),
-        (["--speculator", "head", "--branches", "3,2", "--replacement"], "multi-candidate-replacement"),
-        (["--speculator", "head", "--branches", "3,2,1", "--nodes", "5", "--temperature", "0"], "walk"),
-        (["--speculator", "head", "--branches", "3,2,1", "--paths", "2"], "walk"),
-        (["--draft_model", "target", "--draft_length", "2", "--temperature", "1"], "block"),
-        (["--ngram"], "walk"),
+        (["--speculator", "head", "--rule", "rejection", "--num_speculative_tokens", "2"], "rejection"),
+        (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "match"),
+        (["--speculator", "head", "--branches", "3,2", "--replacement"], "multi_candidate_replacement"),
+        (["--speculator", "head", "--branches", "3,2,1", "--nodes", "5", "--temperature", "0"], "match"),
+        (["--speculator", "head", "--branches", "3,2,1", "--paths", "2"], "match"),
+        (["--draft_model", "target", "--num_speculative_tokens", "2", "--temperature", "1"], "block"),
+        (["--ngram"], "match"),
     ],
 )
 def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags, rule):
@@ -199,12 +199,13 @@ def test_a_tuned_head_is_proved_as_it_decodes_too(folders, tmp_path, capsys):
     shutil.copytree(folders / "head", head)
     lengths = [(temperature, n) for temperature in (0.0, 1.0) for n in (1, 3)]
     measured = [
-        {"temperature": t, "batch_size": 1, "draft_length": n, "acceptance_by_position": [0.6] * n} for t, n in lengths
+        {"temperature": t, "batch_size": 1, "num_speculative_tokens": n, "acceptance_by_position": [0.6] * n}
+        for t, n in lengths
     ]
-    steps = [{"draft_length": n, "draft": 0.01, "verify": 1.0} for n in (0, 1, 3)]
-    steps.append({"draft_length": 3, "beside": 4, "draft": 0.01, "verify": 1.0})
+    steps = [{"num_speculative_tokens": n, "draft": 0.01, "verify": 1.0} for n in (0, 1, 3)]
+    steps.append({"num_speculative_tokens": 3, "beside": 4, "draft": 0.01, "verify": 1.0})
     costs = [{"rows": 1, "context": 64, "greedy": True, "seconds": 0.01, "steps": steps}]
-    settings = [{"temperature": 0.0, "draft_length": 2}, {"temperature": 1.0, "draft_length": 2}]
+    settings = [{"temperature": 0.0, "num_speculative_tokens": 2}, {"temperature": 1.0, "num_speculative_tokens": 2}]
     write_tuned(head, settings, measured=measured, lookup=[0.4], costs=costs)
     assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
     checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
@@ -229,10 +230,10 @@ def test_the_command_tells_a_lossy_rule_by_its_exit_code(folders, capsys):
         (["--speculator", "nowhere"], "nowhere"),
         (["--ngram", "--branches", "3,2"], "--branches"),
         (["--ngram", "--nodes", "3"], "--nodes"),
-        (["--ngram", "--rule", "multi-candidate"], "does not fit"),
+        (["--ngram", "--rule", "multi_candidate"], "does not fit"),
         (["--draft_model", "target", "--branches", "301"], "only 300 tokens"),
         (["--draft_model", "./nowhere"], "nowhere"),
-        (["--speculator", "head", "--draft_length", "4"], "draft length 4"),
+        (["--speculator", "head", "--num_speculative_tokens", "4"], "draft length 4"),
         (["--ngram", "--temperature", "-1"], "temperature"),
         (["--ngram", "--samples", "0"], "--samples"),
         (["--ngram", "--max_new_tokens", "2"], "--max_new_tokens must be at least 3"),

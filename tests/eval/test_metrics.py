@@ -61,9 +61,9 @@ def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path):
         assert {name: part["turns"] for name, part in parts.items()} == {"a": 4, "b": 2}
         assert sum(part["steps"] for part in parts.values()) == row["steps"]
         if row["drafter"] != "none":
-            assert parts["a"]["speedup"]["same_loop"]["low"] is not None
-            assert parts["b"]["speedup"]["same_loop"]["low"] is None, "two turns of one conversation are one sample"
-            assert parts["b"]["tokens_per_step_interval"] == {"low": None, "high": None}
+            assert parts["a"]["speedup"]["plain"]["low"] is not None
+            assert parts["b"]["speedup"]["plain"]["low"] is None, "two turns of one conversation are one sample"
+            assert parts["b"]["acceptance_length_interval"] == {"low": None, "high": None}
     text = (tmp_path / "out" / "report.md").read_text()
     assert "(one prompt)" in text
     assert "4 prompts, 6 turns" in text
@@ -129,7 +129,7 @@ def test_answers_of_one_token_have_no_speed(tmp_path):
     report = report_of(target, Suite("s", [tokens], [talk]), tmp_path)
     for row in report["suites"]:
         assert (row["steps"], row["categories"][0]["steps"]) == (0, 0)
-        assert row["tokens_per_second"]["same_loop"] == 0
+        assert row["tokens_per_second"]["plain"] == 0
 
 
 def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
@@ -153,8 +153,8 @@ def test_batches_give_every_prompt_its_own_text(tmp_path):
         assert row["steps"] == report["suites"][["none", "head", "ngram"].index(row["drafter"])]["steps"]
         if row["drafter"] != "none":
             assert row["rows_busy"] == 1 if row["batch_size"] == 1 else 0 < row["rows_busy"] <= 1
-            cost = row["cost"]["verify_over_decode"] + row["draft_length"] * row["cost"]["draft_over_decode"]
-            assert row["predicted_speedup"] == pytest.approx(row["tokens_per_step"] / cost * row["rows_busy"])
+            cost = row["cost"]["verify_over_decode"] + row["num_speculative_tokens"] * row["cost"]["draft_over_decode"]
+            assert row["predicted_speedup"] == pytest.approx(row["acceptance_length"] / cost * row["rows_busy"])
     assert min(row.get("rows_busy", 1) for row in report["suites"]) < 1
 
 
@@ -167,8 +167,8 @@ def test_acceptance_by_context_by_hand():
     """A prompt of 62 and the prefill's token: the first step begins at 63, the second at 65, the third at 66."""
     steps = [Step(3, 1, 2), Step(3, 0, 1), Step(3, 3, 4)]
     assert by_context([(62, steps)], None) == [
-        {"from": 0, "below": 64, "steps": 1, "tokens_per_step": 2.0, "beyond_trained_length": False},
-        {"from": 64, "below": 128, "steps": 2, "tokens_per_step": 2.5, "beyond_trained_length": False},
+        {"from": 0, "below": 64, "steps": 1, "acceptance_length": 2.0, "beyond_trained_length": False},
+        {"from": 64, "below": 128, "steps": 2, "acceptance_length": 2.5, "beyond_trained_length": False},
     ]
     beyond = by_context([(62, steps)], 66)
     assert [(b["from"], b["below"], b["beyond_trained_length"]) for b in beyond] == [
@@ -190,16 +190,16 @@ def test_steps_beyond_the_trained_length_warn(tmp_path):
 
 
 def test_a_prediction_that_parts_from_the_measurement_warns():
-    row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "head", "draft_length": 3}
+    row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "head", "num_speculative_tokens": 3}
     row |= {"acceptance_by_context": [], "left_out": {}, "predicted_speedup": 1.2}
-    row |= {"speedup": {"same_loop": {"value": 1.0}}, "predicted_over_measured": 1.2}
+    row |= {"speedup": {"plain": {"value": 1.0}}, "predicted_over_measured": 1.2}
     assert "predicted speedup 1.20, measured 1.00: they part by more than 15%" in warnings([row])[0]
     assert warnings([{**row, "predicted_over_measured": 1.14}]) == []
     assert len(warnings([{**row, "predicted_over_measured": 0.84}])) == 1
 
 
 def test_steps_that_do_not_make_the_text_are_seen():
-    figures = {"acceptance_by_context": [], "steps": 0, "tokens_per_step": 1.0}
+    figures = {"acceptance_by_context": [], "steps": 0, "acceptance_length": 1.0}
     for steps in ([Step(3, 1, 2)], [Step(3, 2, 1), Step(3, 1, 2)]):
         batch = Decoded([[0] * 4], 1, 0.0, 1.0, [1], [steps])
         with pytest.raises(AssertionError, match="step"):
@@ -220,11 +220,11 @@ def test_several_draft_lengths_and_every_baseline(tmp_path):
         baselines=["hf_assisted", "hf_prompt_lookup"],
         repeats=2,
     )
-    rows = [(row["drafter"], row["draft_length"]) for row in report["suites"]]
+    rows = [(row["drafter"], row["num_speculative_tokens"]) for row in report["suites"]]
     assert rows == [("none", 0), ("head", 3), ("head", 1), ("ngram", 3), ("model", 3)]
-    assert report["suites"][4]["tokens_per_step"] == 4.0, "the target drafts for itself"
+    assert report["suites"][4]["acceptance_length"] == 4.0, "the target drafts for itself"
     for row in report["suites"]:
-        names = {"same_loop", "hf_generate", "hf_assisted", "hf_prompt_lookup"}
+        names = {"plain", "hf_generate", "hf_assisted", "hf_prompt_lookup"}
         assert row["tokens_per_second"].keys() == {"speculative", *names}
         if row["drafter"] != "none":
             assert row["speedup"].keys() == names
@@ -260,13 +260,13 @@ def test_figures_by_hand():
     """Four steps count (the last was cut): 3, 1, 0 and 2 accepted, the fourth of two drafted."""
     figures = acceptance(STEPS, 3)
     assert figures["steps"] == 4
-    assert figures["tokens_per_step"] == 1 + 6 / 4
+    assert figures["acceptance_length"] == 1 + 6 / 4
     assert figures["acceptance_by_position"] == [3 / 4, 2 / 3, 1 / 2]
     assert figures["acceptance_when_drafted"] == [3 / 4, 2 / 3, 1 / 1]
 
 
 def test_no_draft_is_one_token_a_step():
-    assert acceptance([Step(0, 0, 1)] * 3, 0)["tokens_per_step"] == 1.0
+    assert acceptance([Step(0, 0, 1)] * 3, 0)["acceptance_length"] == 1.0
 
 
 def test_inconsistent_steps_are_seen():
@@ -284,12 +284,12 @@ def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target)
         drafter = HeadDrafter(head)
         made = generate(target, drafter, prompts, Sampling(), max_new_tokens=count, eos_token_ids=eos)
         steps = [step for row in made.steps for step in row]
-        return len(steps), acceptance(steps, drafter.draft_length)["tokens_per_step"]
+        return len(steps), acceptance(steps, drafter.num_speculative_tokens)["acceptance_length"]
 
     assert expected({end})[0] < expected(())[0]
     for ends, eos in ((True, {end}), (False, ())):
         figures = real_acceptance(target, head, Suite("s", prompts, ends=ends), 0, count)
-        assert figures["tokens_per_step"] == expected(eos)[1]
+        assert figures["acceptance_length"] == expected(eos)[1]
 
 
 def test_validation_decodes_as_many_rows_at_a_time_as_it_has_room_for(target, monkeypatch):
@@ -325,7 +325,7 @@ def test_pairs_stay_together():
 
 
 def test_a_drafter_by_another_name_is_shown_by_it():
-    row = {"drafter": "retrieval", "draft_length": 4, "nodes": 4, "rule": "walk", "lossy": False}
+    row = {"drafter": "retrieval", "num_speculative_tokens": 4, "nodes": 4, "rule": "match", "lossy": False}
     assert label(row, {4}) == "retrieval"
     assert _colour(row, {4})
 

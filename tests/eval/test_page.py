@@ -10,7 +10,7 @@ from eval.page import page, piece, texts
 from eval.run import evaluate
 from eval.suites import Suite
 from speculator import HeadDrafter, NgramDrafter, Sampling, Target, generate
-from speculator.drafters.topology import Tree
+from speculator.drafters.shapes import Tree
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 5], [9, 10, 11, 12], [1, 1, 1, 1]])
 VOID = {"meta", "img", "input"}
@@ -48,7 +48,7 @@ class Page(HTMLParser):
 def made(drafter, target, temperature=0.0, rule=None):
     decoder = Decoder(drafter.name, print, drafter, rule=rule)
     row = {"name": "test text", "temperature": temperature, "drafter": drafter.name, "nodes": drafter.nodes}
-    row |= {"draft_length": drafter.draft_length, "lossy": False}
+    row |= {"num_speculative_tokens": drafter.num_speculative_tokens, "lossy": False}
     return texts(target, [decoder], [row], SUITE, Sampling(temperature, seed=3), 24)
 
 
@@ -116,9 +116,9 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     assert all(link.startswith("data:image/png;base64,") for link in asked)
     assert "http" not in text.replace("http-equiv", "")
     sorted_by = [float(attrs["data-v"]) for tag, attrs in found.tags if tag == "td" and "data-v" in attrs]
-    assert report["suites"][1]["tokens_per_step"] in sorted_by
+    assert report["suites"][1]["acceptance_length"] in sorted_by
     classes = {attrs.get("class", "").split(" ")[0] for tag, attrs in found.tags if tag in ("span", "s")}
-    assert classes == {"own", "head", "ngram", "model", "early_exit", "ngram_corpus", "mixed"} | {""}
+    assert classes == {"own", "head", "ngram", "model", "early_exit", "ngram_corpus", "hybrid"} | {""}
     assert "speculator" in found.texts["td"]
 
 

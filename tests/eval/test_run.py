@@ -41,7 +41,11 @@ def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
 
     def drafted(**more) -> dict[float, tuple[int, int]]:
         rows = report_of(tmp_path, tuned_in=tmp_path, **more)["suites"]
-        return {row["temperature"]: (row["nodes"], row["draft_length"]) for row in rows if row["drafter"] == "head"}
+        return {
+            row["temperature"]: (row["nodes"], row["num_speculative_tokens"])
+            for row in rows
+            if row["drafter"] == "head"
+        }
 
     depth = tiny_head().n_predict
     assert drafted(batch_sizes=[2]) == {0.0: (depth, depth), 1.0: (depth, depth)}, "measured at another batch size"
@@ -76,7 +80,7 @@ def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder
 
     assert drafted() == 5
     (head / "decoding.json").write_text("not read")
-    assert drafted("--draft_length", "1") == 1
+    assert drafted("--num_speculative_tokens", "1") == 1
 
 
 def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_file, tmp_path, capsys):
@@ -91,16 +95,16 @@ def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_f
         rows = json.loads((out / "report.json").read_text())["suites"]
         return {row["drafter"]: (row["rule"], row["lossy"]) for row in rows}
 
-    own = {"none": ("plain", False), "head": ("multi-candidate", False), "ngram": ("walk", False)}
+    own = {"none": ("plain", False), "head": ("multi_candidate", False), "ngram": ("match", False)}
     assert rules() == own
-    assert rules("--draft_length", "2") == own | {"head": ("block", False)}
-    assert rules("--rule", "token") == own | {"head": ("token", False), "ngram": ("token", False)}
+    assert rules("--num_speculative_tokens", "2") == own | {"head": ("block", False)}
+    assert rules("--rule", "rejection") == own | {"head": ("rejection", False), "ngram": ("rejection", False)}
     assert "- speculator: rule token; " in (out / "report.md").read_text(), "what was tuned is no chain"
     assert rules("--rule", "typical-lossy")["head"] == ("typical-lossy", True)
     assert "| speculator, typical-lossy |" in (out / "report.md").read_text()
     capsys.readouterr()
-    assert exit_code(main, [*command, "--output", str(out), "--rule", "walk"]) == 2
-    assert "invalid choice: 'walk'" in capsys.readouterr().err
+    assert exit_code(main, [*command, "--output", str(out), "--rule", "match"]) == 2
+    assert "invalid choice: 'match'" in capsys.readouterr().err
 
 
 class Clock:
@@ -130,8 +134,8 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
 
     monkeypatch.setattr(HeadDrafter, "propose", slowly)
     slowed = head_row(report_of(tmp_path))
-    assert slowed["tokens_per_step"] == honest["tokens_per_step"]
-    assert slowed["speedup"]["same_loop"]["high"] < honest["speedup"]["same_loop"]["low"]
+    assert slowed["acceptance_length"] == honest["acceptance_length"]
+    assert slowed["speedup"]["plain"]["high"] < honest["speedup"]["plain"]["low"]
     assert slowed["cost"]["draft_over_decode"] > 2 * honest["cost"]["draft_over_decode"]
     assert slowed["predicted_speedup"] < 0.8 * honest["predicted_speedup"]
 

@@ -29,8 +29,8 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
     tracking.send(report, tmp_path)
     assert wandb.run is None
     row = next(row for row in report["suites"] if row["drafter"] == "head")
-    assert logged["eval/text T=0/head 3/tokens_per_step"] == row["tokens_per_step"]
-    assert logged["eval/text T=0/head 3/speedup over same_loop"] == row["speedup"]["same_loop"]["value"]
+    assert logged["eval/text T=0/head 3/acceptance_length"] == row["acceptance_length"]
+    assert logged["eval/text T=0/head 3/speedup over plain"] == row["speedup"]["plain"]["value"]
     plots = {name for name, value in logged.items() if isinstance(value, wandb.Image)}
     assert plots == {"eval/acceptance", "eval/speed", "eval/lengths"}
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -45,7 +45,7 @@ def test_a_run_that_is_on_gets_the_report(tmp_path, monkeypatch):
         monkeypatch.setattr(wandb, "log", logged.update)
         report_of(tmp_path)
         assert wandb.run is run
-    assert "eval/text T=0/head 3/tokens_per_step" in logged
+    assert "eval/text T=0/head 3/acceptance_length" in logged
 
 
 def test_wandb_that_is_not_installed_is_said_at_once(monkeypatch):

@@ -11,9 +11,9 @@ from eval.__main__ import main
 from eval.suites import Suite
 from eval.tune import best_tree, chains, expected_tokens, lookup_acceptance, rank_acceptance, write_tuned
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, load_head, tuned_drafter
-from speculator.drafters.auto import AutoDrafter
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.tuned import measured_on
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.tuned import measured_on
 
 
 def every_tree(acceptance, nodes):
@@ -96,20 +96,20 @@ def test_tune_writes_what_generate_then_drafts(target_folder, text_file, tmp_pat
     for setting in tuned["settings"]:
         shape = tuned_drafter(folder, target, setting["temperature"], auto=False).shape
         drafted = [list(path) for path in shape.paths] if "tree" in setting else shape.depth
-        assert drafted == setting.get("tree", setting.get("draft_length"))
+        assert drafted == setting.get("tree", setting.get("num_speculative_tokens"))
     for setting in tuned["settings"]:
         rows = [row for row in tuned["measured"] if row["temperature"] == setting["temperature"]]
-        assert [row["draft_length"] for row in rows if row["tree"] is None] == [1, 2, 3]
+        assert [row["num_speculative_tokens"] for row in rows if row["tree"] is None] == [1, 2, 3]
         assert any(row["nodes"] == 3 and row["tree"] for row in rows), "a tree as wide as the longest chain"
         (chosen,) = (row for row in rows if row["chosen"])
         assert chosen["predicted_speedup"] == max(row["predicted_speedup"] for row in rows)
         assert setting.get("tree") == chosen["tree"]
     assert "chosen" in capsys.readouterr().out
-    assert all(len(row["acceptance_by_position"]) == row["draft_length"] for row in tuned["measured"])
+    assert all(len(row["acceptance_by_position"]) == row["num_speculative_tokens"] for row in tuned["measured"])
     assert len(tuned["lookup"]) == 16
     assert {(entry["rows"], entry["greedy"]) for entry in tuned["costs"]} >= {(1, True), (1, False)}
     drafter = tuned_drafter(folder, target, 1.0)
-    assert isinstance(drafter, AutoDrafter)
+    assert isinstance(drafter, AdaptiveDrafter)
     assert {choice.shape.nodes for choice in drafter.choices} >= {1, 2, 3}
 
 
@@ -130,13 +130,13 @@ def test_a_chain_deeper_than_training_is_tuned_and_then_drafted(target, tmp_path
     tiny_head(architecture="eagle3").save_pretrained(tmp_path)
     suite, head = Suite("two", [[1, 2, 3, 4], [5, 6, 7, 8]]), load_head(tmp_path, target)
     rows = write_tuned(target, head, suite, tmp_path / "decoding.json", temperatures=[0.0], max_new_tokens=16)
-    lengths = [row["draft_length"] for row in rows if row["tree"] is None]
+    lengths = [row["num_speculative_tokens"] for row in rows if row["tree"] is None]
     assert lengths == [1, 2, 3, 4]
     assert len(rows[3]["acceptance_by_position"]) == 4
     drafter = tuned_drafter(tmp_path, target)
     assert max(choice.shape.depth for choice in drafter.choices) == 4
     tuned = json.loads((tmp_path / "decoding.json").read_text())
-    tuned["settings"] = [{"temperature": 0.0, "batch_size": 1, "draft_length": 4}]
+    tuned["settings"] = [{"temperature": 0.0, "batch_size": 1, "num_speculative_tokens": 4}]
     (tmp_path / "decoding.json").write_text(json.dumps(tuned))
     fixed = tuned_drafter(tmp_path, target, auto=False)
     assert fixed.shape.depth == 4

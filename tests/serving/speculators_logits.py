@@ -23,7 +23,7 @@ def main(head: str, inputs: str, output: str) -> None:
     logits = []
     model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out))
     with torch.no_grad():
-        model(given["taps"], given["tokens"], given["documents"], ttt_steps=int(given["steps"]))
+        model(given["aux_layers"], given["tokens"], given["documents"], ttt_steps=int(given["steps"]))
     model.save_pretrained(Path(output) / "saved")
     save_file({"logits": torch.stack(logits)}, Path(output) / "logits.safetensors")
 

@@ -23,7 +23,12 @@ KINDS = {
     "3.1": {},
     "3": {"fc_norm": False, "norm_output": False, "draft_vocab_size": None},
     "speculators": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True, "sliding_window": 64},
-    "llama3": {"rope_parameters": LLAMA3, "attention_bias": True, "taps": [1, 2, 3, 6], "norm_before_residual": True},
+    "llama3": {
+        "rope_parameters": LLAMA3,
+        "attention_bias": True,
+        "aux_layers": [1, 2, 3, 6],
+        "norm_before_residual": True,
+    },
     "qwen3": {"qk_norm": True, "fc_norm": False, "own_embedding": True},
     "window": {"sliding_window": 5},
 }
@@ -42,7 +47,7 @@ def base(tmp_path_factory) -> Path:
 def test_logits_are_the_librarys(tmp_path, base, kind, run_in, say):
     torch.manual_seed(1)
     shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 96, "n_predict": STEPS, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 24, "taps": [2, 4, 5], "draft_vocab_size": 100}
+    shape |= {"num_key_value_heads": 2, "head_dim": 24, "aux_layers": [2, 4, 5], "draft_vocab_size": 100}
     config = Eagle3SpeculatorConfig(**shape | {"base_model_name_or_path": str(base)} | KINDS[kind])
     head = Eagle3Speculator(config)
     for name, weight in head.named_parameters():
@@ -54,7 +59,7 @@ def test_logits_are_the_librarys(tmp_path, base, kind, run_in, say):
     length = 40
     taps, tokens = torch.randn(1, length, head.fc.in_features), torch.randint(V, (1, length))
     documents = torch.tensor([[0] * 13 + [1] * (length - 13)])
-    given = {"taps": taps, "tokens": tokens, "documents": documents, "steps": torch.tensor(STEPS)}
+    given = {"aux_layers": taps, "tokens": tokens, "documents": documents, "steps": torch.tensor(STEPS)}
     save_file(given, tmp_path / "inputs")
     run_in("speculators", "speculators_logits.py", tmp_path / "head", tmp_path / "inputs", tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]

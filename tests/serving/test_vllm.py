@@ -37,7 +37,7 @@ def texts(model) -> list[tuple[list[int], list[int]]]:
 def taps_of(model, head: Eagle3Speculator, tokens: list[int]) -> torch.Tensor:  # [1, S, nD]
     with torch.no_grad():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([states[k] for k in head.config.taps], -1)
+    return torch.cat([states[k] for k in head.config.aux_layers], -1)
 
 
 def half_known(model, texts, changes: dict) -> Eagle3Speculator:

@@ -44,12 +44,19 @@ HEADS: dict[str, dict[str, Any]] = {
     "mlp": {},
     "eagle3": {
         "speculator.architecture": "eagle3",
-        "speculator.taps": "[0, 1]",
+        "speculator.target.aux_layers": "[0, 1]",
         "speculator.draft_vocab_size": 100,
         "stage1.learning_rate": 2e-3,
     },
 }
-_COUNTED = ("steps", "tokens_per_step", "acceptance_by_position", "accepted_lengths", "identical_to_greedy", "prompts")
+_COUNTED = (
+    "steps",
+    "acceptance_length",
+    "acceptance_by_position",
+    "accepted_lengths",
+    "identical_to_greedy",
+    "prompts",
+)
 
 
 def train_argv(world: dict[str, Path], output: Path, **settings: Any) -> list[str]:

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from speculator import Candidates, Chain, Engine, Paths, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
+from speculator.decoding.request import StopStrings
+from speculator.decoding.streaming import Detokenizer, TextStream, decode
 from speculator.errors import printable
-from speculator.request import StopStrings
 from speculator.server.answer import Answer
-from speculator.streaming import Detokenizer, TextStream, decode
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -65,7 +65,7 @@ def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_pa
         expected = greedy(target_folder, tokenizer(row["prompt"])["input_ids"], 20)
         assert row["tokens"] == expected
         assert row["text"] == tokenizer.decode(expected, skip_special_tokens=True)
-        assert row["tokens_per_step"] is None or row["tokens_per_step"] >= 1
+        assert row["acceptance_length"] is None or row["acceptance_length"] >= 1
 
 
 def test_every_sample_is_a_row_of_its_own(target_folder, text_file, tmp_path):
@@ -163,15 +163,15 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--ngram", "--show-drafts", "--output", "out.jsonl"], "--show-drafts"),
         (["--prompts", "in.jsonl", "--ngram", "--show-drafts", "--batch_size", "2"], "--show-drafts"),
         ([*TEXT, "--rule", "block"], "--rule: give a drafter"),
-        ([*TEXT, "--draft_length", "3"], "--draft_length: give a drafter"),
+        ([*TEXT, "--num_speculative_tokens", "3"], "--num_speculative_tokens: give a drafter"),
         (
-            [*TEXT, *HEAD, "--ngram", "--rule", "walk"],
-            "--rule walk does not fit what is drafted; these do: block, token",
+            [*TEXT, *HEAD, "--ngram", "--rule", "match"],
+            "--rule match does not fit what is drafted; these do: block, token",
         ),
         ([*TEXT, *HEAD, "--draft_model", "other"], "not allowed with argument --speculator"),
         ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
         ([*TEXT, "--ngram", "--min_confidence", "0.5"], "--min_confidence"),
-        ([*TEXT, "--ngram", "--draft_length", "0"], "draft length 0"),
+        ([*TEXT, "--ngram", "--num_speculative_tokens", "0"], "draft length 0"),
         ([*TEXT, "--ngram_corpus", "in.jsonl"], "--ngram_corpus: give --ngram"),
         ([*TEXT, "--ngram", "--ngram_corpus", "nowhere.txt"], "nowhere.txt: No such file"),
         ([*TEXT, "--ngram", "--ngram_corpus", "."], ".: a folder, not a file"),
@@ -185,15 +185,18 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, *HEAD, "--replacement"], "--replacement: give --branches"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--nodes, --paths: only one"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--replacement"], "--nodes, --replacement: only one"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--draft_length", "2"], "--branches draft no chain: --draft_length"),
+        (
+            [*TEXT, *HEAD, "--branches", "3,2", "--num_speculative_tokens", "2"],
+            "--branches draft no chain: --num_speculative_tokens",
+        ),
         ([*TEXT, *HEAD, "--branches", "3,x"], "'3,x' is not numbers"),
         ([*TEXT, *HEAD, "--branches", "3,0"], "at least one child"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "99"], "99 nodes"),
         ([*TEXT, *HEAD, "--min_confidence", "1.5"], "--min_confidence 1.5"),
         ([*TEXT, *HEAD, "--rule", "nonsense"], "invalid choice: 'nonsense'"),
-        ([*TEXT, *HEAD, "--rule", "walk"], "--rule walk does not fit what is drafted; these do: block, token"),
-        ([*TEXT, "--ngram", "--rule", "multi-candidate"], "--rule multi-candidate does not fit"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi-candidate-replacement"], "does not fit"),
+        ([*TEXT, *HEAD, "--rule", "match"], "--rule match does not fit what is drafted; these do: block, token"),
+        ([*TEXT, "--ngram", "--rule", "multi_candidate"], "--rule multi_candidate does not fit"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi_candidate_replacement"], "does not fit"),
     ],
 )
 def test_bad_combinations_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys, flags, message):
@@ -225,9 +228,9 @@ def test_a_row_that_is_none_is_named_by_its_line(tmp_path, capsys, row):
     ("flags", "kind", "expected"),
     [
         ([], Chain, {"depth": 3, "sampled": True, "min_confidence": 0.0}),
-        (["--draft_length", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
+        (["--num_speculative_tokens", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
         (["--min_confidence", "0.4", "--rule", "block"], Chain, {"depth": 3, "min_confidence": 0.4}),
-        (["--branches", "3,2", "--nodes", "5", "--rule", "walk"], Tree, {"branches": (3, 2), "nodes": 5}),
+        (["--branches", "3,2", "--nodes", "5", "--rule", "match"], Tree, {"branches": (3, 2), "nodes": 5}),
         (["--branches", "3,2", "--paths", "2"], Paths, {"branches": (3, 2), "paths": 2}),
         (["--branches", "3,2"], Candidates, {"branches": (3, 2), "replacement": False}),
         (["--branches", "2,2", "--replacement"], Candidates, {"replacement": True}),

@@ -13,7 +13,7 @@ from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, NgramDrafter, Tree, UserError
 from speculator.custom_generate import speculative
-from speculator.linear import FAST_DTYPES, _Copy
+from speculator.target.linear import FAST_DTYPES, _Copy
 
 PAD = 0
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [1, 4, 1, 4, 2]]
@@ -139,7 +139,7 @@ def test_the_model_is_left_as_it_was(model):
         model.generate(ids, max_new_tokens=4, custom_generate=drafted)
         assert state_of(model) == before
     with pytest.raises(UserError, match="does not fit"):
-        model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head(), rule="walk"))
+        model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head(), rule="match"))
     assert state_of(model) == before
     with pytest.raises(UserError, match="nowhere"):
         model.generate(ids, max_new_tokens=4, custom_generate=speculative("nowhere"))
@@ -174,15 +174,15 @@ def test_a_head_of_other_sizes_is_refused(size):
 
 def test_the_copies_for_fast_products_are_made_once(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
-    monkeypatch.setattr("speculator.linear._known", {})
-    monkeypatch.setattr("speculator.linear._timed", lambda weights, limit: [True] * 6)
+    monkeypatch.setattr("speculator.target.linear._known", {})
+    monkeypatch.setattr("speculator.target.linear._timed", lambda weights, limit: [True] * 6)
     config = LlamaConfig(
         vocab_size=32, hidden_size=512, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     made = []
-    monkeypatch.setattr("speculator.linear._Copy.__init__", noting(made))
+    monkeypatch.setattr("speculator.target.linear._Copy.__init__", noting(made))
     head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=32, emb_dim=512, inner_dim=16, n_predict=2))
     drafted = speculative(head)
     ids = torch.tensor([PROMPTS[0]])

@@ -17,7 +17,7 @@ from speculator import MLPSpeculator, MLPSpeculatorConfig, Target, UserError, lo
 from speculator.__main__ import main
 from speculator.checkpoints.layout import base_config
 from speculator.sealed import MANIFEST, seal
-from speculator.target import same_target
+from speculator.target.model import same_target
 from train.config import RunConfig
 from train.dry_run import _known_config
 
@@ -267,7 +267,7 @@ def test_a_head_that_a_run_published_is_known_by_its_checksums(head_folder, caps
         ["--branches", "9,9", "--nodes", "1000000000"],
         ["--branches", "9,9", "--paths", "1000000000"],
         ["--branches", ",".join(["2"] * 5000)],
-        ["--draft_length", "1000000000"],
+        ["--num_speculative_tokens", "1000000000"],
     ],
 )
 @pytest.mark.parametrize("who", [["--draft_model", "nowhere"], ["--speculator", "nowhere"], ["--ngram"]])

@@ -21,9 +21,9 @@ from train.initialise import new_head, parameters
         (["--stage1.learning_rate", "0"], "stage1.learning_rate must be above 0"),
         (["--stage1.adam_beta2", "2"], "stage1.adam_beta2"),
         (["--stage2.warmup_steps", "-5"], "stage2.warmup_steps must not be negative"),
-        (["--stage2.refused_weight", "0"], "stage2.refused_weight 0 is not above 0"),
-        (["--stage2.generate.draft_length", "-1"], "stage2.generate.draft_length"),
-        (["--stage2.generate.draft_length", "99"], "stage2.generate.draft_length must be in 0.."),
+        (["--stage2.rejected_token_weight", "0"], "stage2.rejected_token_weight 0 is not above 0"),
+        (["--stage2.generate.num_speculative_tokens", "-1"], "stage2.generate.num_speculative_tokens"),
+        (["--stage2.generate.num_speculative_tokens", "99"], "stage2.generate.num_speculative_tokens must be in 0.."),
         (["--stage1.weight_decay", "-1"], "stage1.weight_decay must not be negative"),
         (["--stage1.max_grad_norm", "-1"], "stage1.max_grad_norm must not be negative"),
         (["--seed", "-1"], "seed must be in"),
@@ -34,7 +34,10 @@ from train.initialise import new_head, parameters
             ["--speculator.architecture", "eagle3", "--speculator.norm_before_fc", "true"],
             "speculator.norm_before_fc is instead of speculator.fc_norm: set one of them to false",
         ),
-        (["--speculator.taps", "[1, 2]"], "speculator.taps: a head of architecture mlp has no such setting"),
+        (
+            ["--speculator.target.aux_layers", "[1, 2]"],
+            "speculator.target.aux_layers: a head of architecture mlp has no such setting",
+        ),
         (
             ["--speculator.architecture", "eagle3", "--speculator.tie_weights", "false"],
             "speculator.tie_weights: a head of architecture eagle3 has no such setting",
@@ -52,7 +55,7 @@ def test_numbers_that_cannot_be_are_named(flags, message):
 
 
 def test_an_attention_head_may_draft_deeper_than_it_is_trained():
-    checks.settings(parse(["--speculator.architecture", "eagle3", "--stage2.generate.draft_length", "9"]))
+    checks.settings(parse(["--speculator.architecture", "eagle3", "--stage2.generate.num_speculative_tokens", "9"]))
 
 
 OTHERWISE = ["--speculator.initialise", "random", "--data.seq_length", "100000000"]
@@ -80,7 +83,7 @@ def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target,
 def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_predict, drafted):
     flags = ["--speculator.architecture", architecture, "--speculator.n_predict", str(n_predict)]
     flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
-    flags += ["--speculator.initialise", "random", "--speculator.taps", "[0, 1]"]
+    flags += ["--speculator.initialise", "random", "--speculator.target.aux_layers", "[0, 1]"]
     for tied in ("true", "false") if architecture == "mlp" else ("true",):
         config = parse([*flags, "--speculator.tie_weights", tied])
         rows = Dataset.from_dict({"input_ids": [[0, 1]]})

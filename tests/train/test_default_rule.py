@@ -9,7 +9,7 @@ from eval.run import evaluate
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import HeadDrafter, Sampling, generate, speculative
-from speculator import verify as rules
+from speculator.decoding import verify as rules
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8]]
 SUITE = Suite("test text", PROMPTS)

@@ -65,7 +65,7 @@ def test_a_recipe_runs(recipe, capsys):
 
 
 def test_of_own_chats_a_row_of_stage_2_has_prompts_too():
-    flags = ["--data.sources", "[self]", "--data.self.turns", "2", "--data.self.max_prompt_tokens", "30"]
+    flags = ["--data.sources", "[self]", "--data.self_source.turns", "2", "--data.self_source.max_prompt_tokens", "30"]
     config = parse(["--config", "configs/quickstart.yaml", *flags, "--stage2.generate.max_new_tokens", "50"])
     assert "at most 160 new tokens" in "\n".join(_real_run(config, None, 1))
 

@@ -6,7 +6,7 @@ from conftest import VOCAB, tiny_model
 
 from speculator import HeadDrafter, Target, generate
 from speculator.checkpoints.loading import bind
-from speculator.drafters.topology import Shape, Tree
+from speculator.drafters.shapes import Shape, Tree
 from speculator.heads import ARCHITECTURES
 from train.config import LossConfig
 from train.losses import Measure, align
@@ -17,7 +17,7 @@ PROMPT = [3, 1, 4, 1, 5]
 def overfit(
     architecture: str, shift: int, shape: Shape | None = None, pruned: bool = False, shift_map: int = 0
 ) -> float:
-    """tokens_per_step on the prompt of the one sequence trained on.
+    """acceptance_length on the prompt of the one sequence trained on.
 
     `shift` misaligns the labels; `pruned` drafts from the tokens of the sequence only, and `shift_map` then makes them
     others after the training.
@@ -29,14 +29,14 @@ def overfit(
     config_class, head_class = ARCHITECTURES[architecture]
     used = row.unique()  # ascending
     drafted = len(used) if pruned else None
-    own = {"taps": [0, 1]} if architecture == "eagle3" else {}
+    own = {"aux_layers": [0, 1]} if architecture == "eagle3" else {}
     config = config_class.for_target(target.config, inner_dim=64, n_predict=3, draft_vocab_size=drafted, **own)
     head = bind(head_class(config), target)
     if pruned:
         assert drafted < VOCAB
         head.draft_tokens.copy_(used)
     labels = align(row, torch.zeros_like(row), torch.ones_like(row), config.n_predict).roll(shift, dims=-1)
-    with target.taps.recorded(head.taps) as states:
+    with target.aux_layers.recorded(head.aux_layers) as states:
         hidden = target.hidden(row)
     weights = LossConfig(cross_entropy=1.0, kl=0.0)
     measure = Measure(labels, hidden, target.logits, weights, vocab_size=VOCAB)
@@ -50,7 +50,7 @@ def overfit(
         head.draft_tokens.add_(shift_map).remainder_(VOCAB)
     made = generate(target, HeadDrafter(head, shape), [PROMPT], max_new_tokens=60)
     assert made.tokens[0] == text[len(PROMPT) :]
-    return made.tokens_per_step
+    return made.acceptance_length
 
 
 SHAPES = [

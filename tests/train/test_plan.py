@@ -11,8 +11,8 @@ from transformers import AutoConfig, LlamaConfig
 
 from benchmarks.plan import HEAD, foreseen, measured, run_of, sizes
 from speculator import UserError
-from speculator.kv_cache import forms
-from speculator.target import Target
+from speculator.target.kv_cache import forms
+from speculator.target.model import Target
 from train import plan as planning
 from train import run, shapes
 from train.command_line import parse
@@ -239,7 +239,7 @@ def test_disk_and_tokens_are_those_of_the_settings(target_folder):
 
 
 def test_of_a_target_that_writes_its_own_prompts_all_that_it_writes_counts(target_folder):
-    sizes = "--data.self.max_rows 10 --data.self.max_prompt_tokens 3 --data.self.max_new_tokens 5 --data.self.turns 2"
+    sizes = "--data.self_source.max_rows 10 --data.self_source.max_prompt_tokens 3 --data.self_source.max_new_tokens 5 --data.self_source.turns 2"
     own = "--stage2.generate.max_rows 20 --stage2.generate.max_new_tokens 7"
     config = parse(["--config", "configs/quickstart.yaml", "--data.sources", "[self]", *sizes.split(), *own.split()])
     made = Plan(config, AutoConfig.from_pretrained(target_folder), CPU)
@@ -250,15 +250,17 @@ def test_of_a_target_that_writes_its_own_prompts_all_that_it_writes_counts(targe
     assert made.tokens()["stage2"] == 800 * row
     assert made.disk()["generated rows, at most"] == 5 * 20 * row
     short = Plan(
-        replace(config, data=replace(config.data, self=replace(config.data.self, turns=1))), made.shapes.config, CPU
+        replace(config, data=replace(config.data, self=replace(config.data.self_source, turns=1))),
+        made.shapes.config,
+        CPU,
     )
     assert made.traffic()["generating"] > 1.9 * short.traffic()["generating"]
 
 
 def test_what_the_target_writes_is_no_longer_than_its_context(target_folder):
-    config = parse(["--data.sources", "[self]", "--data.self.turns", "50", "--stage2.max_steps", "1"])
+    config = parse(["--data.sources", "[self]", "--data.self_source.turns", "50", "--stage2.max_steps", "1"])
     target = AutoConfig.from_pretrained(target_folder)
     context = target.max_position_embeddings
     made = Plan(config, target, CPU)
     assert {own.length for own in made.writings.values()} == {context} == {made.lengths["stage2"]}
-    assert made.tokens()["self"] <= config.data.self.max_rows * context
+    assert made.tokens()["self"] <= config.data.self_source.max_rows * context

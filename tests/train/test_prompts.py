@@ -8,7 +8,7 @@ from chat_templates import CHATML
 
 from eval.suites import load_suite
 from speculator.errors import UserError
-from speculator.target import Target
+from speculator.target.model import Target
 from train.command_line import parse
 from train.run import _run, own_prompts_of, prompts_of
 

@@ -57,10 +57,10 @@ class Begun(BaseException):
 @pytest.mark.parametrize(("stage", "weight"), [("stage1", None), ("stage2", 3.0)])
 def test_only_stage_2_weighs(target, tmp_path, monkeypatch, stage, weight):
     def begin(*, data_collator, **_):
-        raise Begun(data_collator.refused_weight)
+        raise Begun(data_collator.rejected_token_weight)
 
     monkeypatch.setattr(stages, "SpeculatorTrainer", begin)
-    config = RunConfig(output_dir=str(tmp_path), report_to="none", stage2=Stage2Config(refused_weight=3.0))
+    config = RunConfig(output_dir=str(tmp_path), report_to="none", stage2=Stage2Config(rejected_token_weight=3.0))
     rows = Dataset.from_list(ROWS)
     with pytest.raises(Begun) as stopped:
         stages.train_stage(stage, config, target, tiny_head, rows, rows, Suite("text", [[1, 2]]))

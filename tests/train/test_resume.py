@@ -45,7 +45,7 @@ SETTINGS = {
 }
 STAGE = ("max_steps", "learning_rate", "per_device_train_batch_size", "warmup_steps", "logging_steps", "eval_steps")
 STAGE += ("save_steps", "save_total_limit")
-OWN_TEXT = {"max_rows": 32, "prompt_tokens": 16, "max_new_tokens": 24, "batch_size": 8, "draft_length": 2}
+OWN_TEXT = {"max_rows": 32, "prompt_tokens": 16, "max_new_tokens": 24, "batch_size": 8, "num_speculative_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,11 @@ def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
     assert history(folder / "stage1/checkpoint-16") == history(finished / "stage1/checkpoint-16")
 
 
-ATTENTION = {"speculator.architecture": "eagle3", "speculator.taps": "[0, 1]", "speculator.draft_vocab_size": 100}
+ATTENTION = {
+    "speculator.architecture": "eagle3",
+    "speculator.target.aux_layers": "[0, 1]",
+    "speculator.draft_vocab_size": 100,
+}
 ATTENTION |= {"stage1.max_steps": 8, "stage1.learning_rate": 2e-3}
 ATTENTION |= {f"stage2.{name}": ATTENTION.get(f"stage1.{name}", SETTINGS.get(f"stage1.{name}")) for name in STAGE}
 ATTENTION |= {f"stage2.generate.{name}": count for name, count in OWN_TEXT.items()}

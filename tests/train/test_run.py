@@ -136,7 +136,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     assert runs == ids, "wandb keeps a run for each stage in the run's folder, offline"
     manifest = json.loads((finished / "generated" / "manifest.json").read_text())
     assert manifest["rows"] == 80
-    assert manifest["tokens_per_second"].keys() == {"speculative", "same_loop"}
+    assert manifest["tokens_per_second"].keys() == {"speculative", "plain"}
 
 
 def test_the_report_holds_what_scripts_read(finished):
@@ -149,7 +149,7 @@ def test_the_report_holds_what_scripts_read(finished):
         if row["temperature"] == 0:
             assert row["identical_to_greedy"] == {"identical": 2, "of": 2, "dtype": "float32"}
         if row["drafter"] != "none":
-            assert row["speedup"]["same_loop"].keys() == {"value", "low", "high"}
+            assert row["speedup"]["plain"].keys() == {"value", "low", "high"}
 
 
 def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, tmp_path):
@@ -160,7 +160,7 @@ def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, tmp
     tuned, first = json.loads(file.read_text()), file.stat().st_mtime_ns
     assert tuned["prompts"] == 1
     (choice,) = tuned["settings"]
-    expected = len(choice["tree"]) if "tree" in choice else choice["draft_length"]
+    expected = len(choice["tree"]) if "tree" in choice else choice["num_speculative_tokens"]
     report.unlink()  # as if killed while it was measured
     assert run(built).returncode == 0
     assert file.stat().st_mtime_ns == first
@@ -279,7 +279,11 @@ def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command,
 
 def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     folder = tmp_path / "lstm"
-    overrides = {"speculator.architecture": "lstm", "speculator.initialise": "target", "stage2.refused_weight": 2}
+    overrides = {
+        "speculator.architecture": "lstm",
+        "speculator.initialise": "target",
+        "stage2.rejected_token_weight": 2,
+    }
     done = run(command(folder, **overrides))
     assert done.returncode == 0, done.stderr
     first = json.loads((folder / "speculator" / "config.json").read_text())

@@ -15,7 +15,7 @@ from data import magpie
 from data.choice import Drafts
 from data.prepare import cache_folder
 from speculator.errors import UserError
-from speculator.target import Target
+from speculator.target.model import Target
 from train import run, self_source
 from train.command_line import parse
 from train.dry_run import rehearse
@@ -24,10 +24,10 @@ from train.self_source import folder_of, with_self_written
 
 SIZES = {
     "data.seq_length": 16,
-    "data.self.max_rows": 400,
-    "data.self.max_prompt_tokens": 16,
-    "data.self.max_new_tokens": 16,
-    "data.self.batch_size": 32,
+    "data.self_source.max_rows": 400,
+    "data.self_source.max_prompt_tokens": 16,
+    "data.self_source.max_new_tokens": 16,
+    "data.self_source.batch_size": 32,
     "speculator.n_predict": 2,
     "stage2.max_steps": 0,
     "eval.validation_rows": 2,
@@ -92,7 +92,7 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
 
 def test_what_chats_depend_on_names_their_folder(chat_folder, target, tmp_path):
     config = config_of(chat_folder, tmp_path / "run")
-    others = [{"seed": 1}, {"data.self.max_rows": 99}, {"data.self.temperatures": "[0.0, 1.0]"}]
+    others = [{"seed": 1}, {"data.self_source.max_rows": 99}, {"data.self_source.temperatures": "[0.0, 1.0]"}]
     folders = {folder_of(config_of(chat_folder, tmp_path / "run", **other), target) for other in [{}, *others]}
     assert len(folders) == 4
     assert folder_of(config_of(chat_folder, tmp_path / "elsewhere", **{"data.seq_length": 8}), target) in folders
@@ -102,11 +102,14 @@ def test_what_chats_depend_on_names_their_folder(chat_folder, target, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.self.max_rows": 0}, "data.self.max_rows must be at least 1"),
-        ({"data.self.temperatures": "[]"}, "data.self.temperatures is empty"),
-        ({"data.self.prompt_top_p": 0}, "data.self.prompt_top_p must be in"),
+        ({"data.self_source.max_rows": 0}, "data.self_source.max_rows must be at least 1"),
+        ({"data.self_source.temperatures": "[]"}, "data.self_source.temperatures is empty"),
+        ({"data.self_source.prompt_top_p": 0}, "data.self_source.prompt_top_p must be in"),
         ({"data.sources": "[self, self]"}, "data.sources names self twice"),
-        ({"data.self.max_new_tokens": 200}, "data.self.max_prompt_tokens + data.self.max_new_tokens is 216, but"),
+        (
+            {"data.self_source.max_new_tokens": 200},
+            "data.self_source.max_prompt_tokens + data.self_source.max_new_tokens is 216, but",
+        ),
         ({"data.sources": "[self, nowhere.jsonl]"}, "no such source: nowhere.jsonl"),
         ({"data.sources": "[self, empty.jsonl]"}, "empty.jsonl holds nothing to train on"),
     ],
@@ -160,7 +163,7 @@ def test_chats_go_on_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
 
 def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target, tmp_path, capsys):
     changes = {"stage2.max_steps": 2, "stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
-    changes |= {"stage2.refused_weight": 2, "stage2.generate.draft_length": 2}
+    changes |= {"stage2.rejected_token_weight": 2, "stage2.generate.num_speculative_tokens": 2}
     config = config_of(chat_folder, tmp_path / "run", **changes)
     _run(config)
     manifest = json.loads((tmp_path / "run" / "generated" / "manifest.json").read_text())
@@ -186,7 +189,7 @@ def test_stage_2_has_its_draft_chosen_unless_a_length_is_given(chat_folder, targ
     monkeypatch.setattr(run, "load_head", lambda *_: tiny_head())
     monkeypatch.setattr(run, "fresh_rows", lambda config, target, drafter, folder: drafters.append(drafter))
     for length in (0, 2):
-        config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.draft_length": length})
+        config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.num_speculative_tokens": length})
         run.generate_own_text(config, target, tmp_path / "head", None)
     assert isinstance(drafters[0], Drafts)
     assert drafters[0].folder == tmp_path / "head"

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from sharded_process import PROMPTS, decode, read, trainer_of
 from transformers import AutoConfig, LlamaForCausalLM
 
-from speculator import Chain, Engine, HeadDrafter, MixedDrafter, NgramDrafter, Sampling, Target, UserError, generate
-from speculator.sharding import Group, check_heads
+from speculator import Chain, Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, UserError, generate
+from speculator.target.sharding import Group, check_heads
 from train.command_line import parse
 from train.config import TargetConfig
 from train.place import Place
@@ -71,8 +71,16 @@ def assert_alike(
     monkeypatch.setenv("SPECULATOR_CACHE", str(output / "cache"))  # where no costs have been measured
     tuned = output / "tuned"
     tuned.mkdir()
-    measured = [{"temperature": 0.0, "batch_size": 1, "draft_length": 2, "acceptance_by_position": [0.6, 0.5]}]
-    write_tuned(tuned, [{"temperature": 0.0, "draft_length": 2}], measured=measured, lookup=[0.3], hardware="elsewhere")
+    measured = [
+        {"temperature": 0.0, "batch_size": 1, "num_speculative_tokens": 2, "acceptance_by_position": [0.6, 0.5]}
+    ]
+    write_tuned(
+        tuned,
+        [{"temperature": 0.0, "num_speculative_tokens": 2}],
+        measured=measured,
+        lookup=[0.3],
+        hardware="elsewhere",
+    )
     started = start(processes, SCRIPT, str(folder), str(output), str(tuned), str(rows), *kinds)
     expected, alone = decode(whole), trainer_of(whole, output / "alone", 4, rows)
     alone.train()
@@ -157,13 +165,13 @@ def test_heads_that_cannot_be_divided_are_said(whole):
         check_heads("tiny", whole.config, 4)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
 def test_drafts_that_end_by_their_own_confidence_are_refused(whole, mixed, monkeypatch):
     """Each process would look at its own numbers."""
     monkeypatch.setattr(whole, "group", object())
     drafter = HeadDrafter(tiny_head(vocab_size=300), Chain(3, min_confidence=0.5))
     with pytest.raises(UserError, match="min_confidence: the processes of a target in shards"):
-        Engine(whole, MixedDrafter(drafter, NgramDrafter(2)) if mixed else drafter)
+        Engine(whole, HybridDrafter(drafter, NgramDrafter(2)) if mixed else drafter)
 
 
 @torch.no_grad()
@@ -201,7 +209,7 @@ def test_a_whole_run_with_a_target_in_shards_is_that_of_one_process(target_folde
         "stage2.generate.max_rows": 40,
         "stage2.generate.prompt_tokens": 16,
         "stage2.generate.max_new_tokens": 16,
-        "stage2.generate.draft_length": 2,
+        "stage2.generate.num_speculative_tokens": 2,
         "report_to": "none",
     }
     for stage in ("stage1", "stage2"):

@@ -63,7 +63,7 @@ def test_a_head_records_the_adapter_of_its_target(target):
     assert new_head(wanted, target, ROWS).config.base_model_adapter == "org/lora"
 
 
-ATTENTION = {"architecture": "eagle3", "taps": [0, 1]}
+ATTENTION = {"architecture": "eagle3", "aux_layers": [0, 1]}
 
 
 def test_an_attention_head_starts_from_the_targets_output_and_reads_its_embedding(target):
@@ -112,7 +112,13 @@ def test_a_warm_start_from_a_published_accelerator_is_its_weights(target, tmp_pa
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(target, tmp_path, layout):
     """Its heads and rope are its own; its number of steps is not part of its weights."""
-    shape = {"taps": [0, 1], "draft_vocab_size": 3, "num_attention_heads": 2, "head_dim": 16, "attention_bias": True}
+    shape = {
+        "aux_layers": [0, 1],
+        "draft_vocab_size": 3,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+    }
     shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "fc_norm": False, "n_predict": 7}
     head = bind(Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape)), target)
     save(head, tmp_path / "head", layout_of(layout, head))
@@ -123,7 +129,7 @@ def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(t
     with pytest.raises(UserError, match="has fc_norm False, but this run's head has True"):
         new_head(config(**ATTENTION, warm_start=str(tmp_path / "head")), target, ROWS)
     with pytest.raises(UserError, match=r"taps \[1, 5\]: a target of 2 layers has 0 to 1"):
-        new_head(config(architecture="eagle3", taps=[1, 5]), target, ROWS)
+        new_head(config(architecture="eagle3", aux_layers=[1, 5]), target, ROWS)
     with pytest.raises(UserError, match="a target of 2 layers has no default taps"):
         new_head(config(architecture="eagle3"), target, ROWS)
 

@@ -33,13 +33,13 @@ def row(drafter: str, **changes) -> dict:
         "temperature": 0.0,
         "drafter": drafter,
         "lossy": False,
-        "tokens_per_step": 2.25,
+        "acceptance_length": 2.25,
         "acceptance_by_position": [0.75, 0.5],
-        "tokens_per_second": {"speculative": 61.5, "same_loop": 41.0, "hf_generate": 30.0},
+        "tokens_per_second": {"speculative": 61.5, "plain": 41.0, "hf_generate": 30.0},
     }
     if drafter != "none":
         ratio = {"value": 1.5, "low": 1.25, "high": 1.75}
-        made["speedup"] = {"same_loop": ratio, "hf_generate": {**ratio, "value": 2.05}}
+        made["speedup"] = {"plain": ratio, "hf_generate": {**ratio, "value": 2.05}}
     return {**made, **changes}
 
 
@@ -48,9 +48,9 @@ REPORT = {
     "versions": {"torch": "2.13.0", "python": "3.11"},
     "settings": {"batch_size": 1, "dtype": "bfloat16"},
     "suites": [
-        row("none", tokens_per_step=1.0),
+        row("none", acceptance_length=1.0),
         row("head", identical_to_greedy={"identical": 6, "of": 7, "dtype": "float32"}),
-        row("ngram", tokens_per_step=1.5),
+        row("ngram", acceptance_length=1.5),
     ],
 }
 
@@ -118,7 +118,7 @@ def test_tells_every_decoder_and_baseline_with_machine_and_settings(run):
 
 
 def test_names_who_decodes_as_the_report_does(run):
-    chosen = row("auto", nodes=20, draft_length=4, rule="as drafted")
+    chosen = row("auto", nodes=20, num_speculative_tokens=4, rule="as drafted")
     chosen["speedup"]["hf_prompt_lookup"] = {"value": 1.5, "low": 1.25, "high": 1.75}
     report = {**REPORT, "suites": [*REPORT["suites"], chosen]}
     (run.parent / "eval" / "report.json").write_text(json.dumps(report))
@@ -149,7 +149,7 @@ def test_the_rule_of_sampled_text_is_named(run):
 
 
 def test_a_tree_is_called_so(run):
-    report = {**REPORT, "suites": [{**row("head"), "nodes": 16, "draft_length": 3}]}
+    report = {**REPORT, "suites": [{**row("head"), "nodes": 16, "num_speculative_tokens": 3}]}
     (run.parent / "eval" / "report.json").write_text(json.dumps(report))
     assert "| speculator, tree of 16 |" in write_card(run).read_text()
 

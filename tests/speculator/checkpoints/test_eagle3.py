@@ -21,8 +21,8 @@ KINDS = {
     "3.1": {},
     "3": {"fc_norm": False, "norm_output": False},
     "speculators": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True, "sliding_window": 16},
-    "whole": {"draft_vocab_size": None, "taps": None},
-    "yarn": {"rope_parameters": YARN, "attention_bias": True, "taps": [1, 3], "max_position_embeddings": 128},
+    "whole": {"draft_vocab_size": None, "aux_layers": None},
+    "yarn": {"rope_parameters": YARN, "attention_bias": True, "aux_layers": [1, 3], "max_position_embeddings": 128},
     "qwen3": {"qk_norm": True},
     "own": {"own_embedding": True},
 }
@@ -46,7 +46,7 @@ def head(base) -> Eagle3Speculator:
 def head_of(base: Path, dtype: torch.dtype = torch.float32, **changes) -> Eagle3Speculator:
     torch.manual_seed(1)
     shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 12, "n_predict": 3, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 4, "taps": [2, 4, 5], "draft_vocab_size": 5}
+    shape |= {"num_key_value_heads": 2, "head_dim": 4, "aux_layers": [2, 4, 5], "draft_vocab_size": 5}
     shape |= {"base_model_name_or_path": str(base)}
     head = Eagle3Speculator(Eagle3SpeculatorConfig(**shape | changes))
     for name, weight in head.named_parameters():
@@ -229,7 +229,7 @@ def test_a_base_of_other_sizes_or_without_the_tensor_is_refused(tmp_path, base, 
 
 def test_a_head_as_eagle_published_it(tmp_path, base):
     """No taps, no rope_parameters, no flags, the layer under the other name, a pickle."""
-    head = head_of(base, fc_norm=False, norm_output=False, taps=None, head_dim=2)
+    head = head_of(base, fc_norm=False, norm_output=False, aux_layers=None, head_dim=2)
     folder = write(head, tmp_path / "flat", FLAT)
     added = ("rope_parameters", "ttt_length", "head_dim", "norm_before_residual", "norm_before_fc", "fc_norm")
     edit(folder, lambda config: [config.pop(name) for name in (*added, "norm_output")])
@@ -250,7 +250,7 @@ def test_taps_by_either_key(tmp_path, head, ids, nested, taps):
     folder = write(head, tmp_path / "flat", FLAT)
     name = "eagle_aux_hidden_state_layer_ids"
     edit(folder, lambda config: config.update({name: ids, "eagle_config": {name: nested}}))
-    assert load_any(folder).config.taps == taps
+    assert load_any(folder).config.aux_layers == taps
 
 
 def test_rope_by_the_older_keys(tmp_path, base):
@@ -442,16 +442,16 @@ def test_a_head_of_any_layout_drafts_the_same(tmp_path, base, target, changes):
         made.append(generate(target, HeadDrafter(loaded, 3), [[1, 2, 3], [4]], Sampling(1.0), **ends))
     assert made[0].tokens == made[1].tokens == made[2].tokens
     assert made[0].steps == made[1].steps == made[2].steps
-    assert made[0].tokens_per_step > 1
+    assert made[0].acceptance_length > 1
 
 
 def test_a_head_that_names_no_taps_reads_the_servers_default(tmp_path, base, target):
-    folder = write(head_of(base, taps=None), tmp_path / "flat", FLAT)
-    assert load_head(folder, target).taps == (2, 4, 5)
+    folder = write(head_of(base, aux_layers=None), tmp_path / "flat", FLAT)
+    assert load_head(folder, target).aux_layers == (2, 4, 5)
 
 
 def test_a_head_for_a_deeper_target_is_refused(tmp_path, base, target):
-    folder = write(head_of(base, taps=[2, 4, 8]), tmp_path / "flat", FLAT)
+    folder = write(head_of(base, aux_layers=[2, 4, 8]), tmp_path / "flat", FLAT)
     with pytest.raises(UserError, match=r"taps 2 4 8: .* has 8 layers, so taps 0 to 7"):
         load_head(folder, target)
 

@@ -7,10 +7,10 @@ from math import exp, inf
 import pytest
 
 from speculator import Chain, FixedTree, Sampling
+from speculator.decoding.request import Request, Step
 from speculator.drafters.controller import _ROW, _VARIANCES, Choice, Controller, Shift, fastest_shape
-from speculator.drafters.mixed import Mixed
-from speculator.request import Request, Step
-from speculator.tuned import shape_to_json
+from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.tuned import shape_to_json
 
 SHAPES = [Chain(1), Chain(2), Chain(3), Chain(4), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
 MEASURED = [0.7, 0.6, 0.5, 0.5]
@@ -28,7 +28,7 @@ def cost(what, greedy, rows, longest) -> float:
     """A verify pass costs more the more rows there are, as on a processor."""
     nodes = what if isinstance(what, int) else what.nodes
     draft = 0.0 if isinstance(what, int) else 0.08 * what.levels
-    return 1 + draft + 0.02 * nodes * rows + 0.03 * isinstance(what, Mixed)
+    return 1 + draft + 0.02 * nodes * rows + 0.03 * isinstance(what, Hybrid)
 
 
 class Stream:
@@ -59,7 +59,7 @@ class Stream:
             by_path = 0
             if isinstance(chosen, Choice):
                 drafted, accepted = len(chosen.logits[True]), passed(chosen, shift, own)
-                if isinstance(chosen.shape, Mixed):  # the text is what a right path says: it agrees with what is right
+                if isinstance(chosen.shape, Hybrid):  # the text is what a right path says: it agrees with what is right
                     by_path = max(0, min(n, min(n, accepted) + chosen.shape.length) - accepted)
             else:
                 drafted, accepted = chosen, min(chosen, n)
@@ -112,7 +112,7 @@ def cheap(what, greedy, rows, longest) -> float:
 
 
 def unmixed(what, *given) -> float:
-    return inf if isinstance(what, Mixed) else cheap(what, *given)
+    return inf if isinstance(what, Hybrid) else cheap(what, *given)
 
 
 def test_both_in_one_tree_pay_where_they_are_right_apart():

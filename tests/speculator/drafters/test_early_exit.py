@@ -12,7 +12,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 def expected_logits(target: Target, text: list[int], layers: int) -> torch.Tensor:  # [V]
     """By a fresh pass over the whole text in a model that has no other layers."""
     cache = target.cache(1, len(text))
-    with target.taps.first_layers(layers):
+    with target.aux_layers.first_layers(layers):
         return target.logits(target.extend(cache, torch.tensor([text])))[0, -1]
 
 
@@ -41,7 +41,7 @@ class Watched(EarlyExitDrafter):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_chain_is_drafted_from_what_the_first_layers_say_of_the_text(family):
     target = Target(tiny_model(family), tokenizer=None)
-    for layers in {1, len(target.taps.layers) - 1}:
+    for layers in {1, len(target.aux_layers.layers) - 1}:
         before = Watched.checked
         Engine(target, Watched(target, layers, 3), slots=2).generate(PROMPTS, Sampling(1.0), max_new_tokens=8)
         assert Watched.checked > before + 12
@@ -68,7 +68,7 @@ def test_layers_that_decide_are_always_right(shape):
     target = Target(model, tokenizer=None)
     for slots in (1, 3):
         engine = Engine(target, EarlyExitDrafter(target, 1, shape), slots=slots)
-        assert engine.generate(PROMPTS, max_new_tokens=21).tokens_per_step == 5
+        assert engine.generate(PROMPTS, max_new_tokens=21).acceptance_length == 5
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 2, 3])
@@ -78,6 +78,6 @@ def test_a_count_of_layers_that_leaves_none_is_refused(target, layers):
 
 
 def test_a_target_whose_layers_are_not_found_is_refused(target):
-    target.taps.layers = torch.nn.ModuleList()
+    target.aux_layers.layers = torch.nn.ModuleList()
     with pytest.raises(UserError, match="layers are not found"):
         EarlyExitDrafter(target, 1)

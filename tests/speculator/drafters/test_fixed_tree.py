@@ -6,8 +6,18 @@ import pytest
 import torch
 from conftest import tiny_head, tiny_model, write_tuned
 
-from speculator import Candidates, Chain, FixedTree, HeadDrafter, ModelDrafter, Sampling, Target, UserError, generate
-from speculator.tuned import tuned_shapes
+from speculator import (
+    Candidates,
+    Chain,
+    DraftModelDrafter,
+    FixedTree,
+    HeadDrafter,
+    Sampling,
+    Target,
+    UserError,
+    generate,
+)
+from speculator.drafters.tuned import tuned_shapes
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -20,7 +30,7 @@ def test_a_uniform_tree_is_that_of_the_candidates(target, source, temperature):
     for shape in (Candidates((3, 2, 2)), FixedTree(paths)):
         # The model reads the tree that it is fed, the head its own states alone.
         model = Target(tiny_model("qwen3"), tokenizer=None)
-        drafter = HeadDrafter(tiny_head(), shape) if source == "head" else ModelDrafter(model, target, shape)
+        drafter = HeadDrafter(tiny_head(), shape) if source == "head" else DraftModelDrafter(model, target, shape)
         made.append(generate(target, drafter, PROMPTS, Sampling(temperature), max_new_tokens=40))
     assert made[0].tokens == made[1].tokens
     assert made[0].steps == made[1].steps
@@ -57,9 +67,9 @@ def test_the_tuned_shape_for_a_temperature(tmp_path, target, head):
 
     assert shapes(0.0) == [None]
     settings = [
-        {"temperature": 0, "draft_length": 2},
+        {"temperature": 0, "num_speculative_tokens": 2},
         {"temperature": 0.5, "tree": [[0], [1], [0, 0]]},
-        {"temperature": 1.0, "draft_length": 3},
+        {"temperature": 1.0, "num_speculative_tokens": 3},
     ]
     write_tuned(tmp_path, settings)
     greedy, warm, hot = shapes(0.0, 0.1, 0.9)
@@ -93,7 +103,7 @@ def test_siblings_are_drawn_without_replacement(target):
 
 def test_a_level_of_one_token_sees_its_ancestors_alone(target):
     """The same alone as in a batch, where no level is alone."""
-    drafter = ModelDrafter(target, target, FixedTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)]))
+    drafter = DraftModelDrafter(target, target, FixedTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)]))
     prompts, settings = [[1, 2, 3], [4, 5]], [Sampling(1.0, seed=3), Sampling(1.0, seed=4)]
     together = generate(target, drafter, prompts, settings, max_new_tokens=60, eos_token_ids=())
     alone = generate(target, drafter, prompts[:1], settings[:1], max_new_tokens=60, eos_token_ids=())

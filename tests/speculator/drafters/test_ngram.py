@@ -74,7 +74,7 @@ def test_an_engine_remembers_what_it_decoded_until_it_is_told_to_forget():
     drafter = NgramDrafter(4, memory=1000)
 
     def per_step(engine) -> float:
-        return engine.generate([PROMPTS[0]], max_new_tokens=41).tokens_per_step
+        return engine.generate([PROMPTS[0]], max_new_tokens=41).acceptance_length
 
     engine = Engine(target, drafter, slots=1)
     first, again = per_step(engine), per_step(engine)
@@ -99,7 +99,7 @@ def test_a_text_does_not_depend_on_what_else_is_looked_up(temperature):
         drafter = NgramDrafter(memory=10_000, corpus=corpus)
         made = generate(target, drafter, prompts, settings, max_new_tokens=40, max_batch_size=rows)
         assert made.tokens == [each.tokens[0] for each in plain]
-        assert made.tokens_per_step > alone.tokens_per_step
+        assert made.acceptance_length > alone.acceptance_length
 
 
 # ---- a corpus

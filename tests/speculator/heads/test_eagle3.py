@@ -12,9 +12,11 @@ from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
-from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, eagle3, joint_attention
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.attention import HeadCache
-from speculator.heads.eagle3_config import default_taps
+from speculator.heads.eagle3 import joint_attention
+from speculator.heads.eagle3 import model as eagle3
+from speculator.heads.eagle3.config import default_aux_layers
 
 V, D, STEPS = 13, 8, 4
 LLAMA3 = {
@@ -31,7 +33,7 @@ KINDS = {
     "residual": {"norm_before_residual": True},
     "before-fc": {"fc_norm": False, "norm_before_fc": True, "norm_output": False},
     "qwen3": {"qk_norm": True, "rope_parameters": LLAMA3},
-    "bias": {"attention_bias": True, "draft_vocab_size": 6, "taps": [1, 5]},
+    "bias": {"attention_bias": True, "draft_vocab_size": 6, "aux_layers": [1, 5]},
     "window": {"sliding_window": 4, "own_embedding": True, "norm_before_residual": True},
 }
 
@@ -40,7 +42,7 @@ def head_of(**changes) -> Eagle3Speculator:
     """In float64, its norms and biases away from their first values, at which a swap of two would not show."""
     torch.manual_seed(0)
     shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 12, "n_predict": STEPS, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 6, "taps": [0, 2, 3], "rms_norm_eps": 1e-5}
+    shape |= {"num_key_value_heads": 2, "head_dim": 6, "aux_layers": [0, 2, 3], "rms_norm_eps": 1e-5}
     head = Eagle3Speculator(Eagle3SpeculatorConfig(**shape | changes)).double()
     for name, weight in head.named_parameters():
         if weight.ndim == 1:
@@ -56,13 +58,13 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [7] * 13])
 
 
 def inputs(head: Eagle3Speculator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps [2, 13, nD] and tokens [2, 13 + STEPS - 1] of the packed rows whose documents are DOCUMENTS."""
+    """AuxLayers [2, 13, nD] and tokens [2, 13 + STEPS - 1] of the packed rows whose documents are DOCUMENTS."""
     generator = torch.Generator().manual_seed(1)
-    taps = torch.randn(*DOCUMENTS.shape, head.fc.in_features, generator=generator, dtype=torch.float64)
-    return taps, torch.randint(V, (2, DOCUMENTS.shape[1] + STEPS - 1), generator=generator)
+    aux_hidden = torch.randn(*DOCUMENTS.shape, head.fc.in_features, generator=generator, dtype=torch.float64)
+    return aux_hidden, torch.randint(V, (2, DOCUMENTS.shape[1] + STEPS - 1), generator=generator)
 
 
-def written_out(head: Eagle3Speculator, taps, tokens, documents) -> torch.Tensor:  # [N, B, S, V_d]
+def written_out(head: Eagle3Speculator, aux_hidden, tokens, documents) -> torch.Tensor:  # [N, B, S, V_d]
     """The equations, every step's keys behind one another: query (t, i) has S (i + 1) columns and a mask of them."""
     w, config = dict(head.named_parameters()), head.config
     layer = {name.removeprefix("layers.0."): value for name, value in w.items()}
@@ -91,10 +93,10 @@ def written_out(head: Eagle3Speculator, taps, tokens, documents) -> torch.Tensor
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     if config.norm_before_fc:
-        taps = rms(taps, w["input_norm.weight"])
+        aux_hidden = rms(aux_hidden, w["input_norm.weight"])
     if config.fc_norm:
-        taps = torch.cat([rms(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(taps.split(D, -1))], -1)
-    g = taps @ w["fc.weight"].T
+        aux_hidden = torch.cat([rms(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(aux_hidden.split(D, -1))], -1)
+    g = aux_hidden @ w["fc.weight"].T
     embedding = head.embedding_weight
     t = torch.arange(length)
     causal = (t <= t[:, None]) & (documents[:, :, None] == documents[:, None])  # [B, S, S]
@@ -124,57 +126,59 @@ def written_out(head: Eagle3Speculator, taps, tokens, documents) -> torch.Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_form_is_what_the_equations_say_in_blocks_of_any_size(kind, monkeypatch):
-    """Values and every gradient, the taps' included."""
+    """Values and every gradient, the aux_hidden' included."""
     head = head_of(**KINDS[kind])
-    taps, tokens = inputs(head)
-    taps.requires_grad_(True)
+    aux_hidden, tokens = inputs(head)
+    aux_hidden.requires_grad_(True)
     weights = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
-    expected = written_out(head, taps, tokens, DOCUMENTS)
+    expected = written_out(head, aux_hidden, tokens, DOCUMENTS)
     mix = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected_gradients = torch.autograd.grad((expected * mix).sum(), [taps, *weights])
+    expected_gradients = torch.autograd.grad((expected * mix).sum(), [aux_hidden, *weights])
     for rows in (1, 5, 100):
         monkeypatch.setitem(eagle3._SCORES, "cpu", rows * 4 * DOCUMENTS.shape[1])
-        found = torch.stack([head.lm_head(x) for x in head.unrolled(taps, tokens, DOCUMENTS)])
+        found = torch.stack([head.lm_head(x) for x in head.unrolled(aux_hidden, tokens, DOCUMENTS)])
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
-        for a, b in zip(torch.autograd.grad((found * mix).sum(), [taps, *weights]), expected_gradients, strict=True):
+        for a, b in zip(
+            torch.autograd.grad((found * mix).sum(), [aux_hidden, *weights]), expected_gradients, strict=True
+        ):
             torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("wanted", [[2, 3, 6, 12], [0], []])
 def test_rows_that_learn_nothing_are_left_out_and_change_nothing(wanted, monkeypatch):
     head = head_of()
-    taps, tokens = inputs(head)
-    learns = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
-    learns[1, wanted] = True
-    learns[0] = True
+    aux_hidden, tokens = inputs(head)
+    loss_mask = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
+    loss_mask[1, wanted] = True
+    loss_mask[0] = True
     monkeypatch.setitem(eagle3._SCORES, "cpu", 3 * 4 * DOCUMENTS.shape[1])
     queries = []
     head.layers[0].mlp.register_forward_hook(lambda module, given, out: queries.append(len(given[0])))
     with torch.no_grad():
-        whole = torch.stack(head.unrolled(taps, tokens, DOCUMENTS))
+        whole = torch.stack(head.unrolled(aux_hidden, tokens, DOCUMENTS))
         queries.clear()
-        some = torch.stack(head.unrolled(taps, tokens, DOCUMENTS, learns))
+        some = torch.stack(head.unrolled(aux_hidden, tokens, DOCUMENTS, loss_mask))
     assert sum(queries) == STEPS * (13 + len(wanted))
-    torch.testing.assert_close(some[:, learns], whole[:, learns], atol=1e-12, rtol=0)
-    assert not some[:, ~learns].any()
+    torch.testing.assert_close(some[:, loss_mask], whole[:, loss_mask], atol=1e-12, rtol=0)
+    assert not some[:, ~loss_mask].any()
 
 
 def test_a_batch_of_which_nothing_is_wanted_still_has_a_gradient():
     head = head_of()
-    taps, tokens = inputs(head)
-    sum(x.sum() for x in head.unrolled(taps, tokens, DOCUMENTS, DOCUMENTS < 0)).backward()
+    aux_hidden, tokens = inputs(head)
+    sum(x.sum() for x in head.unrolled(aux_hidden, tokens, DOCUMENTS, DOCUMENTS < 0)).backward()
     assert [name for name, weight in head.named_parameters() if weight.grad is None] == ["lm_head.weight"]
 
 
 def test_training_in_bfloat16_is_nearly_that_in_float32():
     head = head_of().float()
     head.share_embedding(head.embedding_weight.float())
-    taps, tokens = inputs(head)
-    taps = taps.float().requires_grad_(True)
-    weights = [taps, *head.parameters()]
-    exact = torch.stack(head.unrolled(taps, tokens, DOCUMENTS))
+    aux_hidden, tokens = inputs(head)
+    aux_hidden = aux_hidden.float().requires_grad_(True)
+    weights = [aux_hidden, *head.parameters()]
+    exact = torch.stack(head.unrolled(aux_hidden, tokens, DOCUMENTS))
     with torch.autocast("cpu", torch.bfloat16):
-        found = torch.stack(head.unrolled(taps, tokens, DOCUMENTS)).float()
+        found = torch.stack(head.unrolled(aux_hidden, tokens, DOCUMENTS)).float()
     assert (found - exact).std() < 0.05 * exact.std()
     gradients = [torch.autograd.grad(x.pow(3).sum(), weights, allow_unused=True) for x in (found, exact)]
     for a, b in zip(*gradients, strict=True):
@@ -184,11 +188,11 @@ def test_training_in_bfloat16_is_nearly_that_in_float32():
 
 def test_measure_has_the_features_the_matrix_and_the_draft_vocabulary():
     head = head_of(draft_vocab_size=6)
-    taps, tokens = inputs(head)
-    features, outputs, drafted = head(taps, tokens, lambda *given: given)
+    aux_hidden, tokens = inputs(head)
+    features, outputs, drafted = head(aux_hidden, tokens, lambda *given: given)
     assert [output is head.lm_head for output in outputs] == [True] * STEPS
     logits = torch.stack([head.to_full_vocabulary(output(x)) for x, output in zip(features, outputs, strict=True)])
-    assert torch.equal(logits, head.logits(taps, tokens))
+    assert torch.equal(logits, head.logits(aux_hidden, tokens))
     assert drafted.tolist() == logits.isfinite().any(0).any(0).any(0).nonzero()[:, 0].tolist()
 
 
@@ -211,7 +215,7 @@ class Rounds:
     def __init__(self, kind: str = "3.1", drafting: Eagle3Speculator | None = None, shift: int = 0):
         self.kind, self.head, self.shift = kind, head_of(**KINDS[kind]), shift
         self.drafting = drafting or self.head
-        self.taps, self.tokens = inputs(self.head)
+        self.aux_layers, self.tokens = inputs(self.head)
         self.texts = [(0, 0, 5), (0, 5, 13), (1, 0, 13)]  # row of the batch, first row, end
 
     def expected(self, text: int, row: int, path: list[int]) -> torch.Tensor:  # [V]
@@ -223,8 +227,8 @@ class Rounds:
 
     def _expected(self, b: int, row: int, path: list[int]) -> torch.Tensor:
         tokens = torch.cat([self.tokens[b, : row + 1], torch.tensor(path + [0] * STEPS)])[None, : row + STEPS]
-        documents, learns = DOCUMENTS[b : b + 1, : row + 1], torch.arange(row + 1)[None] == row
-        features = self.head.unrolled(self.taps[b : b + 1, : row + 1], tokens, documents, learns)
+        documents, loss_mask = DOCUMENTS[b : b + 1, : row + 1], torch.arange(row + 1)[None] == row
+        features = self.head.unrolled(self.aux_layers[b : b + 1, : row + 1], tokens, documents, loss_mask)
         return self.head.to_full_vocabulary(self.head.lm_head(features[len(path)][0, row]))
 
     @torch.no_grad()
@@ -238,9 +242,11 @@ class Rounds:
             width, turn = max(read), turn + 1
             given = [[min(at + i, 12) for i in range(width)] for at in done]
             rows = [b for b, _, _ in self.texts]
-            taps = torch.stack([self.taps[b].roll(self.shift, 0)[at] for b, at in zip(rows, given, strict=True)])
+            aux_hidden = torch.stack(
+                [self.aux_layers[b].roll(self.shift, 0)[at] for b, at in zip(rows, given, strict=True)]
+            )
             tokens = torch.stack([self.tokens[b, at] for b, at in zip(rows, given, strict=True)])
-            logits = self.drafting.first(memory, taps, tokens, torch.tensor(read))
+            logits = self.drafting.first(memory, aux_hidden, tokens, torch.tensor(read))
             memory.longest = int(memory.lengths.max())
             done = [at + n for at, n in zip(done, read, strict=True)]
             paths: list[list[list[int]]] = [[[]] for _ in rows]
@@ -338,8 +344,8 @@ def test_a_drafting_form_that_is_wrong_is_seen(levels, fault):
 @pytest.mark.parametrize("fault", ["positions not advanced", "another row's key seen", "fed back before the norm"])
 def test_a_training_form_that_is_wrong_is_seen(fault, monkeypatch):
     head = head_of()
-    taps, tokens = inputs(head)
-    expected = written_out(head, taps, tokens, DOCUMENTS)
+    aux_hidden, tokens = inputs(head)
+    expected = written_out(head, aux_hidden, tokens, DOCUMENTS)
     enter, right = head._enter, joint_attention.attend_own
     if fault == "positions not advanced":
         places = torch.arange(DOCUMENTS.shape[1]).repeat(2)
@@ -355,7 +361,7 @@ def test_a_training_form_that_is_wrong_is_seen(fault, monkeypatch):
     with torch.no_grad():
         gaps = [
             (head.lm_head(x) - y).abs().max()
-            for x, y in zip(head.unrolled(taps, tokens, DOCUMENTS), expected, strict=True)
+            for x, y in zip(head.unrolled(aux_hidden, tokens, DOCUMENTS), expected, strict=True)
         ]
     assert gaps[0] < 1e-10
     assert all(gap > 1e-3 for gap in gaps[1:])
@@ -370,30 +376,30 @@ def test_another_documents_keys_would_be_seen_in_training(monkeypatch):
 def test_text_that_is_taken_back_leaves_nothing():
     """Reading on from fewer rows is reading from there at first: prefixes that two texts share are read once."""
     head = head_of()
-    taps, tokens = inputs(head)
+    aux_hidden, tokens = inputs(head)
     with torch.no_grad():
         memory, fresh = head.memory(1, 20), head.memory(1, 20)
-        head.first(memory, taps[:1, :9], tokens[:1, :9], torch.tensor([9]))
+        head.first(memory, aux_hidden[:1, :9], tokens[:1, :9], torch.tensor([9]))
         head.next(memory, torch.tensor([[1, 2]]), torch.tensor([[0, 0]]))
         memory.lengths.fill_(4)
-        head.first(fresh, taps[:1, :4], tokens[:1, :4], torch.tensor([4]))
-        given = taps[1:, 4:6], tokens[1:, 4:6], torch.tensor([2])
+        head.first(fresh, aux_hidden[:1, :4], tokens[:1, :4], torch.tensor([4]))
+        given = aux_hidden[1:, 4:6], tokens[1:, 4:6], torch.tensor([2])
         expected = head.first(fresh, *given)
         torch.testing.assert_close(head.first(memory, *given), expected, atol=1e-12, rtol=0)
 
 
 def test_rows_that_moved_and_grew_read_on_as_they_were():
     head = head_of()
-    taps, tokens = inputs(head)
+    aux_hidden, tokens = inputs(head)
     with torch.no_grad():
         memory, alone = head.memory(4, 6), head.memory(2, 20)
-        head.first(memory.select(1, 3, 0), taps[:, :5], tokens[:, :5], torch.tensor([5, 3]))
-        head.first(alone, taps[:, :5], tokens[:, :5], torch.tensor([5, 3]))
+        head.first(memory.select(1, 3, 0), aux_hidden[:, :5], tokens[:, :5], torch.tensor([5, 3]))
+        head.first(alone, aux_hidden[:, :5], tokens[:, :5], torch.tensor([5, 3]))
         memory.move([1, 2], [3, 2], 5)
         memory.move([2, 3], [1, 2], 5)
         memory.grow(20)
         part = memory.select(1, 3, 5)
-        given = taps[:, 5:8], tokens[:, 5:8], torch.tensor([2, 3])
+        given = aux_hidden[:, 5:8], tokens[:, 5:8], torch.tensor([2, 3])
         turned = [x.flip(0) for x in given]
         torch.testing.assert_close(head.first(part, *turned).flip(0), head.first(alone, *given), atol=1e-12, rtol=0)
         assert memory.lengths.tolist()[1:3] == [6, 7]
@@ -416,16 +422,16 @@ def test_what_lies_behind_the_longest_text_does_not_move():
 
 def test_the_targets_embedding_is_read_and_not_kept(tmp_path):
     head = head_of()
-    taps, tokens = inputs(head)
+    aux_hidden, tokens = inputs(head)
     assert not [name for name in head.state_dict() if "embed" in name]
     head.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
     assert isinstance(again, Eagle3Speculator)
     with pytest.raises(UserError, match="reads its target's embedding, and was given none"):
-        again.logits(taps, tokens)
+        again.logits(aux_hidden, tokens)
     again.share_embedding(head.embedding_weight)
     assert again.embedding_weight.data_ptr() == head.embedding_weight.data_ptr()
-    torch.testing.assert_close(again.logits(taps, tokens), head.logits(taps, tokens), atol=1e-12, rtol=0)
+    torch.testing.assert_close(again.logits(aux_hidden, tokens), head.logits(aux_hidden, tokens), atol=1e-12, rtol=0)
 
 
 def test_an_embedding_of_its_own_stays_unless_it_is_the_targets(tmp_path):
@@ -447,19 +453,19 @@ def test_the_output_matrix_starts_from_the_targets_rows():
 
 
 def test_default_taps_are_those_of_the_servers():
-    assert default_taps(32) == [2, 16, 29]
-    assert default_taps(7) == [2, 3, 4]
-    with pytest.raises(UserError, match="6 layers has no default taps"):
-        default_taps(6)
+    assert default_aux_layers(32) == [2, 16, 29]
+    assert default_aux_layers(7) == [2, 3, 4]
+    with pytest.raises(UserError, match="6 layers has no default aux_hidden"):
+        default_aux_layers(6)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"taps": [2, 2, 3]}, "not distinct layers in ascending order"),
-        ({"taps": [3, 2]}, "not distinct layers in ascending order"),
-        ({"taps": []}, "not distinct layers in ascending order"),
-        ({"taps": [-1, 2]}, "not distinct layers in ascending order"),
+        ({"aux_layers": [2, 2, 3]}, "not distinct layers in ascending order"),
+        ({"aux_layers": [3, 2]}, "not distinct layers in ascending order"),
+        ({"aux_layers": []}, "not distinct layers in ascending order"),
+        ({"aux_layers": [-1, 2]}, "not distinct layers in ascending order"),
         ({"norm_before_fc": True}, "one or the other"),
         ({"num_attention_heads": 3}, "3 heads are not a multiple of 2"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "rope of type dynamic"),
@@ -473,10 +479,10 @@ def test_a_config_that_is_no_head_is_refused(wrong, message):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_familys_target_has_a_head(family):
     target = CONFIGS[family].get_text_config()
-    config = Eagle3SpeculatorConfig.for_target(target, taps=[0, 1], n_predict=2)
+    config = Eagle3SpeculatorConfig.for_target(target, aux_layers=[0, 1], n_predict=2)
     head = Eagle3Speculator(config)
-    taps, tokens, embedding = head.probe()
-    logits = head.logits(taps, tokens, embedding)
+    aux_hidden, tokens, embedding = head.probe()
+    logits = head.logits(aux_hidden, tokens, embedding)
     assert logits.shape == (2, 1, 4, target.vocab_size)
     assert logits.isfinite().all()
     assert config.rope_parameters["rope_type"] == ("yarn" if family == "gpt_oss" else "default")
@@ -488,6 +494,6 @@ def test_a_head_has_its_targets_sizes_and_rope():
     config = Eagle3SpeculatorConfig.for_target(target, draft_vocab_size=7)
     found = [config.emb_dim, config.inner_dim, config.num_attention_heads, config.num_key_value_heads, config.head_dim]
     assert found == [32, 64, 4, 2, 8]
-    assert config.taps == [2, 6, 9]
+    assert config.aux_layers == [2, 6, 9]
     assert config.rope_parameters == LLAMA3
     assert (config.fc_norm, config.norm_output, config.norm_before_residual) == (True, True, False)

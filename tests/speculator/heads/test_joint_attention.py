@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from speculator.documents import document_starts
-from speculator.heads import joint_attention
-from speculator.heads.joint_attention import BlockedAttention, FusedAttention, Rows
+from speculator.heads.eagle3 import joint_attention
+from speculator.heads.eagle3.joint_attention import BlockedAttention, FusedAttention, Rows
+from speculator.target.packed import document_starts
 from tests.speculator.heads.test_eagle3 import DOCUMENTS, STEPS, head_of, inputs
 
 NAMES = ["out", "query", "keys", "values", "own keys", "own values"]
@@ -121,20 +121,20 @@ def test_a_window_that_is_off_by_one_is_seen(written_out, monkeypatch):
 def test_a_head_learns_the_same_either_way(window, written_out, monkeypatch):
     head = head_of(sliding_window=window)
     taps, tokens = inputs(head)
-    learns = torch.arange(DOCUMENTS.numel()).view_as(DOCUMENTS) % 3 > 0
+    loss_mask = torch.arange(DOCUMENTS.numel()).view_as(DOCUMENTS) % 3 > 0
     weights = [taps.requires_grad_(), *(w for n, w in head.named_parameters() if "lm_head" not in n)]
     calls = []
     apply = FusedAttention.apply
     monkeypatch.setattr(FusedAttention, "apply", lambda *given: calls.append(given[1]) or apply(*given))
 
     def learnt():
-        features = torch.stack(head.unrolled(taps, tokens, DOCUMENTS, learns))
+        features = torch.stack(head.unrolled(taps, tokens, DOCUMENTS, loss_mask))
         return features, *torch.autograd.grad(features.pow(3).sum(), weights)
 
     expected = learnt()
     assert calls == []
     monkeypatch.setattr(joint_attention, "fused_dtype", lambda *_: torch.float64)
-    monkeypatch.setattr("speculator.heads.eagle3.fused_dtype", lambda *_: torch.float64)
+    monkeypatch.setattr("speculator.heads.eagle3.model.fused_dtype", lambda *_: torch.float64)
     for x, y in zip(learnt(), expected, strict=True):
         torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
     assert calls == ([0, 1] if window else list(range(STEPS)))
@@ -180,7 +180,7 @@ class TestOnGPU:
 
     def test_a_head_learns_nearly_the_same_either_way(self, monkeypatch):
         loss, *gradients = learnt_under_autocast("cuda")
-        monkeypatch.setattr("speculator.heads.eagle3.fused_dtype", lambda *_: None)
+        monkeypatch.setattr("speculator.heads.eagle3.model.fused_dtype", lambda *_: None)
         monkeypatch.setattr(FusedAttention, "apply", lambda *_: pytest.fail("flash attention ran"))
         expected, *others = learnt_under_autocast("cuda")
         assert apart(loss, expected) < 1e-2

@@ -5,8 +5,8 @@ import random
 import pytest
 from conftest import tiny_tokenizer
 
+from speculator.decoding.streaming import decode
 from speculator.server.answer import Answer
-from speculator.streaming import decode
 
 TEXTS = [
     "def f(x):\n    return x",

@@ -16,9 +16,9 @@ from conftest import exit_code, tiny_model
 from speculator.__main__ import main
 from speculator.cli import serve
 from speculator.errors import UserError
-from speculator.kv_cache import KVCache, forms
 from speculator.tables import gigabytes
-from speculator.target import Target
+from speculator.target.kv_cache import KVCache, forms
+from speculator.target.model import Target
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]

@@ -6,8 +6,8 @@ import pytest
 from serving_here import serving
 
 from speculator import Sampling, generate
+from speculator.decoding.streaming import decode
 from speculator.server.guard import Limits
-from speculator.streaming import decode
 
 openai = pytest.importorskip("openai")
 PROMPT = [5, 6, 7, 8]

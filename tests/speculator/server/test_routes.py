@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from speculator import Sampling, generate
+from speculator.decoding.streaming import decode
 from speculator.server.guard import Limits
-from speculator.streaming import decode
 
 PROMPT = [5, 6, 7, 8]
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -282,9 +282,9 @@ def test_metrics_say_what_the_steps_were(chat_target, drafter):
     lines = metrics.text().decode().splitlines()
     page = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
     count, total = (float(page[f"speculator_tokens_per_step_{name}"]) for name in ("count", "sum"))
-    assert math.isclose(total / count, made.tokens_per_step)
+    assert math.isclose(total / count, made.acceptance_length)
     accepted = [float(value) for name, value in page.items() if name.startswith("speculator_accepted_total{")]
-    assert math.isclose(1 + sum(accepted) / count, made.tokens_per_step)
+    assert math.isclose(1 + sum(accepted) / count, made.acceptance_length)
     assert accepted == sorted(accepted, reverse=True)
     assert float(page["speculator_new_tokens_total"]) == sum(map(len, made.tokens))
     assert float(page["speculator_queue"]) == 3

@@ -1,0 +1,1 @@
+"""The decoding engine: one step, and what it needs."""

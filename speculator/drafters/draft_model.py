@@ -1,0 +1,127 @@
+"""Drafting with an independent small language model (2211.17192, 2302.01318)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft, take_at
+from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.sampling import RowSampling
+from speculator.drafters.shapes import Chain, Shape, grown
+from speculator.errors import UserError
+from speculator.target.kv_cache import KVCache
+from speculator.target.model import Target
+
+
+class DraftModelDrafter(Drafter):
+    """A causal LM with a KV cache of its own drafts. It must share the target's tokenizer.
+
+    Args:
+        model: the draft model, loaded as a target is.
+        target: for whom it drafts: the tokenizers are compared, and a vocabulary of another size (padding) is cut or
+            filled up.
+        shape: what it drafts; a number is a chain of so many tokens.
+
+    Raises:
+        UserError: the tokenizers differ.
+    """
+
+    name = "model"
+    cache: KVCache
+    _recent: Tensor  # [B, again] the tokens before the pending one
+
+    def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
+        self.model = model
+        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
+        self._vocab_size = target.vocab_size
+        both = (model.tokenizer, target.tokenizer)
+        if None not in both and both[0].get_vocab() != both[1].get_vocab():
+            raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
+
+    def reshape(self, shape: Shape) -> None:
+        """Before it is opened."""
+        super().reshape(shape)
+        self.capturable &= self.model.capturable
+        # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
+        # So many tokens behind the pending one are processed again.
+        self._again = 1 if isinstance(shape, Chain) else shape.depth
+
+    def open(self, slots: int, capacity: int) -> DraftModelDrafter:
+        opened = copy(self)
+        opened.cache = self.model.cache(slots, capacity + self.shape.offered + 2)
+        opened._recent = torch.zeros(slots, self._again, dtype=torch.long, device=self.model.device)
+        return opened
+
+    def grow(self, capacity: int) -> None:
+        self.cache.grow(capacity + self.shape.offered + 2)
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.cache.move(source, destination, longest)
+        self._recent[list(destination)] = self._recent[list(source)]
+
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        """Read the chunk, and before it what the steps of the text before may have left elsewhere."""
+        device, again = self.model.device, self._again
+        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        begins = [max(0, begin - again) for begin in begins]
+        new = [self._known(text[a:b]) for text, a, b in zip(sequences, begins, ends, strict=True)]
+        width = max(map(len, new))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
+        self.cache.select(start, start + len(sequences), max(begins))
+        self.cache.truncate(torch.tensor(begins))
+        self.model.extend(self.cache, tokens)
+        self.cache.truncate(torch.tensor(ends))
+        recent = [list(text[max(0, end - again) : end]) for text, end in zip(sequences, ends, strict=True)]
+        self._recent[start : start + len(sequences)] = torch.tensor([[0] * (again - len(row)) + row for row in recent])
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+        return self.shape.draft(self, pending, sampling, u, sequences)
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        recent = self._recent[: len(counts)]
+        place = counts[:, None] + torch.arange(self._again, device=counts.device)
+        recent.copy_(torch.cat([recent, tokens], 1).gather(1, place))
+        self.cache.commit(counts)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self._recent, self.cache.lengths]
+
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
+        rows, cache, again = len(pending), self.cache, self._again
+        end = max(map(len, sequences)) - 1
+        cache.select(0, rows, max(0, end - again) if cache.bucket == 1 else end)
+        back = cache.selected.clamp(max=again)  # a text may be shorter
+        place = (torch.arange(again + 1, device=pending.device) + again - back[:, None]).clamp(max=again)
+        tokens = torch.cat([self._recent[:rows], pending[:, None]], 1).gather(1, place)
+        cache.selected -= back
+        hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
+        cache.selected += back
+        cache.select(0, rows, end)
+        # The pending token stays uncommitted: the draft's verify position 0.
+        self._read, self._width = Draft.none(pending), 1
+        return self._logits(take_at(hidden, back)[:, None])
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        tree, base = None, level
+        if not isinstance(self.shape, Chain):
+            base = 1 + self._read.tokens.shape[1]
+            tree = self._read = grown(self._read, tokens, parents, self._width)
+            self._width = tokens.shape[1]
+        tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        return self._logits(self.model.extend(self.cache, tokens, tree, base))
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """With ids that a smaller vocabulary has not (padding of the target's) replaced by its last."""
+        last = self.model.vocab_size - 1
+        return list(tokens) if last + 1 >= self._vocab_size else [min(token, last) for token in tokens]
+
+    def _logits(self, hidden: Tensor) -> Tensor:  # [B, f, D] -> [B, f, V] over the target's vocabulary
+        logits = self.model.logits(hidden)[..., : self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)

@@ -1,0 +1,151 @@
+"""Drafts from two sources in one tree: what a model drafts, and where a lookup says otherwise its path beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Drafter, LogitsSource, Sequences
+from speculator.decoding.request import Request
+from speculator.decoding.sampling import RowSampling
+from speculator.decoding.verify import deepest
+from speculator.drafters.ngram import Found, NgramDrafter
+from speculator.drafters.shapes import LOSSY, Shape, check_length, check_nodes
+from speculator.target.kv_cache import KVCache
+
+
+class Hybrid:
+    """Another shape's draft, and under it a path that a lookup found.
+
+    As far as the draft says what was found, it is followed; there the next `length` tokens of the path are hung on: as
+    siblings of the draft's own, or behind its end.
+
+    Args:
+        inner: what the source drafts.
+        length: the most tokens of the path.
+
+    Attributes:
+        found: the paths for the rows of the next draft.
+    """
+
+    found: Found
+
+    def __init__(self, inner: Shape, length: int):
+        check_length(length)
+        self.inner, self.length, self.capturable = inner, length, inner.capturable
+        self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
+        self.width, self.offered = inner.width + 1, inner.offered
+        check_nodes(self.nodes)
+        # A chain's other rules take no tree.
+        self.rules: tuple[str, ...] = ("match", *LOSSY) if "match" in inner.rules else inner.rules
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hybrid) and (self.inner, self.length) == (other.inner, other.length)
+
+    def __hash__(self) -> int:
+        return hash((self.inner, self.length))
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        draft = self.inner.draft(source, pending, sampling, u, sequences)
+        path, counts = self.found.first(len(pending), self.depth)
+        return joined(draft, pad(path, (0, self.depth - path.shape[1])), counts, self.length)
+
+
+def joined(
+    draft: Draft,
+    path: Tensor,  # [B, depth + length]
+    counts: Tensor,  # [B] how many of its tokens there are
+    length: int,
+) -> Draft:
+    """A draft with up to `length` tokens of a path from the root, those that it does not have itself."""
+    # Follow the path in the draft to the verify position `at`, `same` tokens deep.
+    depths = draft.depths[:, 1:]
+    at = deepest((draft.tokens == path.gather(1, depths - 1)) & (depths <= counts[:, None]), draft)
+    same = draft.depths.gather(1, at[:, None])[:, 0]
+    steps = torch.arange(length, device=path.device)
+    place = draft.lengths[:, None] + steps  # behind what each row really drafted
+    return Draft(
+        pad(draft.tokens, (0, length)).scatter(1, place, path.gather(1, same[:, None] + steps)),
+        draft.lengths + (counts - same).clamp(0, length),
+        None,
+        pad(draft.before - 1, (0, length), value=-1).scatter(1, place, torch.cat([at[:, None] - 1, place[:, :-1]], 1)),
+        depth=draft.depth + length,
+        width=draft.width + 1,
+        own=draft,
+    )
+
+
+class HybridDrafter(Drafter):
+    """A head, a draft model or the target's first layers, and n-gram lookup: both of their drafts in one tree.
+
+    Args:
+        drafter: what it drafts now is mixed with what the lookup finds.
+        lookup: its draft length is the most tokens of the path that are verified beside the draft.
+
+    Raises:
+        UserError: the draft would be too large.
+    """
+
+    name = "hybrid"
+
+    def __init__(self, drafter: Drafter, lookup: NgramDrafter):
+        self.shape = Hybrid(drafter.shape, lookup.num_speculative_tokens)
+        self.drafter, self.lookup = copy(drafter), copy(lookup)
+        self.drafter.reshape(self.shape)
+        self.lookup.num_speculative_tokens = self.shape.depth
+        self.num_speculative_tokens, self.nodes, self.rules = self.shape.depth, self.shape.nodes, self.shape.rules
+        self.aux_layers, self.overlap, self.room = drafter.aux_layers, drafter.overlap, self.drafter.room
+
+    def open(self, slots: int, capacity: int) -> HybridDrafter:
+        opened = copy(self)
+        opened.drafter, opened.lookup = self.drafter.open(slots, capacity), self.lookup.open(slots, capacity)
+        return opened
+
+    def lend(self, cache: KVCache) -> None:
+        self.drafter.lend(cache)
+        self.lookup.lend(cache)
+
+    def choose(self, requests: Sequence[Request]) -> Hybrid:
+        self.lookup.choose(requests)
+        self.shape.found = self.lookup.found
+        return self.shape
+
+    def forget(self) -> None:
+        self.drafter.forget()
+        self.lookup.forget()
+
+    def grow(self, capacity: int) -> None:
+        self.drafter.grow(capacity)
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.drafter.move(source, destination, longest)
+
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        self.drafter.prefill(start, sequences, begins, hidden, counts)
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+        return self.drafter.propose(pending, sampling, u, sequences)
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self.drafter.commit(tokens, hidden, counts)
+
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        return self.drafter.capturable
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self.drafter.buffers
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self.drafter.version

@@ -1,0 +1,304 @@
+"""Shapes of a draft: chain, sampled candidates, tree of the likeliest, best paths. Any source gives the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import LogitsSource, Sequences
+from speculator.decoding.sampling import RowSampling, draw
+from speculator.errors import UserError
+
+LOSSY = ("typical-lossy",)
+_MOST = 1024  # tokens of a draft: more never pay, and an absurd count would ask for all memory there is
+_MOST_OFFERED = 2**16
+
+
+class Shape(Protocol):
+    """How a draft is built from next-token distributions."""
+
+    depth: int
+    levels: int
+    """So many of the depth the source drafts: a path from elsewhere may go deeper."""
+    nodes: int
+    width: int
+    """The most children of a token."""
+    offered: int
+    """The most tokens that are put together before `nodes` of them are chosen: what a draft model reads at most."""
+    rules: tuple[str, ...]
+    capturable: bool
+    """See `Drafter.capturable`."""
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        """See `Drafter.propose`."""
+        ...
+
+
+def check_length(length: int) -> None:
+    """Refuse a chain that is none, or longer than can be meant.
+
+    Raises:
+        UserError: the length is no number of at least 1, or above the most tokens of a draft.
+    """
+    if type(length) is not int or length < 1:
+        raise UserError(f"draft length {length!r} is not at least 1")
+    check_nodes(length)
+
+
+def check_nodes(nodes: int, offered: int = 0) -> None:
+    """Refuse a draft that is larger than can be meant.
+
+    Raises:
+        UserError: more tokens to verify, or to choose them from, than there may be.
+    """
+    if nodes > _MOST:
+        raise UserError(f"a draft of {nodes:,} tokens: at most {_MOST:,} can be verified in a step")
+    if offered > _MOST_OFFERED:
+        raise UserError(f"branches offer {offered:,} tokens to choose from: at most {_MOST_OFFERED:,}")
+
+
+class Chain:
+    """One token after the other.
+
+    Args:
+        length: the most tokens.
+        sampled: above temperature 0, draw each token from the source's distribution instead of taking the likeliest.
+        min_confidence: stop behind the token with which the drawn tokens' joint probability falls below this. What was
+            drawn is never dropped, so the text stays exact. Asks the device once a token.
+    """
+
+    def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
+        check_length(length)
+        self.depth = self.levels = self.nodes = self.offered = length
+        self.width = 1
+        self.sampled, self.min_confidence = sampled, min_confidence
+        self.capturable = not min_confidence
+        self.rules: tuple[str, ...] = (
+            *(("block", "rejection") if sampled else ("match", "block", "rejection")),
+            *LOSSY,
+        )
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        sampled = self.sampled and not sampling.greedy
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        lengths = torch.ones_like(pending)
+        confidence: Tensor | float = 1.0
+        logits = source.first(pending, sequences)[:, 0]
+        while True:
+            if sampled:
+                probs.append(sampling.probs(logits))
+                tokens.append(draw(probs[-1], u[:, len(tokens)]))
+            else:
+                tokens.append(logits.argmax(-1))
+            if len(tokens) == self.depth:
+                break
+            going: Tensor | int = 1
+            if self.min_confidence:
+                drawn_from = probs[-1] if sampled else logits.softmax(-1)
+                confidence = confidence * drawn_from.gather(1, tokens[-1][:, None])[:, 0].float()
+                going = confidence >= self.min_confidence
+                if not going.any():
+                    break
+            logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
+            lengths = lengths + going
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
+
+
+class Candidates:
+    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children of one distribution.
+
+    Args:
+        branches: children per token, level by level.
+        replacement: draw siblings independently instead of each from what its elders left.
+
+    At temperature 0 the children are the likeliest tokens.
+    """
+
+    capturable = True
+
+    def __init__(self, branches: Sequence[int], replacement: bool = False):
+        self.branches = _checked(branches)
+        self.replacement = replacement
+        self.depth = self.levels = len(self.branches)
+        self.width = max(self.branches)
+        self.nodes = self.offered = sum(accumulate(self.branches, mul))
+        check_nodes(self.nodes)
+        self.rules: tuple[str, ...] = ("multi_candidate_replacement" if replacement else "multi_candidate", *LOSSY)
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        count, so_far = len(pending), Draft.none(pending)
+        logits = source.first(pending, sequences)  # [B, f, V]
+        for level, children in enumerate(self.branches):
+            before, width = so_far.tokens.shape[1], logits.shape[1]
+            probs = None
+            if sampling.greedy:
+                tokens = logits.topk(children).indices
+            else:
+                probs = sampling.probs(logits)
+                own = u[:, before : before + width * children].reshape(count * width, children)
+                tokens = siblings(probs.flatten(0, 1), own, self.replacement)
+                probs = probs.repeat_interleave(children, 1)
+                probs = probs if so_far.probs is None else torch.cat([so_far.probs, probs], 1)
+            tokens = tokens.reshape(count, width * children)
+            place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
+            so_far = grown(so_far, tokens, place, width, probs, self.width)
+            if level + 1 < self.depth:
+                logits = source.next(level + 1, tokens, place)
+        return so_far
+
+
+def grown(
+    tree: Draft,
+    tokens: Tensor,  # [B, n]
+    parents: Tensor,  # [B, n] among the last `width` tokens of the tree
+    width: int,
+    probs: Tensor | None = None,
+    most: int = 1,
+) -> Draft:
+    """A tree with one more level; `probs` are those of all its tokens, `most` is its width as a draft."""
+    before = tree.tokens.shape[1]
+    return Draft(
+        torch.cat([tree.tokens, tokens], 1),
+        torch.full_like(tree.lengths, before + tokens.shape[1]),
+        probs,
+        torch.cat([tree.before, parents + 1 + before - width], 1) - 1,
+        depth=tree.depth + 1,
+        width=most,
+    )
+
+
+def siblings(probs: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
+    """k draws from each distribution, one after the other."""
+    tokens: list[Tensor] = []
+    for i in range(u.shape[1]):
+        tokens.append(draw(probs, u[:, i]))
+        if not replacement:
+            probs = probs.scatter(1, tokens[-1][:, None], 0)
+    return torch.stack(tokens, 1)
+
+
+class Tree:
+    """The `nodes` likeliest tokens by joint probability (EAGLE-2, 2406.16858): another tree each step, deterministic.
+
+    Args:
+        branches: children that each expanded token offers, level by level.
+        nodes: tokens that go through the target.
+        beam: the most tokens of a level that are expanded.
+    """
+
+    capturable = True
+
+    def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
+        self.branches, self.beam = _checked(branches), beam
+        self.depth = self.levels = len(self.branches)
+        self.width = max(self.branches)
+        self.nodes = nodes
+        self.rules: tuple[str, ...] = ("match", *LOSSY)
+        self.offered, width = 0, 1
+        for children in self.branches:
+            self.offered, width = self.offered + width * children, min(beam, width * children)
+        check_nodes(nodes, self.offered)
+        if not self.depth <= nodes <= self.offered:
+            raise UserError(f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self.offered}")
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        tokens, parents, scores = _expand(source, pending, self.branches, self.beam, sequences)
+        keep = scores.topk(self.nodes).indices.sort(-1).values
+        return _selected(tokens, parents, keep, torch.full_like(pending, self.nodes), self)
+
+
+class Paths:
+    """The `paths` likeliest whole paths, their common beginnings verified once: the candidates of 2404.19124.
+
+    Args:
+        branches: the likeliest tokens that each head offers.
+        paths: candidates that go through the target.
+    """
+
+    capturable = True
+
+    def __init__(self, branches: Sequence[int], paths: int):
+        self.branches, self.paths = _checked(branches), paths
+        self.depth = self.levels = len(self.branches)
+        self.width = max(self.branches)
+        self.nodes = paths * self.depth
+        self.offered = sum(accumulate(self.branches, mul))
+        self.rules: tuple[str, ...] = ("match", *LOSSY)
+        check_nodes(self.nodes, self.offered)
+        if not 1 <= paths <= prod(self.branches):
+            raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        tokens, parents, scores = _expand(source, pending, self.branches, prod(self.branches), sequences)
+        leaves = prod(self.branches)
+        keep = scores[:, -leaves:].topk(self.paths).indices + scores.shape[1] - leaves
+        on_path = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, keep, True)
+        for _ in range(self.depth - 1):
+            keep = parents.gather(1, keep)
+            on_path = on_path.scatter(1, keep, True)
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        order = torch.where(on_path, index, tokens.shape[1]).sort(-1).values[:, : self.nodes]
+        return _selected(tokens, parents, order.clamp(max=tokens.shape[1] - 1), on_path.sum(-1), self)
+
+
+def _expand(
+    source: LogitsSource, pending: Tensor, branches: Sequence[int], beam: int, sequences: Sequences
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
+
+    A child comes after its parent and never scores above it, so the best `nodes` hang together.
+    """
+    count = len(pending)
+    logits = source.first(pending, sequences)
+    score = logits.new_zeros(count, 1, dtype=torch.float32)
+    place = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
+    all_tokens, all_parents, all_scores = [], [], []
+    offered = 0
+    for level, children in enumerate(branches):
+        best = logits.float().log_softmax(-1).topk(children)
+        tokens = best.indices.flatten(1)
+        scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
+        all_tokens.append(tokens)
+        all_parents.append(place.repeat_interleave(children, 1))
+        all_scores.append(scores)
+        if level + 1 == len(branches):
+            break
+        top = scores.topk(min(beam, scores.shape[1]))
+        score, chosen = top.values, top.indices
+        place = chosen + offered
+        offered += scores.shape[1]
+        logits = source.next(level + 1, tokens.gather(1, chosen), chosen // children)
+    return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
+
+
+def _selected(tokens: Tensor, parents: Tensor, keep: Tensor, lengths: Tensor, shape: Tree | Paths) -> Draft:
+    """The draft of the tokens at `keep` [B, n], in order; their parents are among them."""
+    place = torch.zeros_like(tokens).scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
+    kept = parents.gather(1, keep)
+    renamed = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
+    return Draft(tokens.gather(1, keep), lengths, None, renamed, depth=shape.depth, width=shape.width)
+
+
+def _checked(branches: Sequence[int]) -> tuple[int, ...]:
+    if not branches or min(branches) < 1:
+        raise UserError(f"branches {tuple(branches)}: give at least one level, and at least one child on each")
+    check_nodes(len(branches))
+    return tuple(branches)

@@ -1,0 +1,139 @@
+"""The shape of the attention head (`speculator.heads.eagle3.model`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from speculator.errors import UserError
+from speculator.heads.base import SpeculatorConfig
+
+TAPS = 3
+"""How many a head reads that does not say which."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rope that do not change with the length of the text."""
+
+
+def default_aux_layers(layers: int) -> list[int]:
+    """The aux_hidden that servers take where a head names none: 2, L // 2, L - 3.
+
+    Raises:
+        UserError: so few layers that they are not three.
+    """
+    if layers < 7:
+        raise UserError(f"a target of {layers} layers has no default aux_hidden (7 layers have): name them")
+    return [2, layers // 2, layers - 3]
+
+
+class Eagle3SpeculatorConfig(SpeculatorConfig):
+    """Shape of an `Eagle3Speculator`.
+
+    Args:
+        n_predict: steps unrolled in training, and the draft length to begin with; it can draft more.
+        inner_dim: the MLP's inner size.
+        num_attention_heads: H.
+        num_key_value_heads: K, a divisor of H.
+        head_dim: d.
+        rms_norm_eps: of all norms.
+        rope_parameters: as in a Llama config.
+        max_position_embeddings: as in a Llama config; rope may depend on it.
+        sliding_window: a row sees the keys of so many positions; None for all. Its own steps it always sees.
+        attention_bias: q, k, v and o have a bias.
+        qk_norm: an RMS norm on each head's query and key, as in Qwen 3.
+        norm_before_residual: the residual is the normed g.
+        norm_before_fc: one RMS norm over all aux_hidden.
+        fc_norm: an RMS norm for each tap.
+        norm_output: the next step reads the normed state.
+        aux_hidden: the k of each tap, ascending; None for `default_aux_layers` of the target.
+        own_embedding: it has an embedding of its own, in its checkpoint; else it reads its target's.
+
+    Raises:
+        ValueError: as of any head; aux_hidden that are not ascending; both norms before fc; heads that K does not divide; a
+            rope of another kind.
+    """
+
+    model_type = "eagle3_speculator"
+
+    n_predict: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+    attention_bias: bool = False
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = True
+    norm_output: bool = True
+    aux_layers: list[int] | None = None
+    own_embedding: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are one or the other")
+        if self.aux_layers is not None and (
+            not self.aux_layers or self.aux_layers[0] < 0 or sorted(set(self.aux_layers)) != self.aux_layers
+        ):
+            raise ValueError(f"taps {self.aux_layers} are not distinct layers in ascending order")
+        super().__post_init__(**kwargs)
+        kind = self.rope_parameters["rope_type"] if self.rope_parameters else "none"
+        if kind not in ROPES:
+            raise ValueError(f"rope of type {kind}; known: {', '.join(ROPES)}")
+
+    def describe(self) -> str:
+        aux_hidden = " ".join(map(str, self.aux_layers)) if self.aux_layers else "by the target's depth"
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qk_norm")
+        parts = [
+            f"{self.n_predict} steps, {self.num_attention_heads} heads of {self.head_dim} over "
+            f"{self.num_key_value_heads}, aux_hidden {aux_hidden}",
+            *(flag for flag in (*flags, "own_embedding") if getattr(self, flag)),
+            *([f"sliding window {self.sliding_window}"] if self.sliding_window else []),
+        ]
+        return ", ".join(parts)
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layers or range(TAPS))
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, **changes: Any) -> Eagle3SpeculatorConfig:
+        """A head with the target's sizes, heads and rope; `changes` go over them.
+
+        Its rope is plain where the target's changes with the length of the text, turns a part of a head only, or is
+        absent. Of a target with several it is that of the layers that see all.
+
+        Raises:
+            UserError: aux_hidden that the target has not; none named, where it has too few layers for `default_aux_layers`.
+            ValueError: as of any such head.
+        """
+        heads = target.num_attention_heads
+        inner = getattr(target, "intermediate_size", None)
+        rope = getattr(target, "rope_parameters", None) or {}
+        rope = rope.get("full_attention") or rope
+        if rope.get("rope_type") not in ROPES or rope.get("partial_rotary_factor", 1) != 1:
+            rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or cls.default_theta}
+        shape = {
+            "vocab_size": target.vocab_size,
+            "emb_dim": target.hidden_size,
+            "inner_dim": inner if isinstance(inner, int) else 3 * target.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+            # Not by getattr: some families raise there, whose layers have several.
+            "head_dim": vars(target).get("head_dim") or target.hidden_size // heads,
+            "rms_norm_eps": getattr(target, "rms_norm_eps", None) or cls.rms_norm_eps,
+            "rope_parameters": dict(rope),
+            "max_position_embeddings": target.max_position_embeddings,
+        }
+        layers = target.num_hidden_layers
+        if "aux_layers" not in changes:
+            shape["aux_layers"] = default_aux_layers(layers)
+        made = cls(**{**shape, **changes})
+        if made.aux_layers and made.aux_layers[-1] >= layers:
+            raise UserError(f"taps {made.aux_layers}: a target of {layers} layers has 0 to {layers - 1}")
+        return made

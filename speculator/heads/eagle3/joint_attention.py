@@ -1,0 +1,261 @@
+"""The attention head's attention in training: one softmax over a row's text up to it and the row's own later keys.
+
+In two ways, neither of which keeps scores until the backward pass: torch's flash attention where `fused_dtype` has it,
+and blocks of rows anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+flash_forward = torch.ops.aten._flash_attention_forward
+flash_backward = torch.ops.aten._flash_attention_backward
+_NUMBERS = 2**25
+"""Of a piece of queries, beside flash attention."""
+
+
+class Block(NamedTuple):
+    """Query rows of one text.
+
+    Attributes:
+        rows: which of all query rows.
+        text: whose they are.
+        span: the text's rows that they may see.
+    """
+
+    rows: slice
+    text: int
+    span: slice
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Its views of `BlockedAttention`'s query, keys, values, own keys and own values."""
+        query, keys, values, own_keys, own_values = tensors
+        shared = [x[self.text, self.span] for x in (keys, values)]
+        return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
+
+
+class Rows:
+    """The query rows of a batch of sequences, one after the other.
+
+    Args:
+        wanted: [R] ascending, of the B * S rows of the sequences.
+        begins: [B, S] the first row of each one's document, which is one piece.
+        limit: scores of a head that may exist at a time, in blocks.
+        window: how many positions a row sees; None for all.
+
+    Attributes:
+        places: [R] in their sequences, which are their positions.
+        sequences: [R]
+    """
+
+    def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
+        self.wanted, self.begins, self.limit, self.window = wanted, begins, limit, window
+        length = begins.shape[1]
+        self.places, self.sequences = wanted % length, wanted // length
+
+    def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
+        """0 in the rows that are not wanted."""
+        shape = list(x.shape)
+        shape[dim] = self.begins.numel()
+        return x if len(self.wanted) == shape[dim] else x.new_zeros(shape).index_copy(dim, self.wanted, x)
+
+    @cached_property
+    def bounds(self) -> Tensor:  # [documents + 1] int32
+        """Where documents begin among the rows of all sequences, and the end."""
+        first = self.begins == torch.arange(self.begins.shape[1], device=self.begins.device)
+        return nn.functional.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()).int()
+
+    @cached_property
+    def starts(self) -> Tensor:  # [R] the first row of each one's document
+        return self.begins.flatten()[self.wanted]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        batch, length = self.begins.shape
+        at, first = self.places.tolist(), self.starts.tolist()
+        size, blocks, stop = max(1, self.limit // length), [], 0
+        for text, count in enumerate(self.sequences.bincount(minlength=batch).tolist()):
+            start, end = stop, stop + count
+            while start < end:
+                stop = min(start + size, end)
+                # Of few widths, whatever is masked in them: freed scores of one block are room for the next.
+                last = at[stop - 1] + 1
+                width = min(1 << (last - first[start] - 1).bit_length(), length)
+                blocks.append(Block(slice(start, stop), text, slice(max(0, last - width), max(last, width))))
+                start = stop
+        return blocks
+
+    def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
+        """Which of a span of keys some rows see in a step: those of their document up to them, within the window."""
+        slots = torch.arange(span.start, span.stop, device=self.places.device)
+        places, begins = self.places[rows, None], self.starts[rows, None]
+        if self.window is not None:
+            begins = begins.maximum(places + step - self.window + 1)
+        return (slots <= places) & (slots >= begins)
+
+
+def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
+    """The dtype in which flash attention runs for keys, on a kind of device; None where it doesn't."""
+    device, size = keys.device, keys.shape[-1]
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else keys.dtype
+    fits = kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
+    if fits and device.type == "cuda":  # and is not traced
+        there = torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None
+        fits = there and torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype if fits else None
+
+
+def joint_attention(
+    rows: Rows,
+    step: int,
+    fused: bool,
+    query: Tensor,  # [R, H, d]
+    keys: Tensor,  # [B, S, K, d]
+    values: Tensor,  # [B, S, K, d]
+    own_keys: Tensor,  # [step, R, K, d] of which each row sees its own only
+    own_values: Tensor,  # [step, R, K, d]
+) -> Tensor:  # [R, H, d]
+    near = rows.window is None or step < rows.window  # some of the text is seen
+    form = FusedAttention if fused and near else BlockedAttention
+    return form.apply(rows, step, query, keys, values, own_keys, own_values)
+
+
+class FusedAttention(torch.autograd.Function):
+    """By flash attention over the text's keys, its result joined with the own keys' by their log-sum-exps.
+
+    Of a softmax over both, p = exp(s - lse) and ds = p * (d_out . v - d_out . out) for any key, with the joint lse and
+    out. Flash attention's backward pass computes just these of the lse and out that it is given.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, step: int, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+        given, options = _flash(rows, step, query)
+        with _as_given(query):
+            shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
+            out, lse, *noise, _ = flash_forward(*shared, *given, False, **options)
+            if len(query) < len(out):
+                out, lse = out[rows.wanted], lse[:, rows.wanted]
+            for part in _pieces(query) if step else ():
+                own_keys, own_values = (_exact(x[:, part]) for x in own)
+                scores = _own_scores(_exact(query[part]), own_keys)  # [R, K, g, i]
+                before = lse[:, part].T.reshape(scores.shape[:-1])
+                joint = torch.logaddexp(before, scores.logsumexp(-1))
+                added = torch.einsum("rkgi,irkd->rkgd", (scores - joint[..., None]).exp(), own_values)
+                kept = out[part].view_as(added) * (before - joint).exp()[..., None]
+                out[part], lse[:, part] = (kept + added).flatten(1, 2), joint.flatten(1).T
+        ctx.rows, ctx.step = rows, step
+        ctx.save_for_backward(query, keys, values, *own, out, lse, *noise)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        rows, step = ctx.rows, ctx.step
+        query, keys, values, own_keys, own_values, out, lse, *noise = ctx.saved_tensors
+        d_out = d_out.contiguous()
+        given, options = _flash(rows, step, query)
+        with _as_given(query):
+            shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
+            result = rows.whole(out), rows.whole(lse, 1)
+            d_query, *d_shared = flash_backward(rows.whole(d_out), *shared, *result, *given, *noise, **options)
+            if len(query) < len(d_query):
+                d_query = d_query[rows.wanted]
+            d_own = torch.empty_like(own_keys), torch.empty_like(own_values)
+            for part in _pieces(query) if step else ():
+                k, v = _exact(own_keys[:, part]), _exact(own_values[:, part])
+                scores = _own_scores(_exact(query[part]), k)
+                p = (scores - lse[:, part].T.reshape(scores.shape[:-1])[..., None]).exp()
+                q, o, d = (_exact(x[part]).view(*scores.shape[:-1], -1) for x in (query, out, d_out))
+                ds = torch.einsum("rkgd,irkd->rkgi", d, v) - (d * o).sum(-1, keepdim=True)
+                ds = ds * p / math.sqrt(query.shape[-1])
+                d_query[part] += torch.einsum("rkgi,irkd->rkgd", ds, k).flatten(1, 2)
+                d_own[0][:, part] = torch.einsum("rkgi,rkgd->irkd", ds, q)
+                d_own[1][:, part] = torch.einsum("rkgi,rkgd->irkd", p, d)
+        return None, None, d_query, *(x.view_as(y) for x, y in zip(d_shared, (keys, values), strict=True)), *d_own
+
+
+def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both passes of flash attention are given: documents, their greatest length, no dropout, causal."""
+    longest = max(2, rows.begins.shape[1])  # no less than it is; with 1 it takes another form
+    left = None if rows.window is None else rows.window - 1 - step
+    options = {"scale": 1 / math.sqrt(query.shape[-1]), "window_size_left": left}
+    return (rows.bounds, rows.bounds, longest, longest, 0.0, True), options
+
+
+def _pieces(query: Tensor) -> list[slice]:
+    """Of its rows; what is made of own keys in float32 exists of one piece at a time."""
+    size = max(1, _NUMBERS // query[0].numel())
+    return [slice(start, start + size) for start in range(0, len(query), size)]
+
+
+def _own_scores(query: Tensor, own_keys: Tensor) -> Tensor:  # [R, H, d], [i, R, K, d] -> [R, K, g, i]
+    grouped = query.view(len(query), own_keys.shape[2], -1, query.shape[-1])
+    return torch.einsum("rkgd,irkd->rkgi", grouped, own_keys) / math.sqrt(query.shape[-1])
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _as_given(x: Tensor) -> torch.autocast:
+    """Nothing is cast."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def attend_own(
+    seen: Tensor,  # [R, M]
+    query: Tensor,  # [R, H, d]
+    keys: Tensor,  # [M, K, d] which rows share
+    values: Tensor,  # [M, K, d]
+    own_keys: Tensor,  # [i, R, K, d] of which each row sees its own only
+    own_values: Tensor,  # [i, R, K, d]
+) -> Tensor:  # [R, H, d]
+    """One softmax over both: a column of scores for each own key, never a row of them for another row's."""
+    shared, kv_heads, size = keys.shape
+    grouped = query.view(len(query), kv_heads, -1, size) / math.sqrt(size)  # [R, K, g, d]
+    scores = torch.einsum("rkgd,mkd->kgrm", grouped, keys).masked_fill(~seen, -torch.inf)
+    own = torch.einsum("rkgd,irkd->kgri", grouped, own_keys)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.cat([scores, own], -1).softmax(-1, dtype=exact).to(values.dtype)
+    out = torch.einsum("kgrm,mkd->rkgd", weights[..., :shared], values)
+    return (out + torch.einsum("kgri,irkd->rkgd", weights[..., shared:], own_values)).flatten(1, 2)
+
+
+class BlockedAttention(torch.autograd.Function):
+    """`attend_own` in blocks of rows. The backward pass makes each block anew, so that one block's scores exist."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, step: int, *tensors: Tensor) -> Tensor:
+        """Of `attend_own`'s query [R, H, d], keys and values of B sequences [B, S, K, d], and own keys and values."""
+        ctx.rows, ctx.step = rows, step
+        ctx.save_for_backward(*tensors)
+        out = torch.empty_like(tensors[0])
+        for block in rows.blocks:
+            out[block.rows] = BlockedAttention.attend(rows, step, block, block.of(tensors))
+        return out
+
+    @staticmethod
+    def attend(rows: Rows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
+        with _as_given(tensors[0]):
+            return attend_own(rows.seen(block.rows, block.span, step), *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        exact = torch.promote_types(d_out.dtype, torch.float32)
+        totals = [torch.zeros_like(x, dtype=exact) for x in ctx.saved_tensors]
+        for block in ctx.rows.blocks:
+            given = [x.detach().requires_grad_() for x in block.of(ctx.saved_tensors)]
+            with torch.enable_grad():
+                out = BlockedAttention.attend(ctx.rows, ctx.step, block, given)
+            gradients = torch.autograd.grad(out, given, d_out[block.rows])
+            for total, gradient in zip(block.of(totals), gradients, strict=True):
+                total += gradient
+        return None, None, *(total.to(x.dtype) for total, x in zip(totals, ctx.saved_tensors, strict=True))

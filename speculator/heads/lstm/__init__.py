@@ -1,0 +1,1 @@
+"""The LSTM speculator of Arctic."""

@@ -1,0 +1,1 @@
+"""The MLP speculator (arXiv 2404.19124)."""

@@ -1,0 +1,554 @@
+"""Steps as graphs. Without a GPU a double stands in: it records what a step launches, and runs that record again.
+
+As a CUDA graph does, a replay of the double runs no Python of the step, knows no number but those in tensors, and puts
+every result where it lay at the recording.
+"""
+
+import copy
+import gc
+import time
+import weakref
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import CONFIGS, Oracle, auto_drafter, tiny_head, tiny_model
+from torch.utils import _pytree
+from transformers import AutoModelForCausalLM
+
+from eval.timing import Engines, Timed, time_ours
+from speculator import (
+    Candidates,
+    Chain,
+    DraftModelDrafter,
+    EarlyExitDrafter,
+    Engine,
+    FixedTree,
+    HeadDrafter,
+    HybridDrafter,
+    NgramDrafter,
+    Paths,
+    Sampling,
+    Target,
+    Tree,
+    generate,
+)
+from speculator.decoding import cuda_graphs as graphs
+from speculator.drafters.costs import StepSeconds, measure
+from speculator.target import kv_cache as cache_module
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
+SAMPLINGS = {
+    "greedy": [Sampling()] * 4,
+    "sampled": [
+        Sampling(0.8, top_k=6, seed=1),
+        Sampling(),
+        Sampling(1.2, top_p=0.8, seed=2),
+        Sampling(1.0, min_p=0.05, seed=3),
+    ],
+}
+SHAPES = {
+    "chain": Chain(3),
+    "greedy-chain": Chain(3, sampled=False),
+    "tree": Tree((4, 3, 2), nodes=8),
+    "paths": Paths((4, 3, 2), paths=4),
+    "candidates": Candidates((3, 2, 1)),
+    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
+}
+NAMES = [
+    "none",
+    *(f"head-{name}" for name in SHAPES),
+    *(f"model-{name}" for name in ("chain", "tree", "fixed-tree")),
+    "lstm-chain",
+    "pruned-tree",
+    "exit-tree",
+    "eagle3-chain",
+    "eagle3-tree",
+    "ngram",
+    "mixed-fixed-tree",
+    "auto-mlp",
+    "auto-eagle3",
+]
+
+
+def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
+    """Sliding and full layers."""
+    return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
+
+
+def make_drafter(name: str, target: Target):
+    source, _, shape = name.partition("-")
+    if source == "none":
+        return None
+    if source == "auto":
+        return auto_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
+    if source == "ngram":
+        return NgramDrafter()
+    if source == "hybrid":
+        return HybridDrafter(make_drafter(f"eagle3-{shape}", target), NgramDrafter(2))
+    if source == "model":
+        return DraftModelDrafter(
+            Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape]
+        )
+    if source == "exit":
+        return EarlyExitDrafter(target, 1, SHAPES[shape])
+    heads = {
+        "head": tiny_head,
+        "lstm": lambda: tiny_head(architecture="lstm"),
+        "eagle3": lambda: tiny_head(architecture="eagle3"),
+        "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
+    }
+    return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
+
+
+class Record(graphs.Asked):
+    """What a function launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[tuple] = []
+
+    def note(self, func, args, kwargs, result):
+        super().note(func, args, kwargs, result)
+        self.operations.append((func, args, kwargs, result))
+
+    @property
+    def shapes(self) -> list[tuple]:
+        """Every operation with the shapes and numbers that it was given."""
+        return [
+            (func, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in _pytree.tree_leaves((a, k))])
+            for func, a, k, _ in self.operations
+        ]
+
+    def run_again(self) -> None:
+        for func, args, kwargs, result in self.operations:
+            pairs = zip(_pytree.tree_leaves(result), _pytree.tree_leaves(func(*args, **kwargs)), strict=True)
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+
+
+class Double:
+    """A graph: what was recorded, once more. The recording ran, so the first replay has nothing left to do."""
+
+    made = 0
+
+    def __init__(self, work, given):
+        with Record() as self.record:
+            self.result = work(*given)
+        assert not self.record.names, "a captured step asks the device"
+        self.replays = 0
+        type(self).made += 1
+
+    def replay(self):
+        if self.replays:
+            self.record.run_again()
+        self.replays += 1
+
+
+class Comparison(Double):
+    """Runs the function itself again, and holds it against the record."""
+
+    def __init__(self, work, given):
+        super().__init__(work, given)
+        self.work, self.given = work, given
+
+    def replay(self):
+        if self.replays:
+            with Record() as again:
+                result = self.work(*self.given)
+            assert again.shapes == self.record.shapes, "the steps differ"
+            self.result.copy_(result)
+        self.replays += 1
+
+
+def capturing(monkeypatch, double: type[Double]) -> None:
+    """Capture on the CPU, with a bucket that a short text outgrows."""
+
+    def capture(work, pool, *given):
+        graph = double(work, given)
+        return graph, graph.result
+
+    double.made = 0
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graphs, "enabled", True)
+    monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)
+
+
+def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) -> list[list[int]]:
+    engine = Engine(target, drafter, slots=rows)
+    return engine.generate(PROMPTS[:rows], SAMPLINGS[sampling][:rows], max_new_tokens=24, eos_token_ids=eos).tokens
+
+
+def early_end(rows: list[list[int]]) -> tuple[int, ...]:
+    """A token that ends some of the rows, and not all."""
+    least = min(rows, key=lambda row: len(set(row)))
+    others = Counter(token for row in rows for token in row[:-1] if token not in least)
+    return (others.most_common()[-1][0],) if others else ()
+
+
+# ---- without a GPU
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replayed_step_gives_the_tokens_of_the_loop(name, sampling, monkeypatch):
+    """Buckets alone, then buckets and replays; alone and in a batch whose rows end at different times."""
+    target = make_target()
+    for rows in (1, 4):
+        eos = early_end(texts(target, make_drafter(name, target), sampling, rows))
+        expected = texts(target, make_drafter(name, target), sampling, rows, eos)
+        assert len({len(row) for row in expected}) > 1 or rows == 1
+        with monkeypatch.context() as patch:
+            patch.setitem(cache_module.BUCKETS, "cpu", 16)
+            assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
+            capturing(patch, Double)
+            assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
+            assert Double.made >= (1 if name == "auto-eagle3" else 2)  # its shapes take turns
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_of_one_bucket_launch_the_same(name, monkeypatch):
+    """Operations, shapes and every number that the host gives: what differs could not be replayed."""
+    capturing(monkeypatch, Comparison)
+    target = make_target()
+    texts(target, make_drafter(name, target), "sampled", rows=3)
+    assert Comparison.made >= (1 if name == "auto-eagle3" else 2)
+
+
+def test_the_double_has_teeth(target, monkeypatch):
+    """A number of the host, taken anew each step, stays what it was at capture; an answer of the device is refused."""
+    capturing(monkeypatch, Comparison)
+
+    class Counting(HeadDrafter):
+        steps = 0
+
+        def propose(self, pending, sampling, u, texts):
+            self.steps += 1
+            return super().propose((pending + self.steps) % 32, sampling, u, texts)
+
+    class Asking(HeadDrafter):
+        def propose(self, pending, sampling, u, texts):
+            return super().propose(pending * int(pending[0] >= 0), sampling, u, texts)
+
+    for kind, message in ((Counting, "the steps differ"), (Asking, "asks the device")):
+        with pytest.raises(AssertionError, match=message):
+            Engine(target, kind(tiny_head())).generate([[1, 2]], max_new_tokens=20)
+
+
+def test_an_engine_keeps_what_was_captured(monkeypatch):
+    """Another text, other seeds and temperatures of one kind: the same graphs. More room: new ones, not stale ones."""
+    target = make_target()
+    turns = [
+        (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
+        ([[4, 4], [8, 9, 10, 11]], [Sampling(0.7, seed=1), Sampling(1.5, seed=2)], 12),
+        ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
+        (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
+    ]
+    for name in ("head-chain", "model-tree", "mixed-fixed-tree"):
+        alone = [
+            generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
+            for prompts, settings, count in turns
+        ]
+        with monkeypatch.context() as patch:
+            capturing(patch, Double)
+            engine, made = Engine(target, make_drafter(name, target), slots=2), []
+            for (prompts, settings, count), expected in zip(turns, alone, strict=True):
+                engine.forget()
+                assert engine.generate(prompts, settings, max_new_tokens=count).tokens == expected
+                made.append(Double.made)
+        assert made[2] > made[1]
+        if name == "head-chain":
+            assert made[1] == made[0]
+
+
+def test_the_scores_of_one_step_are_not_anothers(monkeypatch):
+    """A step that notes scores is not captured; the replays after it have none."""
+    target = make_target()
+    capturing(monkeypatch, Double)
+    engine = Engine(target, slots=2)
+    expected = engine.generate(PROMPTS[:2], max_new_tokens=12).tokens
+    engine.submit(PROMPTS[1], max_new_tokens=8, logprobs=2)
+    engine.run()
+    engine.forget()
+    assert engine.generate(PROMPTS[:2], max_new_tokens=12).tokens == expected
+
+
+def test_numbers_of_top_k_share_graphs(monkeypatch):
+    target = make_target()
+    capturing(monkeypatch, Double)
+    engine, made = Engine(target, slots=1), []
+    for top_k in (5, 6, 7, 8, 9):
+        engine.forget()
+        sampling = Sampling(1.0, top_k=top_k, seed=top_k)
+        own = engine.generate(PROMPTS[:1], sampling, max_new_tokens=8).tokens
+        assert own == generate(target, None, PROMPTS[:1], sampling, max_new_tokens=8).tokens
+        made.append(Double.made)
+    assert made[0] == made[3] < made[4]
+
+
+def test_a_chunk_beside_a_long_beginning_fits_the_rounded_cache(monkeypatch):
+    """A prompt whose beginning is in its slot already, beside one that is new."""
+    target = make_target()
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 32)
+    prompts = [[i % 31 for i in range(48)], [i % 7 for i in range(48)]]
+    expected = [generate(target, None, [prompt], max_new_tokens=4).tokens[0] for prompt in prompts]
+    engine = Engine(target, slots=2, chunk=64)
+    engine.generate([prompts[0][:40]], max_new_tokens=2)
+    assert engine.generate(prompts, max_new_tokens=4).tokens == expected
+
+
+@pytest.mark.parametrize("name", ["eagle3-tree", "model-tree", "mixed-fixed-tree"])
+def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
+    """The target's cache has more than was asked for, and need not grow."""
+    target = make_target()
+    expected = [generate(target, make_drafter(name, target), [[1]], max_new_tokens=n).tokens for n in (2, 90)]
+    capturing(monkeypatch, Double)
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 128)
+    engine = Engine(target, make_drafter(name, target), slots=1)
+    capacities = set()
+    for count, tokens in zip((2, 90), expected, strict=True):
+        engine.forget()
+        assert engine.generate([[1]], max_new_tokens=count).tokens == tokens
+        capacities.add(engine.cache.capacity)
+    assert len(capacities) == 1
+
+
+def test_a_head_keeps_its_tensors_where_a_shape_has_room(monkeypatch):
+    """Other tensors would make graphs void."""
+    target = make_target()
+    capturing(monkeypatch, Double)
+    engine = Engine(target, make_drafter("eagle3-tree", target), slots=1)
+    engine.generate([[1, 2]], max_new_tokens=8)
+    source = engine.drafter.source
+    kept = [source.version, *(x.data_ptr() for x in (source.memory.keys, *source.buffers))]
+    tree = engine.drafter.shape
+    for shape in (SHAPES["chain"], tree):
+        engine.reshape(shape)
+    assert kept == [source.version, *(x.data_ptr() for x in (source.memory.keys, *source.buffers))]
+    engine.reshape(Chain(9))
+    assert source.version == kept[0] + 1
+
+
+def test_graphs_of_a_cache_that_has_grown_get_a_pool_of_their_own(monkeypatch):
+    """torch refuses a capture into a pool whose graphs are gone."""
+    target, pools = make_target(), []
+    capturing(monkeypatch, Double)
+    double = graphs.capture
+    monkeypatch.setattr(graphs, "new_pool", lambda device: object())
+    monkeypatch.setattr(graphs, "capture", lambda work, pool, *given: pools.append(pool) or double(work, pool, *given))
+    engine = Engine(target, make_drafter("head-chain", target), slots=1)
+    for count in (20, 120):
+        engine.generate([[1, 2]], max_new_tokens=count, eos_token_ids=())
+        if count == 20:
+            before = set(map(id, pools))
+    assert len(before) == 1
+    assert len(set(map(id, pools))) == 2
+
+
+def test_rows_join_and_leave_captured_steps(monkeypatch):
+    """Fewer rows, other rows in their places, and rows that wait in a captured step for the rest of their prompt."""
+    target = make_target()
+    prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
+    settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
+    limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
+    for name in ("none", "head-tree", "model-chain", "model-tree", "eagle3-tree", "ngram", "mixed-fixed-tree"):
+        expected = [
+            generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
+            for prompt, own, limit in zip(prompts, settings, limits, strict=True)
+        ]
+        with monkeypatch.context() as patch:
+            capturing(patch, Double)
+            engine = Engine(target, make_drafter(name, target), slots=3, chunk=4)
+            assert engine.generate(prompts, settings, max_new_tokens=limits).tokens == expected
+            assert Double.made >= 2
+
+
+def test_who_needs_the_host_is_called(target, monkeypatch):
+    capturing(monkeypatch, Double)
+
+    def tokens(drafter):
+        return Engine(target, drafter, slots=2).generate(PROMPTS[:2], max_new_tokens=12).tokens
+
+    plain = tokens(None)
+    assert Double.made
+    Double.made = 0
+    hosts = (Oracle(plain), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
+    for drafter in hosts:
+        assert tokens(drafter) == plain
+    target.capturable = False
+    assert tokens(HeadDrafter(tiny_head())) == plain
+    assert Double.made == 0
+
+
+def test_a_single_call_is_not_captured(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=20)
+    assert Double.made == 0
+
+
+def refused(work, pool, *given):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class Wrong(Double):
+    """Replays something else than what was captured."""
+
+    def replay(self):
+        super().replay()
+        self.result += 1
+
+
+class Forgetful(Double):
+    """Gives the right result, and leaves its cache's lengths as they were."""
+
+    def __init__(self, work, given):
+        lengths = given[0].cache.lengths
+        before = lengths.clone()
+        super().__init__(work, given)
+        lengths.copy_(before)
+
+
+@pytest.mark.parametrize("kind", [refused, Wrong, Forgetful])
+@pytest.mark.parametrize("name", ["none", "head-tree", "model-chain"])
+def test_a_graph_that_is_refused_or_wrong_is_seen_and_none_is_captured_any_more(kind, name, monkeypatch):
+    target = make_target()
+    expected = texts(target, make_drafter(name, target), "greedy", 2)
+    capturing(monkeypatch, Double)
+    if kind is refused:
+        monkeypatch.setattr(graphs, "capture", refused)
+    else:
+        capturing(monkeypatch, kind)
+    with pytest.warns(UserWarning, match="not permitted" if kind is refused else "differed") as warned:
+        assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+    assert len(warned) == 1
+    assert not graphs.enabled
+    made = Double.made, kind.made if kind is not refused else 0
+    assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+    assert made == (Double.made, kind.made if kind is not refused else 0)
+
+
+def test_an_engine_takes_its_cache_along(target, monkeypatch):
+    """At once: a cache in a reference cycle would wait for the garbage collector."""
+    monkeypatch.setattr(graphs, "DEVICES", ())
+    for captured in (False, True):
+        if captured:
+            capturing(monkeypatch, Double)
+        gc.collect()
+        gc.disable()
+        try:
+            engine = Engine(target, HeadDrafter(tiny_head()), slots=2)
+            engine.generate(PROMPTS[:2], max_new_tokens=20)
+            cache = weakref.ref(engine.cache)
+            del engine
+            assert cache() is None
+        finally:
+            gc.enable()
+
+
+def test_c_and_v_leave_captures_out(target, monkeypatch):
+    """Captures that take long change neither; blocks are left."""
+    capturing(monkeypatch, Double)
+    quick = graphs.capture
+
+    def slow(work, pool, *given):
+        time.sleep(0.2)
+        return quick(work, pool, *given)
+
+    monkeypatch.setattr(graphs, "capture", slow)
+    costs = StepSeconds()
+    measure(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 2, costs)
+    assert len(costs.plain) >= 2
+    assert max(costs.plain + costs.draft + costs.verify) < 0.2
+
+
+def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    engines: Engines = {}
+    drafter = HeadDrafter(tiny_head())
+    for prompts in (PROMPTS[:1], PROMPTS[2:3], PROMPTS[:2], PROMPTS[:1]):
+        timed, seen = Timed(), []
+
+        def replay(graph, seen=seen, original=Double.replay):
+            seen.append(graph.replays)
+            original(graph)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Double, "replay", replay)
+            time_ours(target, drafter, prompts, Sampling(), 20, timed, engines=engines)
+        (decoded,) = timed.batches
+        assert decoded.tokens == generate(target, None, prompts, max_new_tokens=20).tokens
+        assert 0 not in seen[-len(decoded.steps[0]) :], "the run that counts replays what was there"
+
+
+def test_a_model_that_asks_the_device_is_known_at_load():
+    assert make_target().capturable
+    experts = tiny_model("mixtral")
+    experts.set_experts_implementation("eager")
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for model in (experts, AutoModelForCausalLM.from_config(config)):
+        assert not Target(model, tokenizer=None).capturable
+
+
+def test_what_asks_is_noted():
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = torch.arange(4)
+            with graphs.Asked() as asked:
+                x.sum().item()
+                x[x > 1]
+                x + torch.tensor([1, 2, 3, 4])
+                x[x.flip(0)] = torch.where(x > 2, x, 0).cumsum(0)
+            assert Counter(asked.names) == {"_local_scalar_dense": 1, "index": 1, "lift_fresh": 1}
+
+
+# ---- with one
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> Target:
+    monkeypatch.setitem(cache_module.BUCKETS, "cuda", 16)
+    return make_target("cuda", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"),
+        *("eagle3-chain", "eagle3-tree", "ngram", "mixed-fixed-tree", "auto-eagle3"),
+    ],
+)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("rows", [1, 4])
+class TestOnTheGpu:
+    pytestmark = gpu
+
+    def test_replayed_and_called_steps_give_the_same_tokens(self, on_gpu, name, sampling, rows):
+        """Lengths grow through several captures, rows end at different times."""
+        eos = early_end(texts(on_gpu, make_drafter(name, on_gpu), sampling, rows))
+        replayed = texts(on_gpu, make_drafter(name, on_gpu), sampling, rows, eos)
+        on_gpu.capturable = False
+        assert replayed == texts(on_gpu, make_drafter(name, on_gpu), sampling, rows, eos)
+
+    @torch.inference_mode()
+    def test_a_replay_does_not_wait_for_the_device(self, on_gpu, name, sampling, rows):
+        cache_module.BUCKETS["cuda"] = 64  # all steps of one key; `on_gpu` puts it back
+        engine = Engine(on_gpu, make_drafter(name, on_gpu), slots=rows)
+        for prompt, own in zip(PROMPTS, SAMPLINGS[sampling][:rows], strict=False):
+            engine.submit(prompt, own, max_new_tokens=64)
+        for _ in range(4):  # warm-up, capture, proof
+            engine.step()
+        before = engine.cache.lengths.clone()
+        texts = engine.ready()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            report = engine._stepping(texts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(engine.cache.lengths, before + report[:, -3] + 1)

@@ -1,0 +1,729 @@
+"""The loop's manners: where a row ends, what it streams, what it counts, what it keeps for the next turn."""
+
+import random
+from collections import deque
+from itertools import product
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from conftest import Oracle, tiny_head, tiny_model
+from transformers import AddedToken, AutoModelForCausalLM
+
+from speculator import (
+    Candidates,
+    Chain,
+    DraftModelDrafter,
+    EarlyExitDrafter,
+    Engine,
+    FixedTree,
+    HeadDrafter,
+    HybridDrafter,
+    NgramDrafter,
+    Sampling,
+    Target,
+    Tree,
+    UserError,
+    generate,
+)
+from speculator.decoding import scheduler as slots_module
+from speculator.decoding.request import Request, StopStrings
+from speculator.decoding.scheduler import FOLLOWING, JOINING, Slots, common_prefix
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
+
+
+def test_eos_ends_a_row_and_the_others_go_on(target, head):
+    plain = generate(target, None, PROMPTS, max_new_tokens=30).tokens
+    target.model.generation_config.eos_token_id = [plain[0][4], plain[1][12]]
+    eos = target.eos_token_ids
+    expected = [row[: next((i + 1 for i, token in enumerate(row) if token in eos), 30)] for row in plain]
+    for drafter in (None, HeadDrafter(head), Oracle(plain)):
+        assert generate(target, drafter, PROMPTS, max_new_tokens=30).tokens == expected
+    assert len(generate(target, Oracle(plain), PROMPTS, max_new_tokens=30, eos_token_ids=()).tokens[0]) == 30
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_row_ends_at_the_context_length(family):
+    target = Target(tiny_model(family), tokenizer=None)
+    prompt = [1] * (target.context_length - 6)
+    expected = generate(target, None, [prompt, [1, 2]], max_new_tokens=40).tokens
+    assert [len(row) for row in expected] == [6, 40]
+    assert generate(target, Oracle(expected), [prompt, [1, 2]], max_new_tokens=40).tokens == expected
+
+
+def test_statistics_leave_out_the_step_that_the_limit_cut(target):
+    plain = generate(target, None, [PROMPTS[0]], max_new_tokens=10).tokens
+    generation = generate(target, Oracle(plain), [PROMPTS[0]], max_new_tokens=8)
+    assert [step.emitted for step in generation.steps[0]] == [4, 3]
+    assert [step.cut for step in generation.steps[0]] == [False, True]
+    assert generation.acceptance_length == 4.0
+
+
+def test_tokens_stream_in_order(target, head):
+    seen: list[list[int]] = [[] for _ in PROMPTS]
+    generation = generate(
+        target, HeadDrafter(head), PROMPTS, max_new_tokens=12, on_step=lambda row, new, accepted: seen[row].extend(new)
+    )
+    assert seen == generation.tokens
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "no prompt"),
+        ([[1], []], "prompt 2 is empty"),
+        ([[1] * 128], "no room"),
+        ([[1], [2, 32]], "prompt 2: .* has no token 32, only 0..31"),
+        ([[-1]], "has no token -1"),
+        (["def"], "prompt 1 is not a list of token ids: 'def'"),
+        ([1, 2], "prompt 1 is not a list of token ids: 1"),
+        ([[1], [1.0]], "prompt 2 is not a list of token ids"),
+        ([[True]], "prompt 1 is not a list of token ids"),
+        ([[[1]]], "prompt 1 is not a list of token ids"),
+        ([None], "prompt 1 is not a list of token ids: None"),
+        ([{1: 2}], "prompt 1 is not a list of token ids"),
+        ([torch.tensor([0.5])], "prompt 1 is not a list of token ids"),
+        ([torch.tensor([[1, 2]])], "prompt 1 is not a list of token ids"),
+        (torch.tensor([1, 2]), "prompt 1 is not a list of token ids"),
+        (torch.empty(0, 3, dtype=torch.long), "no prompt"),
+        ("def", "prompts are lists of token ids, not 'def'"),
+        (None, "prompts are lists of token ids, not None"),
+        (5, "prompts are lists of token ids, not 5"),
+    ],
+)
+def test_bad_prompts_are_refused(target, prompts, message):
+    with pytest.raises(UserError, match=message):
+        generate(target, None, prompts)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple, lambda row: [np.int32(token) for token in row]])
+def test_prompts_may_be_tensors_arrays_and_tuples(target, kind):
+    expected = generate(target, None, PROMPTS, max_new_tokens=5).tokens
+    assert generate(target, None, [kind(prompt) for prompt in PROMPTS], max_new_tokens=5).tokens == expected
+
+
+def test_a_batch_may_be_one_tensor(target):
+    rows = [PROMPTS[0], PROMPTS[0][::-1]]
+    expected = generate(target, None, rows, max_new_tokens=5).tokens
+    assert generate(target, None, torch.tensor(rows), max_new_tokens=5).tokens == expected
+
+
+@pytest.mark.parametrize("count", [0, -5, 2.5, True, None, "8", float("nan")])
+def test_a_count_of_new_tokens_that_is_none_is_refused(target, count):
+    with pytest.raises(UserError, match="max_new_tokens must be an integer from 1 on"):
+        generate(target, None, PROMPTS, max_new_tokens=count)
+
+
+def test_the_last_seeds_streams_are_refused_in_one_line(target):
+    with pytest.raises(UserError, match="seed must be of 64 bits"):
+        generate(target, None, PROMPTS, Sampling(1.0, seed=2**63 - 2))
+
+
+def test_all_pairs_of_short_prompts_agree_with_themselves_alone(target):
+    """Ragged prefill: right padding must not reach any row."""
+    for a, b in product([[3], [3, 1, 4, 1, 5, 9, 2, 6]], repeat=2):
+        together = generate(target, None, [a, b], max_new_tokens=5).tokens
+        assert together == [generate(target, None, [row], max_new_tokens=5).tokens[0] for row in (a, b)]
+
+
+def test_stop_strings_end_a_row_where_transformers_does(target_folder):
+    target = Target.load(str(target_folder))
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    stopped = 0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        prompt = torch.randint(4, 300, (20,)).tolist()
+        plain = generate(target, None, [prompt], max_new_tokens=40).tokens[0]
+        text = target.tokenizer.decode(plain)
+        whole = [text[i : i + 3] for i in range(6, len(text) - 3) if text[i : i + 3].isascii()]
+        if not whole:
+            continue
+        stops = ["no such text", whole[-1]]
+        expected = model.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=40,
+            stop_strings=stops,
+            tokenizer=target.tokenizer,
+            pad_token_id=0,
+        )[0, 20:].tolist()
+        stopped += len(expected) < 40
+        for drafter in (None, Oracle([plain]), NgramDrafter()):
+            assert generate(target, drafter, [prompt], max_new_tokens=40, stop_strings=stops).tokens == [expected]
+    assert stopped >= 2
+
+
+def test_stop_strings_are_sought_in_the_text_that_is_shown():
+    class Tidying:  # as tokenizers of WordPiece by default
+        added_tokens_decoder: ClassVar = {}
+
+        def convert_ids_to_tokens(self, token):
+            return "a"
+
+        def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces=True):
+            return "a." if clean_up_tokenization_spaces else "a ."
+
+    assert StopStrings([" ."], Tidying()).ends([1, 2])
+    assert not StopStrings(["a."], Tidying()).ends([1, 2])
+    assert not StopStrings("a.", Tidying()).ends([1, 2]), "one string, not its letters"
+
+
+def test_a_special_token_that_spells_a_stop_string_ends_the_text_as_in_transformers(target_folder):
+    target = Target.load(str(target_folder))
+    plain = generate(target, None, [[5, 6, 7]], max_new_tokens=20, eos_token_ids=[]).tokens[0]
+    names = target.tokenizer.convert_ids_to_tokens(plain)
+    place = next(at for at, name in enumerate(names) if at > 2 and name.isascii() and names.index(name) == at)
+    special = AddedToken(names[place], special=True)
+    target.tokenizer.add_tokens([special], special_tokens=True)
+    expected = target.model.generate(
+        torch.tensor([[5, 6, 7]]),
+        do_sample=False,
+        max_new_tokens=20,
+        stop_strings=[special.content],
+        tokenizer=target.tokenizer,
+        pad_token_id=0,
+    )[0, 3:].tolist()
+    assert expected == plain[: place + 1]
+    how = {"stop_strings": [special.content], "eos_token_ids": [], "max_new_tokens": 20}
+    assert generate(target, None, [[5, 6, 7]], **how).tokens == [expected]
+
+
+def test_one_eos_token_may_be_given_alone(target):
+    plain = generate(target, None, [[5, 6]], max_new_tokens=12, eos_token_ids=[]).tokens[0]
+    expected = plain[: plain.index(plain[4]) + 1]
+    assert generate(target, None, [[5, 6]], max_new_tokens=12, eos_token_ids=plain[4]).tokens == [expected]
+
+
+@pytest.mark.parametrize("common", [3, 30])
+def test_chats_that_take_turns_keep_what_each_has_read(target, head, common):
+    """They begin alike, as templates do; neither takes the other's slot while another is free."""
+    beginning = [i * 7 % 32 for i in range(common)]
+    chats = [[*beginning, *range(10, 20)], [*beginning, *range(20, 30)]]
+    for drafter in (None, HeadDrafter(head)):
+        engine = Engine(target, drafter, slots=2)
+        for turn in range(3):
+            for chat in chats:
+                before, known = engine.processed, len(chat)
+                (answer,) = engine.generate([chat], max_new_tokens=6).tokens
+                assert answer == generate(target, drafter, [list(chat)], max_new_tokens=6).tokens[0]
+                assert engine.processed - before <= (3 if turn else known)
+                chat += [*answer, 7, 8]
+
+
+def test_of_slots_with_other_texts_the_one_used_least_recently_is_taken(target):
+    engine = Engine(target, slots=2)
+    first, second, third = ([token] * 20 for token in (3, 4, 5))
+    for prompt in (first, second, first, third):  # third takes second's
+        engine.generate([prompt], max_new_tokens=2)
+    before = engine.processed
+    engine.generate([first], max_new_tokens=2)
+    assert engine.processed == before + 1
+
+
+def test_a_slot_was_last_used_when_its_request_ended(target):
+    engine, texts = Engine(target, slots=2), [[token] * 20 for token in (3, 4, 5)]
+    engine.submit(texts[0], max_new_tokens=20)
+    engine.step()
+    engine.submit(texts[1], max_new_tokens=2)  # joins later, and ends first
+    engine.run()
+    engine.generate([texts[2]], max_new_tokens=2)
+    before = engine.processed
+    engine.generate([texts[0]], max_new_tokens=2)
+    assert engine.processed == before + 1
+
+
+def test_what_is_to_be_copied_is_not_given_away_before(target):
+    engine, long = Engine(target, slots=3), [i * 7 % 32 for i in range(80)]
+    for prompt in ([3] * 20, long, [4] * 20):
+        engine.generate([prompt], max_new_tokens=2)
+    before = engine.processed
+    engine.generate([[*long[:30], 9, 9], [5] * 6], max_new_tokens=2)
+    assert engine.processed == before + 2 + 6
+
+
+def test_what_two_texts_begin_with_is_copied_to_another_slot(target):
+    engine, long = Engine(target, slots=2), [i * 7 % 32 for i in range(80)]
+    engine.generate([long], max_new_tokens=2)
+    before = engine.processed
+    other = [*long[:30], 9, 9]
+    made = engine.generate([other], max_new_tokens=5).tokens
+    assert engine.processed == before + 2
+    assert made == generate(target, None, [other], max_new_tokens=5).tokens
+    before = engine.processed
+    engine.generate([[*long, 4]], max_new_tokens=2)
+    assert engine.processed <= before + 2, "the longer text is still there"
+
+
+def test_a_chats_next_turn_processes_only_what_is_new(target, head):
+    """Two rows, two turns, the second one's text changed near its end; drafters with a memory of their own too."""
+    draft_model = Target(tiny_model("qwen3"), None)
+    for drafter in (
+        None,
+        HeadDrafter(head),
+        HeadDrafter(head, Tree((3, 2), 4)),
+        DraftModelDrafter(draft_model, target),
+    ):
+        engine = Engine(target, drafter, slots=2)
+        first = [[5, 6, 7, 8, 9, 10], [1, 2, 3]]
+        answers = engine.generate(first, Sampling(1.0, seed=4), max_new_tokens=12).tokens
+        assert engine.processed == 9
+        turns = [first[0] + answers[0] + [11, 12], first[1] + answers[1][:5] + [13, 14, 15]]
+        again = engine.generate(turns, max_new_tokens=12).tokens
+        # Row 0: its newest token and the two after it; row 1: from the first that differs.
+        assert engine.processed == 9 + 3 + 3
+        assert again == generate(target, drafter, turns, max_new_tokens=12).tokens
+
+
+def test_rules_and_settings_that_do_not_fit_are_refused(target, head):
+    with pytest.raises(UserError, match="no accept rule 'tokens'"):
+        generate(target, HeadDrafter(head), [[1]], rule="tokens")
+    with pytest.raises(UserError, match="does not fit"):
+        generate(target, HeadDrafter(head, Tree((2, 2), 3)), [[1]], rule="rejection")
+    with pytest.raises(UserError, match="2 sampling settings for 1 prompt"):
+        generate(target, None, [[1]], [Sampling(), Sampling()])
+    with pytest.raises(UserError, match="0 slots"):
+        Engine(target, slots=0)
+    with pytest.raises(UserError, match="chunks of 0 tokens"):
+        Engine(target, chunk=0)
+    with pytest.raises(UserError, match="draft length 4 is not in"):
+        HeadDrafter(head, Chain(4))
+    with pytest.raises(UserError, match="a tree of 7 nodes"):
+        Tree((2, 2), 7)
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(target_folder):
+    target = Target.load(str(target_folder))
+    other = Target.load(str(target_folder))
+    other.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match="does not share its tokenizer"):
+        DraftModelDrafter(other, target)
+
+
+@pytest.mark.parametrize("size", [24, 40])
+def test_a_draft_models_vocabulary_may_be_padded_otherwise(target, size):
+    """Smaller: the missing tokens are never drafted. Larger: the surplus is cut off, and q is what is left."""
+    model = tiny_model("qwen3")
+    model.resize_token_embeddings(size)
+    drafter = DraftModelDrafter(Target(model, None), target)
+    prompts = [[1, 2, 3], [4]]
+    assert (
+        generate(target, drafter, prompts, max_new_tokens=12).tokens
+        == generate(target, None, prompts, max_new_tokens=12).tokens
+    )
+    assert len(generate(target, drafter, prompts, Sampling(1.0), max_new_tokens=12).tokens[0]) == 12
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_target_may_be_cast_after_its_load_and_run_under_autocast(target, count):
+    drafter = HeadDrafter(tiny_head(), FixedTree([(0,), (1,), (0, 0)]))
+    prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9]][:count]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [len(row) for row in generate(target, drafter, prompts, max_new_tokens=8).tokens] == [8] * count
+    target.model.double()
+    drafter.head.double()
+    expected = generate(Target(tiny_model().double(), None), None, prompts, max_new_tokens=8).tokens
+    assert generate(target, drafter, prompts, max_new_tokens=8).tokens == expected
+
+
+# ---- slots
+
+
+def chain(dtype=torch.float64) -> HeadDrafter:
+    return HeadDrafter(tiny_head().to(dtype))
+
+
+def double_target() -> Target:
+    """Full and sliding layers, in float64: no near-ties."""
+    return Target(tiny_model("gemma3").double(), tokenizer=None)
+
+
+DRAFTERS = {
+    "none": lambda target: None,
+    "chain": lambda target: chain(),
+    "tree": lambda target: HeadDrafter(tiny_head().double(), Tree((3, 2, 2), 8)),
+    "candidates": lambda target: HeadDrafter(tiny_head().double(), Candidates((3, 2))),
+    "model": lambda target: DraftModelDrafter(Target(tiny_model("qwen3").double(), None), target),
+    "model-tree": lambda target: DraftModelDrafter(
+        Target(tiny_model("qwen3").double(), None), target, Tree((3, 2, 2), 8)
+    ),
+    "ngram": lambda target: NgramDrafter(),
+    "eagle3": lambda target: HeadDrafter(tiny_head(architecture="eagle3").double()),
+    "exit": lambda target: EarlyExitDrafter(target, 1),
+    "hybrid": lambda target: HybridDrafter(chain(), NgramDrafter()),
+    "mixed-model": lambda target: HybridDrafter(DRAFTERS["model-tree"](target), NgramDrafter()),
+    "exit-tree": lambda target: EarlyExitDrafter(target, 1, Tree((3, 2, 2), 4)),
+}
+
+
+def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
+    """Prompts, sampling and lengths of all sorts; every fourth prompt begins as the one before it."""
+    draw = random.Random(0)
+    prompts: list[list[int]] = []
+    for i in range(count):
+        prompt = [draw.randrange(32) for _ in range(draw.choice([1, 3, 9, 30]))]
+        prompts.append(prompts[-1][: draw.randrange(1, 20)] + prompt if i % 4 == 3 else prompt)
+    settings = [Sampling(draw.choice([0.0, 0.7, 1.0]), draw.choice([0, 5]), seed=i) for i in range(count)]
+    return prompts, settings, [draw.choice([1, 2, 7, 20, 45]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_does_not_depend_on_when_it_joined_nor_beside_whom(name):
+    """Rows join and leave at random, in three slots and chunks of seven tokens; some are cancelled under way."""
+    target = double_target()
+    prompts, settings, limits = ragged(14)
+    expected = [
+        generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=limit)
+        for prompt, own, limit in zip(prompts, settings, limits, strict=True)
+    ]
+    engine = Engine(target, DRAFTERS[name](target), slots=3, chunk=7)
+    draw, requests = random.Random(1), []
+    for prompt, own, limit in zip(prompts, settings, limits, strict=True):
+        requests.append(engine.submit(prompt, own, max_new_tokens=limit))
+        for _ in range(draw.randrange(4)):
+            engine.step()
+        if draw.randrange(4) == 0:
+            draw.choice(requests).cancel()
+    engine.run()
+    cancelled = 0
+    for request, alone in zip(requests, expected, strict=True):
+        if request.finish_reason == "cancelled":
+            cancelled += 1
+            assert request.tokens == alone.tokens[0][: len(request.tokens)]
+        else:
+            assert request.tokens == alone.tokens[0]
+            assert request.steps == alone.steps[0]
+            assert [request.finish_reason] == alone.finish_reasons
+    assert 0 < cancelled < 6
+    assert engine.processed < sum(map(len, prompts)), "some prompts began as a slot's text"
+
+
+@pytest.mark.parametrize("name", ["none", "tree", "model-tree"])
+def test_max_batch_size_changes_no_text(name):
+    target = double_target()
+    prompts, settings, limits = ragged(9)
+    whole = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits)
+    for size in (1, 4):
+        made = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits, max_batch_size=size)
+        assert (made.tokens, made.steps) == (whole.tokens, whole.steps)
+    with pytest.raises(UserError, match="max_batch_size 0"):
+        generate(target, None, prompts, max_batch_size=0)
+    with pytest.raises(UserError, match="2 numbers of new tokens for 9 prompts"):
+        generate(target, None, prompts, max_new_tokens=[1, 2])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(name, chunk):
+    target = double_target()
+    prompts = [[i % 32 for i in range(50)], [3, 1, 4], [i * 7 % 32 for i in range(64)]]
+    expected = generate(target, DRAFTERS[name](target), prompts, Sampling(0.8), max_new_tokens=20)
+    engine = Engine(target, DRAFTERS[name](target), slots=3, chunk=chunk)
+    made = engine.generate(prompts, Sampling(0.8), max_new_tokens=20)
+    assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    """While it is read, chunk by chunk, the rest decode: one step for each chunk."""
+    target = double_target()
+    engine = Engine(target, slots=2, chunk=4)
+    short = engine.submit([1, 2], max_new_tokens=40)
+    engine.step()
+    long = engine.submit([i % 32 for i in range(80)], max_new_tokens=5)
+    processed = engine.processed
+    for _ in range(10):
+        before = len(short.tokens)
+        engine.step()
+        assert len(short.tokens) == before + 1
+    assert engine.processed == processed + 40
+    assert not long.tokens
+    short_again = engine.submit([5], max_new_tokens=2)
+    engine.run()
+    assert [len(request.tokens) for request in (short, long, short_again)] == [40, 5, 2]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_slot_that_held_a_longer_text_is_as_new(name):
+    """Another text in it, one that begins alike, one that is a part of it."""
+    target = double_target()
+    engine = Engine(target, DRAFTERS[name](target), slots=1)
+    first = [i * 5 % 32 for i in range(40)]
+    (answer,) = engine.generate([first], Sampling(1.0, seed=3), max_new_tokens=30).tokens
+    text = first + answer
+    for prompt in ([9, 9, 9], text, text[:20], [*text[:35], 1, 2, 3], text[:60], [9, 9, 9]):
+        expected = generate(target, DRAFTERS[name](target), [prompt], Sampling(1.0, seed=5), max_new_tokens=25)
+        made = engine.generate([prompt], Sampling(1.0, seed=5), max_new_tokens=25)
+        assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
+
+
+def test_a_request_takes_the_slot_that_begins_most_alike(target):
+    engine = Engine(target, slots=3)
+    texts = [[1, 2, 3, 4, 5, 6], [1, 2, 9, 9], [7, 7, 7]]
+    engine.generate(texts, max_new_tokens=2)
+    before = engine.processed
+    engine.generate([[1, 2, 3, 4, 8]], max_new_tokens=2)
+    assert engine.processed == before + 1
+    engine.generate([[7, 7, 5], [1, 2, 9, 5]], max_new_tokens=2)
+    assert engine.processed == before + 3
+    engine.forget()
+    engine.generate([[1, 2, 9, 5]], max_new_tokens=2)
+    assert engine.processed == before + 7
+
+
+SIBLINGS = [[i * 7 % 32 for i in range(40)]] * 4 + [[i * 7 % 32 for i in range(30)] + [5, 4, 3], [8, 9]]
+EACH = [Sampling(0.9, seed=seed) for seed in range(len(SIBLINGS))]
+
+
+def beside_siblings(name: str, chunk: int, waits: int) -> tuple[list, Engine]:
+    """Prompts that begin alike, each `waits` steps after the one before."""
+    target = double_target()
+    engine, requests = Engine(target, DRAFTERS[name](target), slots=len(SIBLINGS), chunk=chunk), []
+    for prompt, own in zip(SIBLINGS, EACH, strict=True):
+        requests.append(engine.submit(prompt, own, max_new_tokens=10))
+        for _ in range(waits):
+            engine.step()
+    engine.run()
+    return [(request.tokens, request.steps) for request in requests], engine
+
+
+def without_siblings(name: str) -> list:
+    """Each in an engine of its own."""
+    target = double_target()
+    each = [
+        generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=10)
+        for prompt, own in zip(SIBLINGS, EACH, strict=True)
+    ]
+    return [(alone.tokens[0], alone.steps[0]) for alone in each]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_prompts_begin_with_is_processed_once(name):
+    """Whether they come together, or while it is read and afterwards; of siblings the last token is processed too."""
+    alone = without_siblings(name)
+    for chunk, waits in ((64, 0), (7, 2)):
+        made, engine = beside_siblings(name, chunk, waits)
+        assert made == alone
+        again = engine.drafter.overlap if engine.drafter else 0
+        assert engine.processed == 40 + 3 * (1 + again) + (3 + again) + 2
+
+
+def test_beginnings_are_found_by_hashes_and_believed_when_compared(monkeypatch):
+    """Of many rows a prompt is compared with those that seem to begin alike, and hashes that lie cost no text."""
+    compared = []
+
+    def counted(a, b):
+        compared.append((a, b))
+        return common_prefix(a, b)
+
+    monkeypatch.setattr(slots_module, "common_prefix", counted)
+    for prompts, most in (([[own] * 20 for own in range(100)], 0), ([[1] * 20] * 100, 99)):
+        slots = Slots(100)
+        slots.admit(deque(Request(prompt, Sampling(), 4) for prompt in prompts), 0)
+        assert len(compared) == most
+        assert len(slots.of(FOLLOWING)) == most
+    alone = without_siblings("none")
+    monkeypatch.setattr(slots_module, "_hashes", lambda prompt: [0] * (len(prompt) // 8))
+    assert beside_siblings("none", 7, 2)[0] == alone
+
+
+def test_beginnings_that_are_gone_are_forgotten():
+    slots = Slots(1)
+    for own in range(500):
+        request = Request([own] * 80, Sampling(), 4)
+        slots.admit(deque([request]), 0)
+        request.finish_reason = "stop"
+        slots.release()
+    assert len(slots._beginnings) <= slots_module._FEW + 10
+
+
+def test_who_follows_a_follower_waits_until_that_one_has_been_copied_to():
+    """Rows are copied together: what a row is given now can't be given on now."""
+    slots = Slots(3)
+    texts = [list(range(10)), [*range(8), 50, 51], [*range(6), 60]]
+    leaders = [None, (slots.rows[0], texts[0], 8), (slots.rows[1], texts[1], 6)]
+    for slot, text, leader in zip(slots.rows, texts, leaders, strict=True):
+        slot.text, slot.following, slot.phase = text, leader, FOLLOWING if leader else JOINING
+        slot.request = Request(text, Sampling(), 4)
+    slots.rows[0].known = 10
+    assert slots.follow(0) == ([0], [1], 8)
+    assert [slot.known for slot in slots.rows] == [10, 8, 0]
+    assert slots.follow(0) == ([1], [2], 6)
+    assert slots.follow(0) == ([], [], 0)
+
+
+def test_rows_that_are_not_copied_or_too_early_give_other_texts(monkeypatch):
+    alone = without_siblings("none")
+    with monkeypatch.context() as patch:
+        patch.setattr("speculator.target.kv_cache.KVCache.move", lambda *given: None)
+        assert beside_siblings("none", 64, 0)[0] != alone
+    follow = Slots.follow
+
+    def too_early(slots, overlap):
+        leaders = {slots.rows[row].following[0] for row in slots.of(FOLLOWING)}
+        known = {leader: leader.known for leader in leaders}
+        for leader in leaders:
+            leader.known = 40
+        moved = follow(slots, overlap)
+        for leader in leaders:
+            leader.known = known[leader]
+        return moved
+
+    monkeypatch.setattr(Slots, "follow", too_early)
+    assert beside_siblings("none", 7, 2)[0] != alone
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_who_follows_a_text_that_is_cancelled_reads_its_prompt(steps):
+    target = double_target()
+    engine = Engine(target, slots=3, chunk=7)
+    requests = [engine.submit(prompt, max_new_tokens=9) for prompt in SIBLINGS[:3]]
+    for _ in range(steps):
+        engine.step()
+    requests[0].cancel()
+    engine.submit([3, 3], max_new_tokens=9)  # in its slot
+    engine.run()
+    expected = generate(target, None, SIBLINGS[:1], max_new_tokens=9).tokens[0]
+    assert [request.tokens for request in requests[1:]] == [expected] * 2
+
+
+def test_a_request_does_not_wait_for_a_beginning_that_is_short(target):
+    """Of 20 tokens 8 are shared: both are read at once. Where they have been read they are copied."""
+    prompts = [[*range(8), *[own] * 12] for own in (9, 10, 11)]
+    engine = Engine(target, slots=3)
+    for prompt in prompts[:2]:
+        engine.submit(prompt, max_new_tokens=9)
+    engine.step()
+    assert engine.processed == 40
+    engine.submit(prompts[2], max_new_tokens=9)
+    engine.step()
+    assert engine.processed == 40 + 12
+
+
+def test_why_a_text_ended(target):
+    plain = generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=())
+    assert plain.finish_reasons == ["length"]
+    eos = [plain.tokens[0][5]]
+    assert generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=eos).finish_reasons == ["eos"]
+    end = generate(target, None, [[1] * (target.context_length - 3)], eos_token_ids=())
+    assert (end.finish_reasons, len(end.tokens[0])) == (["context"], 3)
+    both = generate(target, None, [[1] * (target.context_length - 3)], max_new_tokens=3, eos_token_ids=())
+    assert both.finish_reasons == ["length"]
+
+
+def test_a_request_is_cancelled_from_its_callback_and_its_slot_is_free(target):
+    engine, seen = Engine(target, slots=1), []
+
+    def enough(new, drafted):
+        seen.extend(new)
+        if len(seen) >= 3:
+            first.cancel()
+
+    first = engine.submit([1, 2, 3], max_new_tokens=50, on_step=enough)
+    waiting, second = engine.submit([4], max_new_tokens=5), engine.submit([5], max_new_tokens=4)
+    waiting.cancel()
+    engine.run()
+    assert (first.finish_reason, first.tokens) == ("cancelled", seen)
+    assert len(seen) == 3
+    assert (waiting.finish_reason, waiting.tokens) == ("cancelled", [])
+    assert second.tokens == generate(target, None, [[5]], max_new_tokens=4).tokens[0]
+
+
+def test_what_was_interrupted_is_not_trusted(target, monkeypatch):
+    """A prefill has overwritten keys of the text before; a step has left the device ahead of the host."""
+    engine = Engine(target, slots=1)
+    (first,) = engine.generate([[1, 2, 3, 4]], max_new_tokens=12).tokens
+    text = [1, 2, 3, 4, *first]
+    expected = generate(target, None, [text], max_new_tokens=12).tokens
+    extend = target.extend
+    for passes in (1, 3):
+        left = [passes]
+
+        def interrupted(*given, left=left):
+            hidden = extend(*given)
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return hidden
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "extend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[1, 2, 9, 9, 9, 9, 9, 9, 9]])
+        assert engine.generate([text], max_new_tokens=12).tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count"),
+    [([], [], 0), ([1], [], 0), ([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 2, 3], 2), ([1, 9, 3], [1, 2, 3], 1)],
+)
+def test_what_two_texts_share_ends_where_they_first_differ(a, b, count):
+    assert common_prefix(a, b) == common_prefix(b, a) == count
+
+
+def test_a_drafter_is_given_every_position_and_again_those_it_asks_for(target):
+    """Prompts chunk by chunk, then what each step kept: in the rows where they are, with the states of a whole pass."""
+
+    class Noting(HeadDrafter):
+        def open(self, slots, capacity):
+            opened = super().open(slots, capacity)
+            opened.states, opened.overlap = {}, 1
+            return opened
+
+        def prefill(self, start, texts, begins, hidden, counts):
+            super().prefill(start, texts, begins, hidden, counts)
+            for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+                known = self.states.get(start + row, [])[:begin]
+                assert len(known) == begin
+                self.states[start + row] = known + list(hidden[row, :count])
+
+        def move(self, source, destination, longest):
+            super().move(source, destination, longest)
+            self.states |= dict(zip(destination, [self.states.get(row, []) for row in source], strict=True))
+
+        def commit(self, tokens, hidden, counts):
+            super().commit(tokens, hidden, counts)
+            for row, count in enumerate(counts.tolist()):
+                self.states[row] += list(hidden[row, :count])
+
+    engine = Engine(target, Noting(tiny_head(), Tree((2, 2), 4)), slots=2, chunk=3)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [1, 2]]
+    answers = engine.generate(prompts, max_new_tokens=12, eos_token_ids=()).tokens
+    before = engine.processed
+    prompts[0] = prompts[0] + answers[0][:6] + [1, 2]
+    (again,) = engine.generate(prompts[:1], max_new_tokens=9, eos_token_ids=()).tokens
+    assert engine.processed == before + 1 + 2
+    text = prompts[0] + again[:-1]
+    row = next(row for row, slot in enumerate(engine.slots.rows) if list(slot.text[: len(text)]) == text)
+    states = torch.stack(engine.drafter.states[row])[: len(text)]
+    torch.testing.assert_close(states, target.hidden(torch.tensor([text]))[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_longer_than_was_foreseen_is_the_same(name, monkeypatch):
+    target = double_target()
+    prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
+    how = {"sampling": Sampling(0.8), "max_new_tokens": [60, 5, 90]}
+    expected = generate(target, DRAFTERS[name](target), prompts, **how)
+    monkeypatch.setattr("speculator.decoding.engine.AHEAD", 4)
+    engine = Engine(target, DRAFTERS[name](target), slots=2)
+    assert engine.generate(prompts, **how).tokens == expected.tokens
+    assert engine.cache.capacity < 2 * target.context_length
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_scores_are_the_targets_own(name):
+    """Of every token that is taken, a cut step's too; a batch-mate that asks for none gets none."""
+    target = double_target()
+    engine = Engine(target, DRAFTERS[name](target), slots=2)
+    asked = engine.submit([3, 1, 4], Sampling(0.8), max_new_tokens=23, logprobs=2)
+    other = engine.submit([1, 5], Sampling(0.8, seed=1), max_new_tokens=30)
+    engine.run()
+    assert (other.scores, len(asked.scores)) == ([], 23)
+    with torch.no_grad():
+        logits = target.model(torch.tensor([asked.text]), use_cache=False).logits[0, 2:-1]
+    for row, token, score in zip(logits.log_softmax(-1), asked.tokens, asked.scores, strict=True):
+        best = row.topk(2)
+        assert score.logprob == pytest.approx(float(row[token]))
+        assert [each for each, _ in score.top] == best.indices.tolist()
+        assert [value for _, value in score.top] == pytest.approx(best.values.tolist())

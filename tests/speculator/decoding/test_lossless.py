@@ -1,0 +1,450 @@
+"""Whatever drafts, the text is the target's: greedy text to the token, sampled text in distribution, the cache too."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, auto_drafter, tiny_head, tiny_model
+from enumeration import chi_square_p, joint_distribution
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculator import (
+    Candidates,
+    Chain,
+    DraftModelDrafter,
+    EarlyExitDrafter,
+    Engine,
+    FixedTree,
+    HeadDrafter,
+    HybridDrafter,
+    NgramDrafter,
+    Paths,
+    Sampling,
+    Target,
+    Tree,
+    generate,
+)
+from speculator.decoding import verify as rules
+from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import RowSampling, draw, uniforms
+from speculator.drafters.corpus import Corpus
+from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.ngram import Found
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
+# Their grouped matrix products exist in float32 only.
+SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
+DRAFT_TOKENS = [1, 4, 5, 9, 10, 14, 17, 19, 22, 26, 28, 31]
+
+
+SHAPES = {
+    "chain": Chain(3),
+    "greedy-chain": Chain(3, sampled=False),
+    "cautious-chain": Chain(3, min_confidence=0.3),
+    "tree": Tree((4, 3, 2), nodes=8),
+    "paths": Paths((4, 3, 2), paths=4),
+    "candidates": Candidates((3, 2, 1)),
+    "candidates-replacement": Candidates((3, 2), replacement=True),
+    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
+}
+ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
+
+
+def drafters(target: Target | None = None) -> dict:
+    """Every source in every shape. The draft model is another random model than the target."""
+    target = target or Target(tiny_model(), None)
+    dtype = target.dtype
+    draft_model = Target(tiny_model("qwen3").to(dtype), None)
+    made = {f"head-{name}": HeadDrafter(tiny_head().to(dtype), shape) for name, shape in SHAPES.items()}
+    lstm = tiny_head(architecture="lstm").to(dtype)
+    made |= {f"lstm-{name}": HeadDrafter(lstm, SHAPES[name]) for name in ("chain", "tree")}
+    made |= {f"model-{name}": DraftModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
+    attention = tiny_head(architecture="eagle3").to(dtype)
+    made |= {f"attention-{name}": HeadDrafter(attention, SHAPES[name]) for name in ATTENTION}
+    few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
+    pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
+    early = {f"exit-{name}": EarlyExitDrafter(target, 1, SHAPES[name]) for name in ("chain", "tree")}
+    lookup = NgramDrafter(2, corpus=Corpus([[i * k % VOCAB for i in range(2 * VOCAB)] for k in (3, 7)]))
+    both = {f"mixed-{name}": HybridDrafter(made[name], lookup) for name in ("head-chain", "attention-candidates")}
+    auto = {"auto": auto_drafter(tiny_head().to(dtype)), "auto-attention": auto_drafter(attention)}
+    return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early, **both, **auto}
+
+
+# ---- temperature 0
+
+
+GREEDY = [
+    "none",
+    "head-chain",
+    "head-tree",
+    "head-candidates",
+    "lstm-chain",
+    "lstm-tree",
+    "attention-tree",
+    "model-chain",
+    "model-tree",
+    "ngram",
+    "pruned-chain",
+    "pruned-tree",
+    "exit-tree",
+    "mixed-head-chain",
+    "auto",
+    "auto-attention",
+]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_text_is_what_transformers_generates(family):
+    dtype = torch.float32 if family in SINGLE else torch.float64
+    model = tiny_model(family).to(dtype)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    target = Target(model, tokenizer=None)
+    for name, drafter in drafters(target).items():
+        if name in GREEDY:
+            for rows in (slice(0, 1), slice(0, 4)):
+                assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
+    for rows in (slice(0, 1), slice(0, 4)):
+        for wrong, per_step in ((False, 4.0), (True, 1.0)):
+            # 21 tokens: the prefill's and five whole steps of four.
+            made = generate(target, Oracle(expected[rows], wrong), PROMPTS[rows], max_new_tokens=21)
+            assert made.tokens == [row[:21] for row in expected[rows]]
+            assert made.acceptance_length == per_step
+
+
+# ---- above it
+
+
+_DISTRIBUTIONS: dict = {}
+
+
+def sampled_p_value(drafter, sampling, rule=None, rows: int = 12_000, batch: int | None = None) -> float:
+    """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
+    model = tiny_model(scale=2.0)
+    key = replace(sampling, seed=0)
+    if key not in _DISTRIBUTIONS:
+        probs: dict[tuple[int, ...], float] = Counter()
+        for tokens, probability in joint_distribution(model, PROMPTS[0], 3, sampling).items():
+            probs[tokens[1:]] += probability
+        _DISTRIBUTIONS[key] = probs
+    target = Target(model, None)
+    drafter = drafters(target)[drafter] if isinstance(drafter, str) else drafter
+    counts: Counter = Counter()
+    for start in range(0, rows, batch or rows):
+        own = replace(sampling, seed=sampling.seed + start)
+        generation = generate(target, drafter, [PROMPTS[0]] * (batch or rows), own, rule=rule, max_new_tokens=3)
+        counts.update(tuple(row[1:]) for row in generation.tokens)
+    return chi_square_p(counts, _DISTRIBUTIONS[key], sum(counts.values()))
+
+
+WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, top_p=0.8, min_p=0.02, seed=7)]
+
+
+SLOW = "mixed-attention-candidates"
+SAMPLED = [
+    pytest.param(number, name, marks=[pytest.mark.soak] if name == SLOW else [], id=name)
+    for number, name in enumerate(drafters())
+    if "auto" not in name
+]
+
+
+@pytest.mark.parametrize(("number", "name"), SAMPLED)
+def test_sampled_text_follows_the_enumerated_distribution(number, name):
+    assert sampled_p_value(name, WARPERS[number % 3]) > 1e-4
+
+
+@pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
+@pytest.mark.parametrize("name", ["none", "head-chain", "model-candidates"])
+def test_every_warper_keeps_the_distribution(name, sampling):
+    assert sampled_p_value(name, sampling) > 1e-4
+
+
+CHAINS = [
+    *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain")),
+    *(("rejection", name) for name in ("head-chain", "head-cautious-chain", "attention-chain", "pruned-chain")),
+]
+
+
+@pytest.mark.parametrize(("rule", "name"), CHAINS)
+def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
+    assert sampled_p_value(name, WARPERS[0], rule=rule) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", ["head-chain", "head-tree", "attention-chain", pytest.param("mixed-head-chain", marks=pytest.mark.soak)]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_small_batches_follow_the_enumerated_distribution(name, batch):
+    assert sampled_p_value(name, WARPERS[1], rows=500 * batch, batch=batch) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates"])
+def test_a_second_turn_follows_the_enumerated_distribution(name):
+    """Slots go on from another text with a common prefix, of which the head has read drafts and a token more."""
+    engine = Engine(Target(tiny_model(scale=2.0), None), drafters()[name], slots=500)
+    sampling, counts = WARPERS[1], Counter()
+    for start in range(0, 2000, 500):
+        engine.generate([PROMPTS[0][:3]] * 500, replace(sampling, seed=start), max_new_tokens=4)
+        before = engine.processed
+        made = engine.generate([PROMPTS[0]] * 500, replace(sampling, seed=5000 + start), max_new_tokens=3)
+        assert engine.processed - before < 500 * len(PROMPTS[0])
+        counts.update(tuple(row[1:]) for row in made.tokens)
+    expected: Counter = Counter()
+    for tokens, probability in joint_distribution(tiny_model(scale=2.0), PROMPTS[0], 3, sampling).items():
+        expected[tokens[1:]] += probability
+    assert chi_square_p(counts, expected, 2000) > 1e-4
+
+
+def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen():
+    assert sampled_p_value(MisstatedHead(tiny_head()), WARPERS[0]) < 1e-6
+
+
+class ShiftedDistribution(HeadDrafter):
+    """A wrong map in one place of two: tokens of a draft vocabulary, the distribution that of their neighbours."""
+
+    def propose(self, pending, sampling, u, texts):
+        draft = super().propose(pending, sampling, u, texts)
+        draft.tokens = (draft.tokens + 1) % draft.probs.shape[-1]
+        return draft
+
+
+def test_a_draft_vocabulary_that_tokens_and_distribution_do_not_share_is_seen():
+    assert sampled_p_value(ShiftedDistribution(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0]) < 1e-6
+
+
+def test_typical_acceptance_is_seen():
+    assert sampled_p_value("head-greedy-chain", WARPERS[0], rule="typical-lossy") < 1e-6
+
+
+RULE_DRAFTS = {
+    "rejection": ((-1, 0), True, True),
+    "block": ((-1, 0), True, True),
+    "match": ((-1, -1, 0), False, True),
+    "multi_candidate": ((-1, -1, 0), True, False),
+    "multi_candidate_replacement": ((-1, -1, 0), True, True),
+}
+
+
+@pytest.mark.parametrize("name", RULE_DRAFTS)
+def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
+    """The production functions in float32, uniforms and draws included: pairs of tokens, 256 cells."""
+    parents, sampled, replacement = RULE_DRAFTS[name]
+    size, rows, chunk = 16, 1_000_000, 100_000
+    generator = torch.Generator().manual_seed(1)
+    p_table, q_table = (torch.randn(size + 1, size, generator=generator).softmax(-1) for _ in range(2))
+    seen = torch.zeros(size * size, dtype=torch.long)
+    for start in range(0, rows, chunk):
+        u = uniforms(torch.arange(start, start + chunk), torch.zeros(chunk, dtype=torch.long), 2 * len(parents) + 2)
+        tokens: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
+        for node, parent in enumerate(parents):
+            state = torch.full((chunk,), size) if parent < 0 else tokens[parent]  # the table's row: the last token
+            probs = q_table[state]
+            elders = [i for i in range(node) if parents[i] == parent]
+            left = probs
+            for elder in [] if replacement and sampled else elders:
+                left = left.scatter(1, tokens[elder][:, None], 0)
+            tokens.append(draw(left, u[:, node]) if sampled else left.argmax(-1))
+            distributions.append(probs)
+        chain = parents == (-1, 0)
+        draft = Draft(
+            torch.stack(tokens, 1),
+            torch.full((chunk,), len(parents)),
+            torch.stack(distributions, 1) if sampled else None,
+            None if chain else torch.tensor(parents).expand(chunk, -1),
+            depth=2,
+            width=2,
+        )
+        seen += pairs(name, p_table, draft, u[:, len(parents) :])
+    assert chi_square_of_pairs(seen, p_table) > 1e-4
+
+
+def pairs(name, p_table, draft, u) -> torch.Tensor:
+    """How often each pair of tokens came, by a rule and what plain decoding draws behind a short path."""
+    size, rows = p_table.shape[1], len(u)
+    root = torch.full((rows, 1), size)
+    p = p_table[torch.cat([root, draft.tokens], 1)]
+    last, probs = rules.RULES[name](p, draft, u[:, :-1])
+    following = draw(probs, u[:, -2])
+    path = torch.cat([root, draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
+    kept = draft.depths.gather(1, last[:, None])[:, 0]
+    first = torch.where(kept > 0, path[:, 0], following)
+    # The second token: the draft's, the one after it, or plainly drawn where the first ended the step.
+    plain = draw(p_table[first], u[:, -1])
+    second = torch.where(kept > 1, path[:, 1], torch.where(kept == 1, following, plain))
+    return torch.bincount(first * size + second, minlength=size * size)
+
+
+def chi_square_of_pairs(seen, p_table) -> float:
+    size = p_table.shape[1]
+    probs = (p_table[size][:, None].double() * p_table[:size].double()).flatten()
+    cells = {(i,): probability for i, probability in enumerate(probs.tolist())}
+    return chi_square_p(Counter({(i,): n for i, n in enumerate(seen.tolist())}), cells, int(seen.sum()))
+
+
+class Chained:
+    """A source whose distribution of the next token depends on the last one alone."""
+
+    def __init__(self, table):
+        self.logits = table.log()
+
+    def first(self, pending, texts):
+        return self.logits[pending][:, None]
+
+    def next(self, level, tokens, parents):
+        return self.logits[tokens]
+
+
+@pytest.mark.parametrize("inner", [Chain(2), FixedTree([(0,), (1,), (0, 0)])], ids=["chain", "tree"])
+def test_many_rows_of_a_mixed_draft_follow_the_target_distribution(inner):
+    """Drawn, joined with what a lookup found for each row, tested and drawn again, as they run in float32."""
+    size, rows, chunk = 16, 400_000, 100_000
+    generator = torch.Generator().manual_seed(1)
+    p_table, q_table = (torch.randn(size + 1, size, generator=generator).softmax(-1) for _ in range(2))
+    likely = torch.stack([p_table.argmax(-1), q_table.argmax(-1)], 1).tolist()
+    paths: list[list[int]] = []  # eight of the likeliest tokens of either, each also cut
+    for kinds in product(range(2), repeat=3):
+        path = [size]
+        for which in kinds:
+            path.append(likely[path[-1]][which])
+        paths += [path[1 : 1 + length] for length in range(4)]
+    seen = torch.zeros(size * size, dtype=torch.long)
+    shape, source, one = Hybrid(inner, 1), Chained(q_table), RowSampling([Sampling(1.0)], torch.device("cpu"))
+    for start in range(0, rows, chunk):
+        nodes = shape.nodes
+        u = uniforms(torch.arange(start, start + chunk), torch.zeros(chunk, dtype=torch.long), 2 * nodes + 2)
+        shape.found = Found.of([paths[i % len(paths)] for i in range(chunk)], torch.device("cpu"))
+        draft = shape.draft(source, torch.full((chunk,), size), one, u[:, :nodes], [])
+        assert len(draft.longest.unique()) > 1
+        seen += pairs(shape.rules[0], p_table, draft, u[:, nodes:])
+    assert chi_square_of_pairs(seen, p_table) > 1e-4
+
+
+# ---- rows, cache and copies
+
+
+@pytest.mark.parametrize("name", drafters())
+def test_a_row_does_not_depend_on_its_batch_mates(target, name):
+    """But for sampled rows whose drafts are chosen as it goes: what suits a batch depends on all of it."""
+    settings = [
+        Sampling(1.0, seed=11),
+        Sampling(0.0),
+        Sampling(0.8, top_k=5, seed=12),
+        Sampling(1.3, top_p=0.9, seed=13),
+    ]
+    if name.startswith("auto"):
+        settings = [replace(each, temperature=0.0) for each in settings]
+    drafter = drafters(target)[name]
+    together = generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+    alone = [
+        generate(target, drafter, [prompt], [own], max_new_tokens=20).tokens[0]
+        for prompt, own in zip(PROMPTS, settings, strict=True)
+    ]
+    backwards = generate(target, drafter, PROMPTS[::-1], settings[::-1], max_new_tokens=20).tokens
+    assert together == alone == backwards[::-1]
+    assert together == generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, drafter in drafters().items() if drafter and drafter.rules[0] == "match"]
+)
+def test_a_deterministic_draft_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
+    target = Target(tiny_model().double(), tokenizer=None)
+    settings = [replace(own, seed=own.seed + 20) for own in (*WARPERS, Sampling())]
+    expected = generate(target, None, PROMPTS, settings, max_new_tokens=30)
+    made = generate(target, drafters(target)[name], PROMPTS, settings, max_new_tokens=30)
+    assert made.tokens == expected.tokens
+    assert made.acceptance_length > 1
+
+
+@pytest.mark.parametrize("name", drafters())
+def test_after_every_step_the_cache_is_that_of_the_text(name):
+    target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
+    engine, texts = Engine(target, drafters(target)[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
+    checked = 0
+
+    def check(row: int, new: list[int], drafted: int) -> None:
+        nonlocal checked
+        texts[row] += new
+        place = next(i for i, slot in enumerate(engine.slots.rows) if slot.request and slot.text == texts[row])
+        tokens = torch.tensor([texts[row][:-1]])
+        fresh = target.cache(1, tokens.shape[1])
+        target.extend(fresh, tokens)
+        for layer, expected in zip(engine.cache.layers, fresh.layers, strict=True):
+            for mine, theirs in ((layer.keys, expected.keys), (layer.values, expected.values)):
+                torch.testing.assert_close(mine[place, :, : tokens.shape[1]], theirs[0], atol=1e-4, rtol=1e-4)
+        checked += 1
+
+    engine.generate(PROMPTS, Sampling(1.0, seed=2), max_new_tokens=16, on_step=check)
+    assert checked > 16
+
+
+class Copies(TorchDispatchMode):
+    """Operations that ask the device for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[-1].split(".")[0]
+        masked = name.startswith("index") and any(
+            isinstance(part, torch.Tensor) and part.dtype == torch.bool
+            for arg in args[1:]
+            if isinstance(arg, list | tuple)
+            for part in arg
+        )
+        if masked or name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", [name for name in drafters() if "cautious" not in name])
+def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
+    """Counted over one generation: what 16 more tokens add is one copy a step. The cautious chain says that it asks."""
+    counts = Counter()
+    for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        original = getattr(torch.Tensor, method)
+
+        def counted(self, *args, _original=original, **kwargs):
+            counts["python"] += 1
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, method, counted)
+
+    def copies(count: int) -> tuple[int, int]:
+        counts.clear()
+        with Copies() as dispatched:
+            generation = generate(
+                target, drafters(target)[name], [PROMPTS[0]], Sampling(temperature), max_new_tokens=count
+            )
+        return counts["python"] + len(dispatched.names), len(generation.steps[0])
+
+    (few, few_steps), (many, many_steps) = copies(8), copies(24)
+    assert many_steps > few_steps
+    assert many - few == many_steps - few_steps
+
+
+def test_the_copy_counter_has_teeth():
+    with Copies() as copies:
+        torch.ones(3)[torch.tensor([True, False, True])].sum().item()
+    assert len(copies.names) == 2
+
+
+@pytest.mark.parametrize("shape", [Chain(4), Tree((2, 2, 1, 1), nodes=14), Candidates((2, 1, 1, 1))])
+def test_a_model_that_drafts_for_itself_is_always_right(shape):
+    """Its draft's cache is read where it was written: else only the draft would suffer, and the text not tell."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    drafter = DraftModelDrafter(Target(tiny_model().double(), tokenizer=None), target, shape)
+    assert generate(target, drafter, PROMPTS, max_new_tokens=21).acceptance_length == 5

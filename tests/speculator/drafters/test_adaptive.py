@@ -1,0 +1,256 @@
+"""Choosing what to draft before each step: the text stays the target's, and the choices are good ones."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from conftest import auto_drafter, tiny_head, tiny_model
+from enumeration import branching, every_run, joint_distribution
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculator import (
+    Chain,
+    Engine,
+    HeadDrafter,
+    MLPSpeculator,
+    MLPSpeculatorConfig,
+    Sampling,
+    Target,
+    UserError,
+    generate,
+)
+from speculator.decoding.draft import Draft
+from speculator.decoding.verify import RULES
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.controller import Choice
+from speculator.drafters.hybrid import Hybrid
+
+PROMPT, SAMPLING = [0, 1, 0, 2], Sampling(1.0, top_k=2)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target of four tokens and a head for it, in float64."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **more, max_position_embeddings=32)).double().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 20
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=4, emb_dim=8, inner_dim=8, n_predict=2)).double()
+    return Target(model, tokenizer=None), head
+
+
+def distance(
+    small,
+    monkeypatch,
+    engine_class=Engine,
+    drafter_class=AdaptiveDrafter,
+    rules=RULES,
+    count=4,
+    taken=None,
+    cost=None,
+) -> float:
+    """Total variation between what an engine says in all its runs and what the model says."""
+    target, head = small
+    auto = auto_drafter(head, cost)
+
+    def decode(pick):
+        with monkeypatch.context() as patch:
+            branching(patch, pick, rules)
+            drafter = drafter_class(head, auto.choices, auto.lookup, auto.cost)
+            engine = engine_class(target, drafter, slots=1)
+            request = engine.submit(PROMPT, SAMPLING, max_new_tokens=count)
+            while engine.busy:
+                engine.step()
+                if taken is not None and hasattr(engine.drafter, "shape"):
+                    taken[type(engine.drafter.shape).__name__, engine.drafter.shape.nodes] += 1
+            return tuple(request.tokens)
+
+    made = every_run(decode)
+    exact = joint_distribution(target.model, PROMPT, count, SAMPLING)
+    assert sum(made.values()) == pytest.approx(1)
+    return 0.5 * sum(abs(made.get(text, 0) - exact.get(text, 0)) for text in made.keys() | exact.keys())
+
+
+def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(small, monkeypatch):
+    taken: Counter = Counter()
+    assert distance(small, monkeypatch, taken=taken) < 1e-12
+    assert {("Copied", 0), ("Copied", 1), ("Chain", 1), ("FixedTree", 3)} <= taken.keys(), taken
+
+
+def both(what, greedy, rows, longest) -> float:
+    """A path of two beside a chain of one, then one of one beside a tree."""
+    if isinstance(what, Hybrid):
+        return 0.3 if (what.length, what.inner.nodes) == ((1, 3), (2, 1))[longest % 2] else inf
+    return 1.0
+
+
+def pairs(what, greedy, rows, longest) -> float:
+    """A token of each source."""
+    return 0.3 if isinstance(what, Hybrid) and what.nodes == 2 else 1.0
+
+
+def test_so_do_those_in_which_a_path_is_beside_the_heads_draft(small, monkeypatch):
+    taken: Counter = Counter()
+    assert distance(small, monkeypatch, taken=taken, cost=both, count=3) < 1e-12
+    assert taken.keys() >= {("Hybrid", 3), ("Hybrid", 4)}, taken
+
+
+def cut_to_what_passes(rule):
+    """Chooses the length of a chain after seeing which of its tokens pass."""
+
+    def peek(p, draft, u):
+        last, rest = rule(p, draft, u)
+        if draft.parents is not None:
+            return last, rest
+        return rule(p, replace(draft, lengths=last), u)
+
+    return peek
+
+
+class DraftsAgain(Engine):
+    """On refusal of a whole draft, another is drafted for the same place."""
+
+    def _step(self, texts):
+        for _ in range(2):
+            draft, u = self.draft(texts)
+            verified = self.verify(draft, u)
+            if int(verified.accepted):
+                break
+        self.keep(verified)
+        return verified.report
+
+
+class DropsUnlikelyTokens(AdaptiveDrafter):
+    """Chooses no draft after seeing that the head drew a token that it finds unlikely."""
+
+    def propose(self, pending, sampling, u, texts):
+        draft = super().propose(pending, sampling, u, texts)
+        if draft.probs is not None and draft.probs[0, 0, draft.tokens[0, 0]] < 0.5:
+            return Draft.none(pending)
+        return draft
+
+
+class DropsWhatTheLookupDoesNotSay(AdaptiveDrafter):
+    """Chooses the lookup's path alone after seeing that the head drew another token."""
+
+    def propose(self, pending, sampling, u, texts):
+        draft = super().propose(pending, sampling, u, texts)
+        if draft.own is not None and draft.lengths[0] > draft.own.lengths[0] and draft.before[0, -1] == 0:
+            return replace(draft, tokens=draft.tokens[:, -1:], lengths=draft.lengths * 0 + 1, parents=None, own=None)
+        return draft
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rules": {name: cut_to_what_passes(rule) for name, rule in RULES.items()}},
+        {"engine_class": DraftsAgain, "count": 3},
+        {"drafter_class": DropsUnlikelyTokens},
+        {"drafter_class": DropsWhatTheLookupDoesNotSay, "cost": pairs, "count": 3},
+    ],
+    ids=["cut to what passes", "drafts again", "drops unlikely tokens", "drops what the lookup does not say"],
+)
+def test_a_controller_that_peeks_fails(small, monkeypatch, wrong):
+    assert distance(small, monkeypatch, **wrong) > 1e-3
+
+
+# ---- with others, and again
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3"])
+def test_greedy_texts_are_the_targets_whoever_joins_and_leaves(architecture):
+    target = Target(tiny_model("gemma3").double(), tokenizer=None)
+    expected = [generate(target, None, [prompt], max_new_tokens=40).tokens[0] for prompt in PROMPTS]
+    engine, draw = Engine(target, auto_drafter(tiny_head(3, architecture).double()), slots=2, chunk=3), random.Random(2)
+    for _ in range(2):
+        requests = []
+        for prompt in PROMPTS:
+            requests.append(engine.submit(prompt, max_new_tokens=40))
+            for _ in range(draw.randrange(6)):
+                engine.step()
+        engine.run()
+        assert [request.tokens for request in requests] == expected
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3"])
+def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
+    """A head that drafts after copies and plain steps drafts as one that is given the text anew."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    head, shape = tiny_head(3, architecture).double(), Chain(3)
+    engine = Engine(target, AdaptiveDrafter(head, [Choice(shape, {True: [0.5] * 3})], [0.5], lambda *_: 1.0), slots=2)
+    requests = [engine.submit(prompt, max_new_tokens=100) for prompt in PROMPTS[:2]]
+    engine.step()
+    own, drafts, propose = engine.drafter, [], engine.drafter.propose
+    own.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
+    compared = 0
+    for turn in [0, 2, shape, 0, 0, shape, 1, shape, shape, 2, shape] * 2:
+        chosen = turn if isinstance(turn, int) else own.choices[0]
+        own._controller.choose = lambda requests, found, chosen=chosen: chosen
+        texts = [list(request.text) for request in requests]
+        engine.step()
+        if turn is shape:
+            anew = Engine(target, HeadDrafter(head, shape), slots=2)
+            for text in texts:
+                anew.submit(text[:-1], max_new_tokens=10)
+            anew.admit()
+            anew.prefill()
+            assert torch.equal(anew.draft(anew.ready())[0].tokens, drafts[-1].tokens)
+            compared += 1
+    assert compared == 10
+
+
+def test_the_same_requests_again_are_drafted_for_alike():
+    """No clock is read: what was chosen, drawn and accepted is the same, also after other texts."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    engine = Engine(target, auto_drafter(tiny_head().double()), slots=3)
+    runs = []
+    for _ in range(2):
+        engine.forget()
+        made = engine.generate(PROMPTS, Sampling(1.0, seed=4), max_new_tokens=30)
+        runs.append((made.tokens, made.steps))
+        engine.generate(PROMPTS[:1], Sampling(1.0, seed=9), max_new_tokens=30)
+    assert runs[0] == runs[1]
+    assert len({step.drafted for row in runs[0][1] for step in row}) > 2
+
+
+def test_what_is_fixed_is_drafted_as_by_a_head_that_knows_nothing_else():
+    """A server's seeded requests."""
+    target, head = Target(tiny_model().double(), tokenizer=None), tiny_head().double()
+    drafter = auto_drafter(head)
+    drafter.fixed = drafter.alone
+    expected = generate(target, HeadDrafter(head, drafter.alone), PROMPTS, Sampling(1.0), max_new_tokens=30)
+    made = generate(target, drafter, PROMPTS, Sampling(1.0), max_new_tokens=30)
+    assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
+
+
+def test_what_others_said_is_looked_up_where_there_is_a_memory():
+    """Of a sibling that is further on, and of a text that has ended."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    steps = []
+    for memory in (0, 1000):
+        drafter = AdaptiveDrafter(tiny_head().double(), [], [0.5] * 3, lambda *_: 1.0, memory=memory)
+        engine, texts = Engine(target, drafter, slots=2), []
+        for wait in (20, 100, 0):
+            texts.append(engine.submit(PROMPTS[0], max_new_tokens=40))
+            for _ in range(wait):
+                engine.step()
+        engine.run()
+        assert len({tuple(text.tokens) for text in texts}) == 1
+        steps.append([len(text.steps) for text in texts])
+    assert len(set(steps[0])) == 1
+    assert steps[1][1] < 0.8 * steps[0][1]
+    assert steps[1][2] < 0.5 * steps[0][2]
+
+
+def test_a_rule_that_does_not_fit_all_that_may_be_drafted_is_refused():
+    with pytest.raises(UserError, match="these do: typical-lossy"):
+        Engine(Target(tiny_model(), None), auto_drafter(tiny_head()), rule="block")

@@ -1,0 +1,229 @@
+"""An attention head in the engine: whatever joins, leaves, is reused or comes in chunks, it drafts what its training
+form says of the text so far, also where that is packed with other documents."""
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from speculator import Candidates, Chain, HeadDrafter, Sampling, Target, Tree
+from speculator.checkpoints.loading import bind
+from speculator.decoding.engine import Engine
+from speculator.drafters.adaptive import Copied
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from speculator.heads.attention import HeadCache
+from speculator.heads.eagle3.drafting import LATE, AttentionSource
+from speculator.target.aux_layers import AuxLayers
+
+STEPS = 4
+BEFORE = [5, 4, 3, 2, 1, 0]  # another document of the row
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
+
+
+class Noting:
+    """A source of logits, and a list of what they were: (text, path of a draft below it, logits)."""
+
+    def __init__(self, source: AttentionSource, log: list):
+        self.source, self.log = source, log
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+    def note(self, logits):
+        for text, paths, row in zip(self.texts, self.paths, logits, strict=True):
+            self.log += [(text, path, each) for path, each in zip(paths, row, strict=True)]
+        return logits
+
+    def first(self, pending, texts):
+        self.texts, self.paths = [tuple(text) for text in texts], [[()] for _ in texts]
+        return self.note(self.source.first(pending, texts))
+
+    def next(self, level, tokens, parents):
+        given = zip(self.paths, tokens.tolist(), parents.tolist(), strict=True)
+        self.paths = [[(*old[p], x) for x, p in zip(row, above, strict=True)] for old, row, above in given]
+        return self.note(self.source.next(level, tokens, parents))
+
+
+class Noted(HeadDrafter):
+    def open(self, slots, capacity):
+        opened, self.log = super().open(slots, capacity), []
+        opened.source = Noting(opened.source, self.log)
+        return opened
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(tiny_model().double(), tokenizer=None)
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(3)
+    config = Eagle3SpeculatorConfig.for_target(target.config, n_predict=STEPS, aux_layers=[0, 1])
+    return bind(Eagle3Speculator(config).double(), target)
+
+
+@torch.no_grad()
+def trained_form(target, head, text, path) -> torch.Tensor:  # [V]
+    """The training form's logits of a path's last token, the text behind another document of the row."""
+    row = torch.tensor([[*BEFORE, *text[:-1]]])
+    documents = torch.tensor([[0] * len(BEFORE) + [1] * (len(text) - 1)])
+    with target.aux_layers.recorded(head.aux_layers) as states:
+        hidden = target.hidden(row, documents)
+    tokens = torch.tensor([[*BEFORE[1:], *text, *path, *[0] * STEPS]])[:, : row.shape[1] + STEPS - 1]
+    loss_mask = torch.arange(row.shape[1])[None] == row.shape[1] - 1
+    features = head.unrolled(states(hidden), tokens, documents, loss_mask)
+    return head.to_full_vocabulary(head.lm_head(features[len(path)][0, -1]))
+
+
+def gap(target, head, drafter: Noted) -> float:
+    assert len(drafter.log) > 40
+    expected: dict = {}
+    for text, path, _ in drafter.log:
+        if (text, path) not in expected:
+            expected[text, path] = trained_form(target, head, text, path)
+    return max((logits - expected[text, path]).abs().max().item() for text, path, logits in drafter.log)
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 3), (2, 1), (2, 64), (5, 3)])
+def test_drafts_are_the_training_forms_through_slots_chunks_and_prefixes(target, head, slots, chunk):
+    plain = Engine(target, None, slots=slots).generate(PROMPTS, max_new_tokens=12)
+    drafter = Noted(head)
+    engine = Engine(target, drafter, slots=slots, chunk=chunk)
+    limits = [12, 5, 9, 12, 7]
+    first = engine.generate(PROMPTS, max_new_tokens=limits)
+    assert first.tokens == [tokens[:n] for tokens, n in zip(plain.tokens, limits, strict=True)]
+    # A second turn goes on from what the slots hold.
+    turns = [prompt + said + [1, 2] for prompt, said in zip(PROMPTS, first.tokens, strict=True)]
+    before = engine.processed
+    second = engine.generate(turns, max_new_tokens=8)
+    assert slots < 5 or engine.processed - before < sum(map(len, turns))
+    assert second.tokens == Engine(target, None, slots=1).generate(turns, max_new_tokens=8).tokens
+    assert gap(target, head, drafter) < 1e-10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [Chain(STEPS), Tree((2, 2, 1, 1), nodes=7), Candidates((2, 2, 1))])
+def test_every_shape_drafts_by_the_training_forms_distributions(target, head, shape, temperature):
+    drafter = Noted(head, shape)
+    made = Engine(target, drafter, slots=3).generate(PROMPTS, Sampling(temperature, seed=1), max_new_tokens=12)
+    assert [len(tokens) for tokens in made.tokens] == [12] * 5
+    assert any(step.accepted for steps in made.steps for step in steps)
+    assert gap(target, head, drafter) < 1e-10
+
+
+class Seldom(Noted):
+    """Drafts in one of so many steps, and nothing in the others."""
+
+    every: int
+
+    def choose(self, requests):
+        self.turn = getattr(self, "turn", -1) + 1
+        self.own, self.none = getattr(self, "own", self.shape), getattr(self, "none", Copied(0))
+        return self.none if self.turn % self.every else self.own
+
+
+@pytest.mark.parametrize("every", [2, 5, 2 * LATE])
+def test_steps_without_a_draft_are_read_later_by_the_same_training_form(target, head, every):
+    """By rows that accepted more or less before, beside rows that join, leave and go on from a prefix."""
+    drafter = Seldom(head, Chain(2))
+    drafter.every = every
+    engine = Engine(target, drafter, slots=3)
+    limits = [40, 35, 50, 44, 30]
+    first = engine.generate(PROMPTS, max_new_tokens=limits).tokens
+    turns = [prompt + said + [1, 2] for prompt, said in zip(PROMPTS, first, strict=True)]
+    second = engine.generate(turns, max_new_tokens=30).tokens
+    assert second == Engine(target, None, slots=1).generate(turns, max_new_tokens=30).tokens
+    assert gap(target, head, drafter) < 1e-10
+
+
+def test_what_is_lost_before_it_is_read_is_seen(target, head, monkeypatch):
+    own = AttentionSource.commit
+
+    def losing(self, tokens, hidden, counts):
+        self._counts[: len(counts)] = 0
+        own(self, tokens, hidden, counts)
+
+    monkeypatch.setattr(AttentionSource, "commit", losing)
+    drafter = Seldom(head, Chain(2))
+    drafter.every = 5
+    engine = Engine(target, drafter, slots=3)
+    engine.generate(PROMPTS, max_new_tokens=40)
+    assert gap(target, head, drafter) > 1e-3
+
+
+def changed(head, change) -> Eagle3Speculator:
+    head = copy.deepcopy(head)
+    change(head)
+    return head
+
+
+def stand_still(head):
+    head._position = lambda memory: (memory.lengths - 1)[:, None]
+
+
+def hand_on_unnormed(head):
+    head.config.norm_output = False
+
+
+@pytest.mark.parametrize("change", [stand_still, hand_on_unnormed])
+def test_a_head_that_drafts_otherwise_than_it_was_trained_is_seen(target, head, change):
+    drafter = Noted(changed(head, change))
+    Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12)
+    assert gap(target, head, drafter) > 1e-3
+
+
+def test_taps_off_by_one_are_seen(target, head, monkeypatch):
+    own = AuxLayers.recorded
+    monkeypatch.setattr(AuxLayers, "recorded", lambda self, wanted: own(self, [1 - k for k in wanted]))
+    drafter = Noted(head)
+    Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12)
+    monkeypatch.undo()
+    assert gap(target, head, drafter) > 1e-3
+
+
+def test_rows_of_a_draft_that_stay_in_the_memory_are_seen(target, head, monkeypatch):
+    own = AttentionSource.commit
+
+    def keeping(self, tokens, hidden, counts):
+        own(self, tokens, hidden, counts)
+        self.memory.lengths[: len(counts)] += 1
+
+    monkeypatch.setattr(AttentionSource, "commit", keeping)
+    wide = AttentionSource.open
+    monkeypatch.setattr(AttentionSource, "open", lambda self, slots, capacity: wide(self, slots, capacity + 100))
+    select = HeadCache.select
+    monkeypatch.setattr(HeadCache, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
+    drafter = Noted(head)
+    Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12)
+    assert gap(target, head, drafter) > 1e-3
+
+
+def test_another_rows_memory_that_is_read_is_seen(target, head, monkeypatch):
+    """Rows change places in the cache as requests leave: the memory has to go along."""
+    monkeypatch.setattr(AttentionSource, "move", lambda self, source, destination, longest: None)
+    drafter = Noted(head)
+    Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=[12, 3, 9, 12, 5])
+    assert gap(target, head, drafter) > 1e-3
+
+
+def test_a_prompt_is_read_without_drafting_from_it(target, head, monkeypatch):
+    """A prefill writes keys and values; what a text before left unread is read where some of it stays."""
+    reads, levels = [], []
+    read, level = type(head)._read, type(head)._level
+    monkeypatch.setattr(type(head), "_read", lambda *args: reads.append(args[2].shape) or read(*args))
+    monkeypatch.setattr(type(head), "_level", lambda *args: levels.append(None) or level(*args))
+    source = HeadDrafter(head, Chain(2)).open(slots=2, capacity=20).source
+    hidden = torch.zeros(2, 3, len(head.aux_layers) * head.config.emb_dim, dtype=head.dtype)
+    source.prefill(0, [[1, 2, 3], [4, 5, 6]], [0, 0], hidden, [3, 3])
+    assert (len(reads), len(levels)) == (1, 0)
+    source.first(torch.tensor([7, 8]), [[1, 2, 3, 7], [4, 5, 6, 8]])
+    source.commit(torch.tensor([[7, 1], [8, 1]]), hidden[:, :2], torch.tensor([2, 1]))
+    source.prefill(0, [[1, 2, 3, 7, 1, 2]], [4], hidden[:1, :2], [2])
+    assert (len(reads), len(levels)) == (4, 1)
+    source.move([0, 1], [1, 0], 6)
+    source.prefill(1, [[9, 2]], [0], hidden[:1, :2], [2])
+    assert len(reads) == 5
+    source.prefill(0, [[1, 2, 3, 7, 9]], [4], hidden[:1, :1], [1])
+    assert len(reads) == 7

@@ -1,0 +1,106 @@
+"""What a head reads of the target's layers is transformers' hidden states, in training, prefill and verify."""
+
+import pytest
+import torch
+from conftest import CONFIGS, tiny_model
+
+from speculator import Target, UserError
+from speculator.decoding.draft import Draft
+from speculator.decoding.engine import Engine
+from speculator.drafters import Drafter
+from speculator.target.aux_layers import AuxLayers
+
+TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def states_of(model, tokens, wanted):
+    """By transformers' own flag; of Gemma 3n's four streams the active one."""
+    with torch.no_grad():
+        states = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([states[k] if states[k].ndim == 3 else states[k][0] for k in wanted], -1)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_taps_are_transformers_hidden_states_in_training_prefill_and_verify(family):
+    model, close = tiny_model(family), {"atol": 1e-3, "rtol": 1e-4}
+    wanted = range(model.config.num_hidden_layers)
+    expected = states_of(model, TOKENS, wanted)
+    target = Target(model, tokenizer=None)
+    with target.aux_layers.recorded(wanted) as read:
+        hidden = target.hidden(TOKENS)
+    torch.testing.assert_close(read(hidden), expected, **close)
+    documents = torch.tensor([[0] * 9 + [1] * 11, [4] * 20])
+    with target.aux_layers.recorded(wanted) as read:
+        hidden = target.hidden(TOKENS, documents)
+    torch.testing.assert_close(read(hidden)[0, 9:], states_of(model, TOKENS[:1, 9:], wanted)[0], **close)
+    torch.testing.assert_close(read(hidden)[1], expected[1], **close)
+    cache, lengths = target.cache(2, 20), torch.tensor([7, 4])
+    with target.aux_layers.recorded(wanted) as read:
+        hidden = target.extend(cache, TOKENS[:, :7])
+    torch.testing.assert_close(read(hidden), expected[:, :7], **close)
+    cache.commit(lengths)
+    cache.select(0, 2, 7)
+    following = torch.stack([row[n : n + 5] for row, n in zip(TOKENS, (7, 4), strict=True)])
+    with target.aux_layers.recorded(wanted[1:]) as read:
+        hidden = target.extend(cache, following)
+    width = expected.shape[-1] // len(wanted)
+    rows = [row[n : n + 5, width:] for row, n in zip(expected, (7, 4), strict=True)]
+    torch.testing.assert_close(read(hidden), torch.stack(rows), **close)
+    assert not any(layer._forward_pre_hooks for layer in target.aux_layers.layers), "a hook stays on"
+
+
+class Recording(Drafter):
+    """Drafts a tree, and keeps the states that it is given of each text."""
+
+    name, num_speculative_tokens, nodes, rules, taps = "recording", 2, 4, ("match",), (0, 1)
+
+    def open(self, slots, capacity):
+        self.states = {}
+        return self
+
+    def prefill(self, start, texts, begins, hidden, counts):
+        for i, (text, begin, count) in enumerate(zip(texts, begins, counts, strict=True)):
+            self.states.setdefault(id(text), [text]).append((begin, hidden[i, :count]))
+
+    def propose(self, pending, sampling, u, texts):
+        self.texts = [(text, len(text) - 1) for text in texts]
+        guess = torch.stack([(pending * 7 + i) % 32 for i in range(4)], 1)
+        parents = torch.tensor([-1, -1, 0, 1]).expand(len(pending), -1)
+        return Draft(guess, torch.full_like(pending, 4), None, parents, depth=2, width=2)
+
+    def commit(self, tokens, hidden, counts):
+        for (text, begin), states, count in zip(self.texts, hidden, counts.tolist(), strict=True):
+            self.states[id(text)].append((begin, states[:count]))
+
+
+def test_the_engine_gives_a_drafter_its_taps_at_every_position():
+    target, drafter = Target(tiny_model().double(), tokenizer=None), Recording()
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9]]
+    Engine(target, drafter, slots=3, chunk=3).generate(prompts, max_new_tokens=16)
+    assert len(drafter.states) == 3
+    for text, *given in drafter.states.values():
+        assert [begin for begin, _ in given] == [sum(len(s) for _, s in given[:i]) for i in range(len(given))]
+        states = torch.cat([states for _, states in given])
+        expected = states_of(target.model, torch.tensor([text]), (0, 1))[0]
+        torch.testing.assert_close(states, expected[: len(states)], atol=1e-10, rtol=1e-10)
+
+
+def test_a_model_whose_layers_are_not_what_transformers_reports_has_no_taps(monkeypatch):
+    """Off by one, as if the layers were another list: it decodes, and a head that reads it is refused."""
+    own = AuxLayers.__init__
+
+    def off_by_one(self, model):
+        own(self, model)
+        self.layers = torch.nn.ModuleList([*self.layers[1:], self.layers[0]])
+
+    monkeypatch.setattr(AuxLayers, "__init__", off_by_one)
+    target = Target(tiny_model(), tokenizer=None)
+    target.aux_layers.check((), target.name)
+    with pytest.raises(UserError, match="what its layers read is not"):
+        target.aux_layers.check((0, 1), target.name)
+
+
+def test_taps_outside_the_target_are_refused(target):
+    target.aux_layers.check((0, 1), "a target")
+    with pytest.raises(UserError, match="taps 1 2: a target has 2 layers, so taps 0 to 1"):
+        target.aux_layers.check((1, 2), "a target")

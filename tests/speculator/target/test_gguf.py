@@ -1,0 +1,150 @@
+"""Targets in GGUF files: what the file says is what the target is, and what is wrong with a file is a line."""
+
+import builtins
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+from gguf_files import TEMPLATE, tiny_llama, write_gguf
+
+from data.cli.generate import _context_length, build_parser
+from data.rendering import load_tokenizer
+from eval.decoders import decoders
+from eval.timing import Timed
+from speculator import Sampling, Target, UserError, generate
+from speculator.checkpoints.layout import base_config
+from speculator.target.gguf import metadata
+from train.command_line import parse
+from train.dry_run import _known_config
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = tiny_tokenizer(280)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_llama(len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, model, tokenizer):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.F32.gguf", model, tokenizer)
+
+
+@torch.no_grad()
+def test_a_target_is_what_its_file_says(file, model, tokenizer):
+    target = Target.load(str(file))
+    assert target.name == str(file)
+    assert target.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert target.context_length == 128
+    assert target.tokenizer.chat_template == TEMPLATE
+    text = "<|im_start|>user\ndef wrap(self, text):<|im_end|>"
+    tokens = tokenizer(text)["input_ids"]
+    assert target.tokenizer(text, add_special_tokens=False)["input_ids"] == tokens
+    assert load_tokenizer(str(file))(text, add_special_tokens=False)["input_ids"] == tokens
+    ours = target.logits(target.hidden(torch.tensor([tokens])))
+    torch.testing.assert_close(ours, model(torch.tensor([tokens])).logits, atol=1e-5, rtol=1e-4)
+    assert len(generate(target, None, [tokens], Sampling(), max_new_tokens=4).tokens[0]) <= 4
+
+
+def test_its_config_is_read_without_its_weights(file, tmp_path):
+    """By who only looks: generating on a server, a rehearsal, a checkpoint layout."""
+    flags = ["--target", str(file), "--sources", "x", "--output", "y"]
+    assert _context_length(build_parser().parse_args(flags)) == 128
+    known = _known_config(parse(["--target.name_or_path", str(file)]))
+    for config in (known, base_config(str(file))):
+        assert (config.model_type, config.hidden_size, config.max_position_embeddings) == ("llama", 32, 128)
+    assert base_config(str(tmp_path / "none.gguf")) is None
+    with pytest.raises(UserError, match=r"none\.gguf: No such file"):
+        _known_config(parse(["--target.name_or_path", str(tmp_path / "none.gguf")]))
+
+
+def test_the_weights_count_as_no_quantised_ones(file):
+    target = Target.load(str(file))
+    assert not hasattr(target.config, "quantization_config")
+
+
+def test_it_is_transformers_draft_model_too(file):
+    target = Target.load(str(file))
+    (theirs,) = [own for own in decoders(target, None, [3], target, ["hf_assisted"], 1)[0] if own.key == "hf_assisted"]
+    out = Timed()
+    theirs.run([[5, 6, 7]], Sampling(), 6, out, ())
+    assert out.tokens == generate(target, None, [[5, 6, 7]], max_new_tokens=6, eos_token_ids=()).tokens
+
+
+def test_it_is_saved_as_any_other_model(file, tmp_path):
+    target = Target.load(str(file))
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        again = Target.load(str(tmp_path))
+        assert torch.equal(again.logits(again.hidden(tokens)), target.logits(target.hidden(tokens)))
+    assert again.eos_token_ids == target.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("context_length", "its metadata have no llama.context_length"),
+        ("eos_token_id", "its metadata have no tokenizer.ggml.eos_token_id"),
+        ("tokens", "its metadata have no tokenizer.ggml.tokens"),
+    ],
+)
+def test_a_missing_field_is_named(tmp_path, model, tokenizer, field, message):
+    file = write_gguf(tmp_path / "less.gguf", model, tokenizer, leave_out=field)
+    for load in (Target.load, load_tokenizer):
+        with pytest.raises(UserError, match=message) as refusal:
+            load(str(file))
+        assert "\n" not in str(refusal.value)
+
+
+def harmed(content: bytes) -> dict[str, bytes]:
+    half = len(content) // 2
+    return {
+        "in its weights": content[:-100],
+        "in the middle": content[:half],
+        "in its header": content[:40],
+        "in its tokens": content[:2000],
+    }
+
+
+@pytest.mark.parametrize("where", harmed(b""))
+def test_a_file_that_is_cut_short_is_a_line(file, tmp_path, where):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(harmed(file.read_bytes())[where])
+    with pytest.raises(UserError, match=r"cut\.gguf.* is damaged or cut short") as refusal:
+        Target.load(str(cut))
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_is_no_gguf_is_a_line(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"PK\x03\x04")
+    with pytest.raises(UserError, match="is no GGUF file"):
+        Target.load(str(tmp_path / "a.gguf"))
+    with pytest.raises(UserError, match="No such file"):
+        Target.load(str(tmp_path / "b.gguf"))
+    (tmp_path / "c.gguf").mkdir()
+    with pytest.raises(UserError, match="a folder"):
+        Target.load(str(tmp_path / "c.gguf"))
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_missing_package_is_named(file, monkeypatch, package):
+    metadata.cache_clear()
+    original = builtins.__import__
+
+    def without(name, *rest, **named):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return original(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=f"package {package}: pip install {package}"):
+        Target.load(str(file))

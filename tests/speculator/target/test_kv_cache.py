@@ -1,0 +1,67 @@
+"""What a cache holds, slot by slot."""
+
+import pytest
+import torch
+
+from speculator.target.attention import mask as mask_of
+from speculator.target.kv_cache import KVCache, current
+
+CPU = torch.device("cpu")
+# Two heads of 3; one head of 5 in another dtype.
+SMALL, LARGE = (2, 3, torch.float32, CPU), (1, 5, torch.float64, CPU)
+
+
+def written(layers: list, lengths: list[int], width: int) -> KVCache:
+    """A cache whose slots hold their own numbers, row r's from 100 r on, negative in what was written last."""
+    cache = KVCache(layers, rows=len(lengths), capacity=16, device=CPU)
+    cache.lengths.copy_(torch.tensor(lengths))
+    cache.select(0, len(lengths), max(lengths))
+    slot = torch.arange(cache.capacity) + 100 * torch.arange(len(lengths))[:, None]
+    for layer in cache.layers:
+        for buffer in (layer.keys, layer.values):
+            buffer.copy_(slot[:, None, :, None])
+    with cache.writing(width):
+        for layer in cache.layers:
+            new = (-current().slots - 100 * torch.arange(len(lengths))[:, None])[:, None, :, None]
+            layer.update(*(new.expand(-1, x.shape[1], -1, x.shape[3]).to(x) for x in (layer.keys, layer.values)))
+    return cache
+
+
+@pytest.mark.parametrize("layers", [[(SMALL, SMALL)] * 3, [(SMALL, LARGE), (LARGE, LARGE), (SMALL, SMALL)]])
+@pytest.mark.parametrize(("lengths", "paths"), [([4], [[0, 2, 3]]), ([4, 6], [[0, 1, 3], [0, 3, 0]])])
+def test_a_path_moves_to_the_front_in_every_layer(layers, lengths, paths):
+    cache = written(layers, lengths, width=4)
+    cache.gather(torch.tensor(paths))
+    cache.grow(40)
+    for layer in cache.layers:
+        for buffer in (layer.keys, layer.values):
+            assert buffer.shape[2] >= 40
+            for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
+                expected = [100 * row + slot for slot in range(length)]
+                expected += [-(100 * row + length + place) for place in path]
+                assert (buffer[row, :, : length + 3] == torch.tensor(expected)[:, None]).all()
+    forms = {form for layer in layers for form in layer}
+    assert len(cache.stacks) == len(forms)
+    assert sum(len(stack) for stack in cache.stacks.values()) == 2 * len(layers)
+
+
+def test_every_token_sees_something_in_a_window():
+    """A finished row may be longer than what is read; attention over nothing need not give a number."""
+    cache = KVCache(layers=[], rows=2, capacity=64, device=CPU)
+    cache.lengths.copy_(torch.tensor([40, 3]))
+    cache.select(0, 2, 3)
+    with cache.writing(2):
+        mask = mask_of(current(), groups=1, window=4, dtype=torch.float32) == 0
+    assert mask.any(-1).all()
+    assert mask[1, 0].tolist() == [[True, True, True, True, False], [False, True, True, True, True]]
+
+
+def test_a_layer_of_another_dtype_has_a_mask_of_its_own():
+    """A bfloat16 model may keep a layer's attention in float32. Masks end with their write: a prefill's is large."""
+    cache = written([(SMALL, SMALL)], [4, 2], width=2)
+    with cache.writing(2):
+        write = current()
+        masks = {dtype: mask_of(write, groups=1, window=None, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+        assert all(mask.dtype == dtype for dtype, mask in masks.items())
+        assert mask_of(write, groups=1, window=None, dtype=torch.bfloat16) is masks[torch.bfloat16]
+    assert not write.masks

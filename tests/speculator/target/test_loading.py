@@ -1,0 +1,216 @@
+"""Targets as users have them: quantised, with a PEFT adapter, with Python code of their own."""
+
+import builtins
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import CONFIGS, tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from data.rendering import load_tokenizer
+from speculator import Sampling, Target, UserError, generate
+from speculator.target import attention
+from speculator.target.gguf import read_config
+from speculator.target.loading import read_target
+from speculator.target.model import same_target
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama and its tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("target"), tiny_tokenizer(280)
+    sizes = {name: value for name, value in CONFIGS["llama"].to_dict().items() if not name.startswith("rope")}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes | {"vocab_size": len(tokenizer), "hidden_size": 64, "head_dim": 16}))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 4
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def assert_text_is_transformers(target: Target, model) -> None:
+    """Greedy text of both, and the logits of a whole prompt."""
+    given = generate(target, None, PROMPTS, Sampling(), max_new_tokens=24)
+    for prompt, tokens in zip(PROMPTS, given.tokens, strict=True):
+        text = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0]
+        assert tokens == text[len(prompt) :].tolist()
+    with torch.no_grad():
+        rows = torch.tensor(PROMPTS[:1])
+        torch.testing.assert_close(target.logits(target.hidden(rows)), model(rows).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_revision_is_asked_for_and_named(folder, monkeypatch):
+    asked = []
+
+    def read(name, revision, *rest):
+        asked.append((name, revision))
+        return read_target(str(folder), None, *rest)
+
+    monkeypatch.setattr("speculator.target.model.read_target", read)
+    assert Target.load("org/name", revision="v2").name == "org/name --revision v2"
+    assert asked == [("org/name", "v2")]
+
+
+def test_a_folder_has_no_revision(folder):
+    for load in (Target.load, load_tokenizer, read_config):
+        with pytest.raises(UserError, match=f"revision v2: {folder} is on this disk"):
+            load(str(folder), revision="v2")
+
+
+def quantise_fp8(folder, to):
+    """A checkpoint in fp8 by blocks, as DeepSeek's and Qwen's are stored; gives the numbers that it stands for."""
+    shutil.copytree(folder, to)
+    stored, meant = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = meant[name] = weight
+        if "_proj" in name:
+            scale = weight.abs().max() / 448
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale.expand(1, 1).clone()
+            meant[name] = stored[name].float() * scale
+    save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((to / "config.json").read_text())
+    scheme = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    return meant
+
+
+def test_an_fp8_checkpoint_is_read_as_transformers_reads_it(folder, tmp_path):
+    meant = quantise_fp8(folder, tmp_path / "fp8")
+    target = Target.load(str(tmp_path / "fp8"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_state_dict(meant)
+    assert_text_is_transformers(target, model)
+
+
+SCHEMES = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    "int8": {"load_in_8bit": True},  # which rounds activations too
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_checkpoint_of_bitsandbytes_is_read_as_transformers_reads_it(folder, tmp_path, scheme):
+    """Its layers have a product of their own."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    quantised = BitsAndBytesConfig(**SCHEMES[scheme])
+    stored = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
+    stored.save_pretrained(tmp_path)
+    tiny_tokenizer(280).save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path))
+    kind = {"nf4": layers.Linear4bit, "int8": layers.Linear8bitLt}[scheme]
+    assert isinstance(target.model.model.layers[0].mlp.up_proj, kind)
+    assert_text_is_transformers(target, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_a_wrong_mask_is_seen_though_activations_are_rounded(folder, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    quantised = BitsAndBytesConfig(**SCHEMES["int8"])
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
+    Target(model, tokenizer=None)
+    monkeypatch.setattr(attention, "mask", lambda *args: None)
+    with pytest.raises(UserError, match="can't be verified exactly"):
+        Target(model, tokenizer=None)
+
+
+def test_a_quantised_checkpoint_names_the_package_that_it_needs(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "awq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"can't load the target .*awq.*: .*gptqmodel") as refusal:
+        Target.load(str(tmp_path / "awq"))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory):
+    """A LoRA adapter of the tiny Llama that changes what it says."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    made = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
+    )
+    for name, weight in made.named_parameters():
+        if "lora_B" in name:
+            weight.data *= 8
+    made.save_pretrained(tmp_path_factory.mktemp("adapter"))
+    return tmp_path_factory.getbasetemp() / "adapter0"
+
+
+def test_text_with_an_adapter_is_that_of_transformers_with_it(folder, adapter):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_adapter(str(adapter))
+    target = Target.load(str(folder), adapter=str(adapter))
+    assert_text_is_transformers(target, model)
+    bare = Target.load(str(folder))
+    assert generate(target, None, PROMPTS, max_new_tokens=24).tokens != generate(bare, None, PROMPTS).tokens
+    assert target.name == f"{folder} --adapter {adapter}"
+    assert not same_target(target.fingerprint, bare.fingerprint)
+    assert same_target(target.fingerprint, Target.load(str(folder), adapter=str(adapter)).fingerprint)
+
+
+def test_an_adapter_that_does_not_fit_is_a_line(folder, adapter, tmp_path):
+    for name in ("of_another_size", "half"):
+        shutil.copytree(adapter, tmp_path / name)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    kept = dict(list(weights.items())[1:])
+    save_file(kept, tmp_path / "half" / "adapter_model.safetensors")
+    wider = {name: torch.cat([weight, weight], int("lora_A" in name)) for name, weight in weights.items()}
+    save_file(wider, tmp_path / "of_another_size" / "adapter_model.safetensors")
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("of_another_size", "can't add the adapter .*of_another_size"),
+        ("half", r"half.*: its files hold no .*lora_A"),
+        ("empty", r"no adapter_config\.json in .*empty"),
+        ("missing", "can't add the adapter|no adapter_config"),
+    ):
+        with pytest.raises(UserError, match=message) as refusal:
+            Target.load(str(folder), adapter=str(tmp_path / name))
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match="makes it an adapter: give the model that it is for"):
+        Target.load(str(adapter))
+
+
+def test_adapters_need_their_package(folder, tmp_path, monkeypatch):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    original = builtins.__import__
+
+    def without(name, *rest, **named):
+        if name.split(".")[0] == "peft":
+            raise ImportError(name)
+        return original(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match="adapters need the package peft: pip install peft"):
+        Target.load(str(folder), adapter=str(tmp_path))
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    (own / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class Mine(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    config = json.loads((own / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}}
+    (own / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="Python code of its own, which is not run unless you trust it: --trust"):
+        Target.load(str(own))
+    assert not (tmp_path / "ran").exists()
+    target = Target.load(str(own), trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
+    assert_text_is_transformers(target, AutoModelForCausalLM.from_pretrained(folder))

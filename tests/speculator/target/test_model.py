@@ -1,0 +1,190 @@
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import CONFIGS, tiny_model
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPTJConfig,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen3NextConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
+
+from speculator import Target, UserError
+from speculator.target import attention
+from speculator.target import packed as documents
+
+TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
+SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_hidden_and_logits_apart_are_the_models_own(family):
+    model = tiny_model(family)
+    with torch.no_grad():
+        expected = model(TOKENS, output_hidden_states=True)
+        last = expected.hidden_states[-1]
+        if family == "gemma3n":  # there they are the four streams that the last state is made of
+            last = model.base_model(TOKENS).last_hidden_state
+    target = Target(model, tokenizer=None)
+    hidden = target.hidden(TOKENS)
+    torch.testing.assert_close(hidden, last, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(target.logits(hidden), expected.logits, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_documents_are_read_as_if_alone(family):
+    target = Target(tiny_model(family), tokenizer=None)
+    assert target.document_attention[1] is (documents.masked if family == "gpt_oss" else documents.packed)
+    packed = target.hidden(TOKENS, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
+    for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
+        alone = target.hidden(TOKENS[row : row + 1, start:stop])[0]
+        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
+    together = target.hidden(TOKENS)
+    assert not torch.allclose(packed[0, 12:], together[0, 12:], atol=1e-3)
+    torch.testing.assert_close(packed[1], together[1], atol=1e-5, rtol=1e-5)
+
+
+def test_training_rows_are_read_through_the_models_own_attention(monkeypatch):
+    target, calls = Target(tiny_model(), tokenizer=None), []
+
+    def spied(module, query, key, value, attention_mask, **given):
+        calls.append(None if attention_mask is None else attention_mask.shape)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", spied)
+    target.hidden(TOKENS)
+    assert calls == [None] * 2  # causal by a flag
+    target.hidden(TOKENS, torch.zeros_like(TOKENS))
+    assert calls == [None] * 4
+    target.hidden(TOKENS, torch.arange(20).expand(2, -1) // 6)
+    assert calls == [None] * 4 + [(2, 1, 20, 20)] * 2
+    cache = target.cache(2, 20)
+    target.extend(cache, TOKENS)
+    assert len(calls) == 6
+    with pytest.raises(IndexError):
+        target.hidden(TOKENS + 32)
+    target.extend(cache, TOKENS[:, :1])
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("layout", [documents.packed, documents.in_one_row, documents.masked])
+def test_documents_are_read_alike_however_they_are_laid_out(target, layout):
+    rows = torch.tensor([[3] * 7 + [5] + [4] * 12, [2] * 20])
+    expected = target.hidden(TOKENS, rows)
+    target.document_attention = "sdpa", layout
+    torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_documents_that_cannot_be_told_apart_are_not_read_together(monkeypatch):
+    """A family whose masks follow neither positions nor what it is given; it still decodes."""
+
+    def blind(position_ids, attention_mask, **given):
+        return create_causal_mask(attention_mask=None, **given)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", blind)
+    target = Target(tiny_model(), tokenizer=None)
+    target.hidden(TOKENS)
+    with pytest.raises(UserError, match="LlamaForCausalLM can't read the documents of a row apart"):
+        target.hidden(TOKENS, torch.zeros_like(TOKENS))
+
+
+def test_a_deep_model_in_bfloat16_is_not_taken_for_a_wrong_one():
+    """Of a large vocabulary one logit or another is always rounded far, though every position is right."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, num_hidden_layers=24, vocab_size=8192, initializer_range=0.2)
+    target = Target(LlamaForCausalLM(config).bfloat16(), tokenizer=None)
+    assert target.document_attention is not None
+
+
+def test_logit_scaling_is_honoured():
+    model = AutoModelForCausalLM.from_config(GraniteConfig(**SMALL, logits_scaling=5.0)).eval()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    target = Target(model, tokenizer=None)
+    torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2), "MambaForCausalLM"),
+        (
+            Qwen3NextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_experts=2, num_experts_per_tok=1),
+            "linear_attention",
+        ),
+    ],
+    ids=["mamba", "qwen3-next"],
+)
+def test_what_cannot_be_verified_exactly_is_refused_by_name(config, message):
+    with pytest.raises(UserError, match=message):
+        Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
+
+
+def test_a_mixture_of_experts_decodes_exactly():
+    config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    target = Target(model, tokenizer=None)
+    torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTJConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
+        FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        OPTConfig(
+            vocab_size=32,
+            hidden_size=32,
+            num_hidden_layers=2,
+            ffn_dim=64,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+        ),
+    ],
+    ids=["gpt-j", "falcon", "opt"],
+)
+def test_families_that_do_not_use_the_registered_attention_are_refused(config):
+    """Their single rows would come out right; a ragged batch would not."""
+    with pytest.raises(UserError, match="can't be"):
+        Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
+
+
+def test_a_wrong_mask_is_seen_at_load(monkeypatch):
+    """The probe has teeth: an attention that sees the future is refused."""
+    monkeypatch.setattr(attention, "mask", lambda write, groups, window, dtype: None)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match="can't be verified exactly"):
+            Target(tiny_model().to(dtype), tokenizer=None)
+
+
+def test_a_model_still_generates_through_transformers_after_loading():
+    model = tiny_model()
+    expected = model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False)
+    target = Target(model, tokenizer=None)
+    assert torch.equal(target.model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False), expected)
+
+
+def test_a_checkpoint_without_all_weights_is_refused(target_folder, tmp_path):
+    """transformers would go on with random ones."""
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"hold no model\.layers\.\d.* and \d others"):
+        Target.load(str(folder))
