@@ -16,7 +16,6 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.shapes import LOSSY
 from speculator.tables import BASELINES
 from speculator.target.model import Target
 
@@ -174,7 +173,6 @@ def row(
         "num_speculative_tokens": drafter.num_speculative_tokens if drafter else 0,
         "nodes": drafter.nodes if drafter else 0,
         "rule": "greedy" if sampling.greedy else rule,
-        "lossy": not sampling.greedy and rule in LOSSY,
         **_accepted(own, drafter, measured.conversations),
         "acceptance_by_context": _by_context(own, trained_length if key.startswith("head") else None),
         **_speeds(measured, own_key),

@@ -14,11 +14,11 @@ _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
 
 def label(row: dict, lengths: set[int]) -> str:
-    """How a table or a plot calls a drafter: with its draft length where several are side by side, and a lossy rule."""
+    """How a table or a plot calls a drafter: with its draft length where several are side by side."""
     several = row["drafter"] == "head" and len(lengths) > 1
     shape = f", tree of {row['nodes']}" if _is_tree(row) and row["drafter"] != "auto" else ""
     shape = f", {row['num_speculative_tokens']} tokens" if several else shape
-    return DRAFTERS.get(row["drafter"], row["drafter"]) + shape + (f", {row['rule']}" if row["lossy"] else "")
+    return DRAFTERS.get(row["drafter"], row["drafter"]) + shape
 
 
 def per_step(part: dict) -> dict[str, float | None]:

@@ -35,7 +35,7 @@ class Drafter:
         rules: the accept rules that fit its drafts (`speculator.decoding.verify.RULES`); the first is the default. Exact are, of
             a chain, "block" and "rejection", with `probs` or without; "match" of a chain or tree without `probs`;
             "multi_candidate" of a tree whose siblings are drawn without replacement, "multi_candidate_replacement" of
-            one whose siblings are drawn independently. "typical-lossy" runs on any draft, and is not exact.
+            one whose siblings are drawn independently.
         capturable: whether drafting needs nothing of the host, neither the sequences nor an answer from the device:
             `propose` and `commit` may then be replayed from a CUDA graph without being called.
         version: how often the tensors that it keeps were replaced by others: graphs from before read the old ones.

@@ -103,11 +103,12 @@ class Engine:
         refuse((slots < 1, f"{slots} slots"), (chunk < 1, f"chunks of {chunk} tokens"))
         self._rule, self._capture = rule, capture
         fitting = drafter.rules if drafter else tuple(RULES)
-        rule = rule or fitting[0]
-        if rule not in RULES:
+        if rule is not None and rule not in RULES:
             raise UserError(f"no accept rule {rule!r}: there are {', '.join(RULES)}")
-        if rule not in fitting:
-            raise UserError(f"the rule {rule!r} does not fit what this drafter drafts; these do: {', '.join(fitting)}")
+        if rule is not None and rule not in fitting:
+            fit = f"these do: {', '.join(fitting)}" if fitting else "it picks a rule for each draft"
+            raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter; {fit}")
+        rule = rule or (fitting or tuple(RULES))[0]
         if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
             raise UserError("min_confidence: the processes of a target in shards could end a draft at different tokens")
         self.target, self.drafter, self.accept, self.chunk = target, drafter, RULES[rule], chunk
@@ -530,7 +531,7 @@ def generate(
     eos_token_ids: int | Collection[int] | None = None,
     on_step: Callable[[int, list[int], int], None] | None = None,
 ) -> Generation:
-    """Continue prompts. Whatever drafts, the text's distribution is the target's own, unless a lossy rule is asked for.
+    """Continue prompts. Whatever drafts, the text's distribution is the target's own.
 
     Args:
         target: the model that decides.

@@ -5,7 +5,7 @@ p[j]. A rule gives `last`, the position where the accepted path ends (0: nothing
 token that follows it, which need not be normalised. So every step emits the tokens of the path and one more. Of more
 uniforms than `u` is said to have the first count.
 
-Every rule but those called lossy keeps the target's distribution exactly, for the drafts that it is made for. A uniform
+Every rule keeps the target's distribution exactly, for the drafts that it is made for. A uniform
 can be exactly 0, so a test `u * q < p` is strict: what the target never says is never accepted.
 """
 
@@ -192,24 +192,6 @@ def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[T
     return last, torch.where(moving[:, None], take_at(p, last), probs)
 
 
-def typical_lossy(
-    p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # a chain or a tree
-    u: Tensor,  # [B, n] unused
-    threshold: float = 0.3,
-    share: float = 0.09,
-) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Typical acceptance (Medusa, 2401.10774 section 2.3.1): NOT the target's distribution.
-
-    Keep x iff p(x) > min(threshold, share exp(-H(p))): the longest path of such tokens.
-    """
-    entropy = -(p * p.clamp_min(_TINY).log()).sum(-1)
-    least = (share * torch.exp(-entropy)).clamp_max(threshold)
-    rows = torch.arange(len(p), device=p.device)[:, None]
-    last = deepest(p[rows, draft.before, draft.tokens] > least[rows, draft.before], draft)
-    return last, take_at(p, last)
-
-
 Rule = Callable[[Tensor, Draft, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -239,6 +221,5 @@ RULES: dict[str, Rule] = {
     "match": match,
     "multi_candidate": followed_by_match(multi_candidate),
     "multi_candidate_replacement": followed_by_match(multi_candidate_replacement),
-    "typical-lossy": typical_lossy,
 }
 """By the name that a user types. Temperature 0 is `greedy`, whichever of these is asked for."""

@@ -17,7 +17,7 @@ from speculator.drafters.controller import COPIED, Choice, Controller, StepCost,
 from speculator.drafters.head import HeadDrafter, HeadSource
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found, NgramDrafter
-from speculator.drafters.shapes import LOSSY, Shape
+from speculator.drafters.shapes import Shape
 from speculator.heads import Speculator
 
 
@@ -29,7 +29,7 @@ class Copied:
     """
 
     width, offered, levels = 1, 0, 0
-    rules: tuple[str, ...] = ("match", "block", "rejection", *LOSSY)
+    rules: tuple[str, ...] = ("match", "block", "rejection")
     capturable = True
     found: Found
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences
 from speculator.decoding.sampling import RowSampling
-from speculator.drafters.shapes import LOSSY, check_nodes, siblings
+from speculator.drafters.shapes import check_nodes, siblings
 from speculator.errors import UserError
 
 
@@ -44,7 +44,7 @@ class FixedTree:
         self.depth = self.levels = len(nodes[-1])
         self.nodes = len(nodes)
         self.offered = self.nodes
-        self.rules: tuple[str, ...] = ("multi_candidate", *LOSSY)
+        self.rules: tuple[str, ...] = ("multi_candidate",)
         self.width = 1 + max(path[-1] for path in nodes)
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
         # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these

@@ -15,7 +15,7 @@ from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.verify import deepest
 from speculator.drafters.ngram import Found, NgramDrafter
-from speculator.drafters.shapes import LOSSY, Shape, check_length, check_nodes
+from speculator.drafters.shapes import Shape, check_length, check_nodes
 from speculator.target.kv_cache import KVCache
 
 
@@ -42,7 +42,7 @@ class Hybrid:
         self.width, self.offered = inner.width + 1, inner.offered
         check_nodes(self.nodes)
         # A chain's other rules take no tree.
-        self.rules: tuple[str, ...] = ("match", *LOSSY) if "match" in inner.rules else inner.rules
+        self.rules: tuple[str, ...] = ("match",) if "match" in inner.rules else inner.rules
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hybrid) and (self.inner, self.length) == (other.inner, other.length)

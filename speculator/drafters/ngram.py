@@ -14,7 +14,7 @@ from speculator.decoding.drafter import Drafter, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.corpus import LONGEST, Corpus
-from speculator.drafters.shapes import LOSSY, check_length
+from speculator.drafters.shapes import check_length
 from speculator.target.kv_cache import KVCache
 
 MEMORY = 2**17
@@ -142,7 +142,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
-    rules: tuple[str, ...] = ("match", "block", "rejection", *LOSSY)
+    rules: tuple[str, ...] = ("match", "block", "rejection")
     capturable = True
     found: Found
 

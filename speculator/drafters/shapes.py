@@ -16,7 +16,6 @@ from speculator.decoding.drafter import LogitsSource, Sequences
 from speculator.decoding.sampling import RowSampling, draw
 from speculator.errors import UserError
 
-LOSSY = ("typical-lossy",)
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd count would ask for all memory there is
 _MOST_OFFERED = 2**16
 
@@ -82,10 +81,7 @@ class Chain:
         self.width = 1
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
-        self.rules: tuple[str, ...] = (
-            *(("block", "rejection") if sampled else ("match", "block", "rejection")),
-            *LOSSY,
-        )
+        self.rules: tuple[str, ...] = ("block", "rejection") if sampled else ("match", "block", "rejection")
 
     def draft(
         self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
@@ -135,7 +131,7 @@ class Candidates:
         self.width = max(self.branches)
         self.nodes = self.offered = sum(accumulate(self.branches, mul))
         check_nodes(self.nodes)
-        self.rules: tuple[str, ...] = ("multi_candidate_replacement" if replacement else "multi_candidate", *LOSSY)
+        self.rules: tuple[str, ...] = ("multi_candidate_replacement" if replacement else "multi_candidate",)
 
     def draft(
         self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
@@ -207,7 +203,7 @@ class Tree:
         self.depth = self.levels = len(self.branches)
         self.width = max(self.branches)
         self.nodes = nodes
-        self.rules: tuple[str, ...] = ("match", *LOSSY)
+        self.rules: tuple[str, ...] = ("match",)
         self.offered, width = 0, 1
         for children in self.branches:
             self.offered, width = self.offered + width * children, min(beam, width * children)
@@ -239,7 +235,7 @@ class Paths:
         self.width = max(self.branches)
         self.nodes = paths * self.depth
         self.offered = sum(accumulate(self.branches, mul))
-        self.rules: tuple[str, ...] = ("match", *LOSSY)
+        self.rules: tuple[str, ...] = ("match",)
         check_nodes(self.nodes, self.offered)
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")

@@ -325,7 +325,7 @@ def test_pairs_stay_together():
 
 
 def test_a_drafter_by_another_name_is_shown_by_it():
-    row = {"drafter": "retrieval", "num_speculative_tokens": 4, "nodes": 4, "rule": "match", "lossy": False}
+    row = {"drafter": "retrieval", "num_speculative_tokens": 4, "nodes": 4, "rule": "match"}
     assert label(row, {4}) == "retrieval"
     assert _colour(row, {4})
 

@@ -48,7 +48,7 @@ class Page(HTMLParser):
 def made(drafter, target, temperature=0.0, rule=None):
     decoder = Decoder(drafter.name, print, drafter, rule=rule)
     row = {"name": "test text", "temperature": temperature, "drafter": drafter.name, "nodes": drafter.nodes}
-    row |= {"num_speculative_tokens": drafter.num_speculative_tokens, "lossy": False}
+    row |= {"num_speculative_tokens": drafter.num_speculative_tokens}
     return texts(target, [decoder], [row], SUITE, Sampling(temperature, seed=3), 24)
 
 

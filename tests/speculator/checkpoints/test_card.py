@@ -32,7 +32,6 @@ def row(drafter: str, **changes) -> dict:
         "prompts": 7,
         "temperature": 0.0,
         "drafter": drafter,
-        "lossy": False,
         "acceptance_length": 2.25,
         "acceptance_by_position": [0.75, 0.5],
         "tokens_per_second": {"speculative": 61.5, "plain": 41.0, "hf_generate": 30.0},
@@ -134,12 +133,6 @@ def test_a_single_prompt_has_no_interval(run):
     (run.parent / "eval" / "report.json").write_text(json.dumps(report))
     write_card(run)
     assert "| 61.5 | 1.50 | 2.05 |" in (run / "README.md").read_text()
-
-
-def test_a_lossy_rule_is_called_so(run):
-    report = {**REPORT, "suites": [row("head", lossy=True)]}
-    (run.parent / "eval" / "report.json").write_text(json.dumps(report))
-    assert "| speculator (lossy) |" in write_card(run).read_text()
 
 
 def test_the_rule_of_sampled_text_is_named(run):

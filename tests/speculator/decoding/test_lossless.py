@@ -222,10 +222,6 @@ def test_a_draft_vocabulary_that_tokens_and_distribution_do_not_share_is_seen():
     assert sampled_p_value(ShiftedDistribution(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0]) < 1e-6
 
 
-def test_typical_acceptance_is_seen():
-    assert sampled_p_value("head-greedy-chain", WARPERS[0], rule="typical-lossy") < 1e-6
-
-
 RULE_DRAFTS = {
     "rejection": ((-1, 0), True, True),
     "block": ((-1, 0), True, True),

@@ -296,11 +296,6 @@ def test_siblings_drawn_without_replacement_and_tested_as_with_it_fail():
     assert max(gap(seed, True, rules.multi_candidate, False) for seed in range(5)) < EXACT
 
 
-def test_typical_acceptance_fails():
-    w = e.world(0, 4, 2, "plain")
-    assert e.outcome(rules.typical_lossy, w, list(e.sampled(w, e.CHAINS[2])), e.token_breaks).total_variation > 0.05
-
-
 # ---- corners
 
 

@@ -252,5 +252,5 @@ def test_what_others_said_is_looked_up_where_there_is_a_memory():
 
 
 def test_a_rule_that_does_not_fit_all_that_may_be_drafted_is_refused():
-    with pytest.raises(UserError, match="these do: typical-lossy"):
+    with pytest.raises(UserError, match="rule 'block'"):
         Engine(Target(tiny_model(), None), auto_drafter(tiny_head()), rule="block")
