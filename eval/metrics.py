@@ -157,8 +157,10 @@ def row(
 ) -> dict:
     """One decoder's row: see docs/evaluation.md for every figure."""
     key, drafter = decoder.key, decoder.drafter
-    rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
-    rule = "as drafted" if isinstance(drafter, AdaptiveDrafter) else rule
+    if isinstance(drafter, AdaptiveDrafter):
+        rule = "as drafted"
+    else:
+        rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     own, own_key = measured.timed[key], key if drafter else None
     result = {
         "name": suite.name,

@@ -32,7 +32,7 @@ class Drafter:
         name: how a report names it: "head", "model", "ngram", or another of your own.
         num_speculative_tokens: G, the most tokens of one draft that can be accepted: the depth of a tree.
         nodes: the most tokens that one `propose` drafts: G for a chain, more for a tree.
-        rules: the accept rules that fit its drafts (`speculator.decoding.verify.RULES`); the first is the default. Exact are, of
+        rules: the accept rules that fit its drafts (`speculator.decoding.verify.RULES`); the first is the default; none where it differs from draft to draft. Exact are, of
             a chain, "block" and "rejection", with `probs` or without; "match" of a chain or tree without `probs`;
             "multi_candidate" of a tree whose siblings are drawn without replacement, "multi_candidate_replacement" of
             one whose siblings are drawn independently.

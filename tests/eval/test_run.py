@@ -99,7 +99,7 @@ def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_f
     assert rules() == own
     assert rules("--num_speculative_tokens", "2") == own | {"head": "block"}
     assert rules("--rule", "rejection") == own | {"head": "rejection", "ngram": "rejection"}
-    assert "- speculator: rule token; " in (out / "report.md").read_text(), "what was tuned is no chain"
+    assert "- speculator: rule rejection; " in (out / "report.md").read_text(), "what was tuned is no chain"
     capsys.readouterr()
     assert exit_code(main, [*command, "--output", str(out), "--rule", "match"]) == 2
     assert "invalid choice: 'match'" in capsys.readouterr().err

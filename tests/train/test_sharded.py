@@ -166,12 +166,12 @@ def test_heads_that_cannot_be_divided_are_said(whole):
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_drafts_that_end_by_their_own_confidence_are_refused(whole, mixed, monkeypatch):
+def test_drafts_that_end_by_their_own_confidence_are_refused(whole, hybrid, monkeypatch):
     """Each process would look at its own numbers."""
     monkeypatch.setattr(whole, "group", object())
     drafter = HeadDrafter(tiny_head(vocab_size=300), Chain(3, min_confidence=0.5))
     with pytest.raises(UserError, match="min_confidence: the processes of a target in shards"):
-        Engine(whole, HybridDrafter(drafter, NgramDrafter(2)) if mixed else drafter)
+        Engine(whole, HybridDrafter(drafter, NgramDrafter(2)) if hybrid else drafter)
 
 
 @torch.no_grad()
