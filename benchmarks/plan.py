@@ -31,12 +31,12 @@ from speculator.errors import OneLineParser, refuse, run_command
 from speculator.tables import markdown_table
 from speculator.target.model import Target
 from train.command_line import parse
-from train.config import ROOT, RunConfig, SpeculatorConfig, StageConfig
+from train.config import ROOT, HeadOptions, RunConfig, StageConfig
 from train.place import GPUS, Place
 from train.plan import BUCKET, COPIES, GATHERED, MOMENTS, TARGET, WEIGHTS, Plan
 from train.shapes import GRADIENTS
 
-HEAD = SpeculatorConfig()
+HEAD = HeadOptions()
 STAGE = StageConfig(max_steps=2, warmup_steps=0)
 
 
@@ -46,7 +46,7 @@ def sizes(width: int, layers: int, vocabulary: int) -> dict:
     return llama(vocabulary, width, 3 * width, layers, heads, max(1, heads // 4), 2048)
 
 
-def run_of(head: SpeculatorConfig, length: int, **stage: int | bool) -> RunConfig:
+def run_of(head: HeadOptions, length: int, **stage: int | bool) -> RunConfig:
     """A run of one stage."""
     made = RunConfig(speculator=head, stage1=replace(STAGE, **stage))  # type: ignore[arg-type]
     made.data.seq_length, made.stage2.max_steps = length, 0
@@ -58,7 +58,7 @@ CONFIGURATIONS = {
     "mlp, not tied, bfloat16, 2 passes a step": (
         sizes(768, 12, 32_000),
         run_of(
-            replace(HEAD, tie_weights=False, n_predict=3),
+            replace(HEAD, options={"tie_weights": False}, n_predict=3),
             512,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
@@ -119,7 +119,7 @@ def trained(target: Target, run: RunConfig, weights: int) -> dict[str, float]:
     return {**held, "in all": held[TARGET] + held[WEIGHTS] + height}
 
 
-ATTENTION = SpeculatorConfig(architecture="eagle3", n_predict=5, draft_vocab_size=32_000)
+ATTENTION = HeadOptions(architecture="eagle3", n_predict=5, draft_vocab_size=32_000)
 LARGE: dict[str, PreTrainedConfig] = {
     "8B (Llama 3.1)": LlamaConfig(**sizes(4096, 32, 128_256) | {"intermediate_size": 14_336}, dtype="bfloat16"),
     "70B (Llama 3.1)": LlamaConfig(**sizes(8192, 80, 128_256) | {"intermediate_size": 28_672}, dtype="bfloat16"),

@@ -113,7 +113,7 @@ class StepTimes(TrainerCallback):
 def head_of(config: RunConfig, target: Target, dtype: torch.dtype = torch.float32) -> Speculator:
     """A head that was trained by nobody, on the target's device."""
     with target.device:
-        head = ARCHITECTURES[config.speculator.architecture][1](head_config(config.speculator, target.config))
+        head = ARCHITECTURES[config.speculator.architecture](head_config(config.speculator, target.config))
     return bind(head.to(target.device, dtype), target)
 
 

@@ -27,7 +27,7 @@ from benchmarks.shapes import NO_ENDS, llama
 from speculator.errors import OneLineParser
 from speculator.tables import markdown_table
 from speculator.target.model import Target
-from train.config import ROOT, RunConfig, SpeculatorConfig, TargetConfig
+from train.config import ROOT, HeadOptions, RunConfig, TargetConfig
 from train.place import Place
 from train.plan import TARGET
 
@@ -38,7 +38,7 @@ KINDS = {"none": "whole", "tp": "tp 2", "fsdp": "fsdp 2"}
 
 def run(folder: Path, kind: str) -> RunConfig:
     """Two steps of a head on short rows."""
-    made = run_of(SpeculatorConfig(n_predict=3, inner_dim=512), 256, per_device_train_batch_size=2)
+    made = run_of(HeadOptions(n_predict=3, inner_dim=512), 256, per_device_train_batch_size=2)
     return replace(made, target=TargetConfig(str(folder), dtype="bfloat16", parallel=kind))
 
 

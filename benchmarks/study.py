@@ -41,7 +41,7 @@ from speculator.heads import Eagle3Speculator, MLPSpeculatorConfig, Speculator
 from speculator.tables import markdown_table
 from speculator.target.model import Target
 from train.checks import own_sampling
-from train.config import GenerateConfig, LossConfig, RunConfig, SpeculatorConfig
+from train.config import GenerateConfig, HeadOptions, LossConfig, RunConfig
 from train.initialise import new_head
 from train.trainer import Collator, SpeculatorTrainer
 
@@ -118,7 +118,7 @@ def _varied(name: str, frozen_output: bool = False, part: float = 1.0, **shape: 
 ATTENTION = [
     _varied("EAGLE-3, four steps"),
     *(_varied(f"{steps} step{'s' * (steps > 1)}", n_predict=steps) for steps in (1, 3, 5, 7)),
-    _varied("without fc_norm and norm_output", fc_norm=False, norm_output=False),
+    _varied("without fc_norm and norm_output", options={"fc_norm": False, "norm_output": False}),
     _varied("norm_before_residual", norm_before_residual=True),
     _varied("output matrix frozen", frozen_output=True),
     _varied("half of the rows", part=0.5),
@@ -203,7 +203,7 @@ def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator
                 vocab_size=target.vocab_size, emb_dim=target.hidden_size, n_predict=4, tie_weights=False
             )
         )
-    shape = SpeculatorConfig(initialise=arm.initialise, **arm.shape)
+    shape = HeadOptions(initialise=arm.initialise, **arm.shape)
     head = new_head(RunConfig(speculator=shape, seed=seed), target, rows)
     if arm.frozen_output:
         cast(Eagle3Speculator, head).lm_head.requires_grad_(False)

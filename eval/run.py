@@ -35,7 +35,7 @@ from speculator.drafters.shapes import Chain
 from speculator.drafters.tuned import automatic, tuned_shapes
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_folder, make_folder
-from speculator.heads import RecurrentHead, Speculator
+from speculator.heads import Speculator
 from speculator.tables import BASELINES
 
 
@@ -173,8 +173,9 @@ def evaluate(
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     lengths = list(draft_lengths) or [head.n_predict]
-    deeper = isinstance(head, RecurrentHead) and max(lengths) > head.n_predict
-    refuse((deeper, f"draft length {max(lengths)}: the head drafts at most {head.n_predict}"))
+    deepest = head.config.max_speculative_tokens
+    deeper = deepest is not None and max(lengths) > deepest
+    refuse((deeper, f"draft length {max(lengths)}: the head drafts at most {deepest}"))
     if early_exit is not None:
         check_layers(target, early_exit)
     rows: list[dict] = []

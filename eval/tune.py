@@ -43,7 +43,7 @@ from speculator.drafters.tuned import (
 )
 from speculator.errors import OneLineParser, UserError
 from speculator.files import check_file, write_json
-from speculator.heads import AttentionHead, Speculator
+from speculator.heads import Speculator
 from speculator.tables import markdown_table
 
 _BRANCHES = (6, 3, 2)  # children that are tried at each depth of the wide tree; one from there on
@@ -159,7 +159,7 @@ def chains(head: Speculator, acceptance: Sequence[Sequence[float]], max_new_toke
     """Chains to try: as deep as the head was trained. One that drafts deeper does so while a chain is likely enough to
     be accepted as a whole, each token behind those of `acceptance` as often as the last of these."""
     longest = min(head.n_predict, LONGEST_CHAIN)
-    if isinstance(head, AttentionHead):
+    if head.config.max_speculative_tokens is None:
         chance, last = prod(level[0] for level in acceptance[:longest]), acceptance[longest - 1][0]
         while longest < min(_DEEPEST_CHAIN, max_new_tokens - 2) and chance * last >= _WHOLE:
             longest, chance = longest + 1, chance * last

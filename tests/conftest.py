@@ -138,12 +138,12 @@ def tiny_head(
     n_predict: int = 3, architecture: str = "mlp", draft_tokens: list[int] | None = None, vocab_size: int = VOCAB
 ) -> Speculator:
     torch.manual_seed(1)
-    config_class, head_class = ARCHITECTURES[architecture]
+    head_class = ARCHITECTURES[architecture]
     sizes = {"vocab_size": vocab_size, "emb_dim": 32, "inner_dim": 16, "n_predict": n_predict}
     if architecture == "eagle3":  # with an embedding of its own it needs no target
         sizes |= {"aux_layers": [0, 1], "own_embedding": True, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
-    head = head_class(config_class(**sizes, draft_vocab_size=draft_tokens and len(draft_tokens)))
+    head = head_class(head_class.config_class(**sizes, draft_vocab_size=draft_tokens and len(draft_tokens)))
     if draft_tokens:
         head.draft_tokens.copy_(torch.tensor(draft_tokens))
     return head

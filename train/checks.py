@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import datasets
 import torch
@@ -15,15 +16,14 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.target.model import Target
 from train.config import GenerateConfig, RunConfig, StageConfig
-from train.initialise import idle, parameters
+from train.initialise import check_options, head_config, parameters
 
 
 def settings(config: RunConfig) -> None:
     """What is wrong with the settings by themselves."""
     head, generate = config.speculator, config.stage2.generate
     _positive("speculator", head, "n_predict")
-    if unused := idle(head):
-        raise UserError(f"speculator.{unused[0]}: a head of architecture {head.architecture} has no such setting")
+    checked = check_options(head)
     _stage("stage1", config.stage1)
     if config.stage2.max_steps:
         _stage("stage2", config.stage2)
@@ -35,10 +35,9 @@ def settings(config: RunConfig) -> None:
             raise UserError(
                 f"stage2.generate.num_speculative_tokens {generate.num_speculative_tokens} is not at least 0"
             )
-        if generate.num_speculative_tokens > head.n_predict and head.architecture != "eagle3":  # that one drafts deeper
-            raise UserError(
-                f"stage2.generate.num_speculative_tokens must be in 0..{head.n_predict}, what the head can draft"
-            )
+        deepest = checked.max_speculative_tokens
+        if deepest is not None and generate.num_speculative_tokens > deepest:
+            raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: its rows are too short for {head.n_predict} heads")
     _positive("data", config.data, "seq_length", "max_package_bytes")
@@ -50,12 +49,6 @@ def settings(config: RunConfig) -> None:
         raise UserError(f"data.max_bad_rows {config.data.max_bad_rows} is not a share in 0..1")
     own_source(config)
     _positive("eval", config.eval, "validation_rows", "validation_prompts", "prompt_tokens", "max_prompts")
-    if head.tie_weights and head.n_predict == 1 and head.architecture != "eagle3":
-        raise UserError("speculator.tie_weights needs speculator.n_predict of at least 2: there is nothing to tie")
-    if head.architecture == "lstm" and not head.tie_weights:
-        raise UserError("speculator.tie_weights must be true: there is no untied LSTM head")
-    if head.norm_before_fc and head.fc_norm and head.architecture == "eagle3":
-        raise UserError("speculator.norm_before_fc is instead of speculator.fc_norm: set one of them to false")
     if head.warm_start and head.initialise != "random":
         raise UserError("speculator.warm_start and speculator.initialise target are two beginnings: choose one")
     if config.data.seq_length < head.n_predict + 2:
@@ -131,9 +124,7 @@ def _positive(section: str, values: object, *names: str) -> None:
 def fits_target(config: RunConfig, target: Target) -> None:
     """What does not fit the target."""
     head = config.speculator
-    wide = head.inner_dim not in (0, target.hidden_size) and head.architecture != "eagle3"
-    if head.initialise == "target" and wide:
-        raise UserError("speculator.initialise target needs speculator.inner_dim 0, which takes the target's size")
+    head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
     drafted, least = config.speculator.draft_vocab_size, max(1, len(target.eos_token_ids))
     if drafted and not least <= drafted <= target.vocab_size:
         raise UserError(

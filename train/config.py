@@ -34,36 +34,24 @@ class TargetConfig:
 
 
 @dataclass
-class SpeculatorConfig:
-    """The head's shape."""
+class HeadOptions:
+    """The draft head's architecture and shape."""
 
-    architecture: Literal["mlp", "lstm", "eagle3"] = "mlp"
-    """mlp (arXiv 2404.19124), lstm (Arctic's), or eagle3: a layer of attention over three of the target's layers."""
+    architecture: str = "mlp"
+    """mlp (arXiv 2404.19124), lstm (Arctic's) or eagle3 (attention over three of the target's layers)."""
     n_predict: int = 4
-    """How many tokens it drafts: one head each; of eagle3 the steps that training unrolls."""
+    """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
     inner_dim: int = 0
-    """Width of the heads; 0 takes the target's hidden size. Of eagle3 that of its MLP; 0 takes the target's."""
-    tie_weights: bool = True
-    """Share embedding, norm and output matrix among the heads. Not of eagle3, which is one layer."""
-    scale_input: bool = True
-    """Normalise the hidden state before the first head. Not of eagle3."""
-    aux_layers: list[int] | None = None
-    """eagle3: the layers that it reads, each by how many of the target's come before; null takes 2, L // 2, L - 3."""
-    fc_norm: bool = True
-    """eagle3: an RMS norm for each tap."""
-    norm_output: bool = True
-    """eagle3: each step goes on from the normed state of the one before."""
-    norm_before_fc: bool = False
-    """eagle3: one RMS norm over all taps; instead of fc_norm."""
-    norm_before_residual: bool = False
-    """eagle3: the residual is normed as well; SGLang does not run such heads."""
+    """Inner size of the head; 0 takes the target's."""
     draft_vocab_size: int = 0
-    """Draft from this many tokens only, the most frequent ones of the training text; 0 drafts from all."""
+    """Number of tokens to draft from, the most frequent ones of the training text; 0 drafts from all."""
     initialise: Literal["random", "target"] = "random"
-    """Start from noise, or from the target's embedding and output matrices (needs inner_dim 0); eagle3 always starts
-    from these."""
+    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0). eagle3 always starts
+    from the target's output matrix."""
     warm_start: str | None = None
-    """Start from this trained head instead, of any checkpoint layout; its shape must be the one configured here."""
+    """Folder of a trained head to start from, in any checkpoint layout; it must have the shape configured here."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the architecture itself, by the fields of its config: '{tie_weights: false}', '{fc_norm: false}'."""
 
 
 @dataclass
@@ -226,7 +214,7 @@ class RunConfig:
     """Everything that decides a run's result."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    speculator: SpeculatorConfig = field(default_factory=SpeculatorConfig)
+    speculator: HeadOptions = field(default_factory=HeadOptions)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     stage1: StageConfig = field(default_factory=StageConfig)

@@ -78,7 +78,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                _make_target(folder / "target", _family(config, known), config.speculator.architecture)
+                _make_target(folder / "target", _family(config, known))
                 for number in range(len(config.data.sources)):
                     _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()
@@ -118,7 +118,7 @@ def _family(config: RunConfig, known: PreTrainedConfig | None) -> str:
     return next(family for pattern, family in _FAMILIES.items() if re.search(pattern, name, re.IGNORECASE))
 
 
-def _make_target(folder: Path, family: str, architecture: str) -> None:
+def _make_target(folder: Path, family: str) -> None:
     """A random model of some thousand weights, and a tokenizer whose tokens are bytes."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -133,7 +133,7 @@ def _make_target(folder: Path, family: str, architecture: str) -> None:
         vocab_size=len(whole),
         hidden_size=_HIDDEN,
         intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=7 if architecture == "eagle3" else 2,  # so few have three taps
+        num_hidden_layers=7,  # the fewest with default auxiliary layers
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=_HIDDEN // 4,
@@ -181,7 +181,11 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
         config,
         target=TargetConfig(str(folder / "target"), dtype=config.target.dtype),
         speculator=replace(
-            config.speculator, inner_dim=inner, draft_vocab_size=drafted, warm_start=None, aux_layers=None
+            config.speculator,
+            inner_dim=inner,
+            draft_vocab_size=drafted,
+            warm_start=None,
+            options={name: value for name, value in config.speculator.options.items() if name != "aux_layers"},
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),

@@ -19,7 +19,7 @@ from speculator.target.kv_cache import Form, forms
 from speculator.target.linear import FAST_DTYPES
 from speculator.target.packed import packed
 from speculator.target.sharding import check_heads
-from train.config import LossConfig, SpeculatorConfig
+from train.config import HeadOptions, LossConfig
 from train.initialise import head_config
 from train.losses import Measure, align, chunk_tokens
 from train.traced import Trace, fake, fake_weights
@@ -72,7 +72,7 @@ class Shapes:
         kv: what a position holds in a part's KV cache, of each layer.
     """
 
-    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, head: SpeculatorConfig, kind: str, parts: int = 1):
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, head: HeadOptions, kind: str, parts: int = 1):
         self.config, self.dtype, self.kind = config.get_text_config(), dtype, kind
         check_heads(config.name_or_path or config.model_type, self.config, parts)
         self.head = self._make_head(head)
@@ -109,10 +109,10 @@ class Shapes:
         except Exception as error:  # whatever a family does with numbers that are not there
             raise UserError(f"{config.model_type}: can't be planned without its weights: {first_line(error)}") from None
 
-    def _make_head(self, wanted: SpeculatorConfig) -> Speculator:
+    def _make_head(self, wanted: HeadOptions) -> Speculator:
         config = head_config(wanted, self.config)
         with torch.device("meta"):
-            head = ARCHITECTURES[wanted.architecture][1](config)
+            head = ARCHITECTURES[wanted.architecture](config)
         if isinstance(head, Eagle3Speculator):
             head.device_kind = self.kind
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)

@@ -55,4 +55,4 @@ def _own_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
     return found
 
 
-NATIVE = tuple(_layout(head) for _, head in ARCHITECTURES.values())
+NATIVE = tuple(_layout(head) for head in ARCHITECTURES.values())

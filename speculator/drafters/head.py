@@ -14,8 +14,10 @@ from speculator.decoding.drafter import Drafter, LogitsSource, Sequences
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
-from speculator.heads import AttentionHead, RecurrentHead, Speculator
+from speculator.heads import Speculator
+from speculator.heads.attention import AttentionHead
 from speculator.heads.eagle3.drafting import AttentionSource
+from speculator.heads.recurrent import RecurrentHead
 
 Self = TypeVar("Self", bound="HeadDrafter")
 

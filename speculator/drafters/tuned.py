@@ -27,7 +27,7 @@ from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.shapes import Chain, Shape
 from speculator.errors import UserError
 from speculator.files import cached_object
-from speculator.heads import RecurrentHead, Speculator
+from speculator.heads import Speculator
 from speculator.target.model import Target
 from speculator.target.stored import read_object
 
@@ -258,7 +258,8 @@ def _read(file: Path, head: Speculator) -> _Tuned:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, UserError):
         raise UserError(f"{file} is not what `python -m eval tune` writes: make it anew, or delete it") from None
     for shape in [*shapes, *(shape for _, shape, _ in measured)]:
-        if shape is not None and isinstance(head, RecurrentHead) and shape.depth > head.n_predict:
+        deepest = head.config.max_speculative_tokens
+        if shape is not None and deepest is not None and shape.depth > deepest:
             raise UserError(f"{file} is for a head of {shape.depth} tokens: tune this one anew")
     there = {name: read.get(name) for name in ("hardware", "dtype")}
     return _Tuned(there, settings or {batch_size: []}, measured, lookup, entries)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -73,6 +74,25 @@ class SpeculatorConfig(PreTrainedConfig):
     def output_size(self) -> int:
         """Rows of an output matrix: V_d, or V without a draft vocabulary."""
         return self.draft_vocab_size or self.vocab_size
+
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """Fields of this architecture alone, which a run's config sets as `speculator.options`."""
+        shared = {field.name for field in fields(SpeculatorConfig)}
+        return [field.name for field in fields(cls) if field.name not in shared]
+
+    @property
+    def max_speculative_tokens(self) -> int | None:
+        """Depth of the deepest draft that the head can make; None: no limit."""
+        return self.n_predict
+
+    def starts_from_target(self, requested: bool) -> bool:
+        """Return whether a new head copies the target's matrices (`Speculator.initialise_from`).
+
+        Args:
+            requested: the user asked for it.
+        """
+        return requested
 
     def describe(self) -> str:
         """What it is beside its sizes, in a few words."""

@@ -22,6 +22,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
+from speculator.errors import UserError
 from speculator.heads.base import Loss, Speculator, SpeculatorConfig
 
 _EPS = 1e-6
@@ -46,6 +47,11 @@ class RecurrentConfig(SpeculatorConfig):
         super().__post_init__(**kwargs)
         if self.tie_weights and self.n_predict == 1:
             raise ValueError("tie_weights needs n_predict of at least 2: there is nothing to tie")
+
+    def starts_from_target(self, requested: bool) -> bool:
+        if requested and self.inner_dim != self.emb_dim:
+            raise UserError("speculator.initialise target needs speculator.inner_dim 0, which takes the target's size")
+        return requested
 
     def describe(self) -> str:
         tied, scaled = "" if self.tie_weights else "not ", "" if self.scale_input else "not "

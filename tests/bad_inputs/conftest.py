@@ -67,8 +67,10 @@ def world(tmp_path_factory, text_file) -> dict[str, Path]:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(paths["TARGET"])
     for architecture in ("mlp", "lstm"):
-        config, head = ARCHITECTURES[architecture]
-        head(config(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(paths[architecture.upper()])
+        head = ARCHITECTURES[architecture]
+        head(head.config_class(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(
+            paths[architecture.upper()]
+        )
     chats = [
         {"messages": [{"role": "user", "content": f"Why {i}?"}, {"role": "assistant", "content": f"Because {i}."}]}
         for i in range(300)

@@ -231,7 +231,11 @@ PLACES = [
             ("a long name", f"[{'a' * 5_000}]", ""),
         ]
     ),
-    Case("conflict: untied LSTM", [*RUN, "--speculator.architecture=lstm", "--speculator.tie_weights=false"], "lstm"),
+    Case(
+        "conflict: untied LSTM",
+        [*RUN, "--speculator.architecture=lstm", "--speculator.options={tie_weights: false}"],
+        "lstm",
+    ),
     Case("conflict: one head tied", [*RUN, "--speculator.n_predict=1"], "tie_weights"),
     Case("conflict: no loss", [*RUN, "--loss.kl=0"], "loss"),
     Case("conflict: save_steps", [*RUN, "--stage1.save_steps=7"], "save_steps"),

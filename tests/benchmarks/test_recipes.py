@@ -27,7 +27,7 @@ def small(monkeypatch):
 
     def config(case):
         made = own(case)
-        head = replace(made.speculator, inner_dim=64, n_predict=2, draft_vocab_size=None, aux_layers=None)
+        head = replace(made.speculator, inner_dim=64, n_predict=2, draft_vocab_size=0, options={})
         stage = replace(made.stage1, per_device_train_batch_size=2)
         generate = replace(made.stage2.generate, batch_size=2, prompt_tokens=8, max_new_tokens=4)
         stage2, data = replace(made.stage2, generate=generate), replace(made.data, seq_length=32)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks import study
 from benchmarks.study import ARCHITECTURES, ARMS, PUBLISHED, TABLES, Arm, Study, fresh_head, table
 from speculator.target.model import Target
-from train.config import SpeculatorConfig
+from train.config import HeadOptions
 from train.initialise import parameters
 
 
@@ -124,7 +124,7 @@ def test_independent_heads_see_the_hidden_state_alone(target):
 
 
 def test_the_mlp_and_the_lstm_that_are_compared_are_of_one_size():
-    shapes = [SpeculatorConfig(**arm.shape) for arm in (ARCHITECTURES[0], ARCHITECTURES[2])]
+    shapes = [HeadOptions(**arm.shape) for arm in (ARCHITECTURES[0], ARCHITECTURES[2])]
     target = AutoConfig.from_pretrained("examples/stdlib_target")
     mlp, lstm = (parameters(shape, target) for shape in shapes)
     assert abs(mlp - lstm) < 0.01 * mlp

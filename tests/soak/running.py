@@ -44,7 +44,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "mlp": {},
     "eagle3": {
         "speculator.architecture": "eagle3",
-        "speculator.target.aux_layers": "[0, 1]",
+        "speculator.options": "{aux_layers: [0, 1]}",
         "speculator.draft_vocab_size": 100,
         "stage1.learning_rate": 2e-3,
     },

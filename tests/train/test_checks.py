@@ -31,16 +31,22 @@ from train.initialise import new_head, parameters
         (["--speculator.inner_dim", "-3"], "speculator.inner_dim"),
         (["--speculator.n_predict", "0"], "speculator.n_predict must be at least 1"),
         (
-            ["--speculator.architecture", "eagle3", "--speculator.norm_before_fc", "true"],
-            "speculator.norm_before_fc is instead of speculator.fc_norm: set one of them to false",
+            ["--speculator.architecture", "eagle3", "--speculator.options", "{norm_before_fc: true}"],
+            "norm_before_fc",
         ),
         (
-            ["--speculator.target.aux_layers", "[1, 2]"],
-            "speculator.target.aux_layers: a head of architecture mlp has no such setting",
+            ["--speculator.options", "{aux_layers: [1, 2]}"],
+            "architecture mlp has no option aux_layers",
         ),
         (
-            ["--speculator.architecture", "eagle3", "--speculator.tie_weights", "false"],
-            "speculator.tie_weights: a head of architecture eagle3 has no such setting",
+            ["--speculator.architecture", "eagle3", "--speculator.options", "{fc_norms: false}"],
+            "did you mean fc_norm",
+        ),
+        (["--speculator.architecture", "eagle"], "did you mean eagle3"),
+        (["--speculator.n_predict", "1"], "tie_weights"),
+        (
+            ["--speculator.architecture", "lstm", "--speculator.options", "{tie_weights: false}"],
+            "tie_weights",
         ),
         (["--loss.lk_eta", "-5"], "loss.lk_eta must not be negative"),
         (["--eval.temperatures", "[0, 1, 0.0]"], "eval.temperatures: 0.0 is given twice"),
@@ -67,7 +73,6 @@ OTHERWISE += ["--stage2.max_steps", "0", "--eval.tune_prompts", "0"]
     [
         ["--speculator.inner_dim", "100000000"],
         ["--speculator.inner_dim", "100000000", "--speculator.architecture", "lstm"],
-        ["--speculator.n_predict", "99999990", "--speculator.tie_weights", "false"],
     ],
 )
 def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target, flags):
@@ -83,9 +88,10 @@ def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target,
 def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_predict, drafted):
     flags = ["--speculator.architecture", architecture, "--speculator.n_predict", str(n_predict)]
     flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
-    flags += ["--speculator.initialise", "random", "--speculator.target.aux_layers", "[0, 1]"]
-    for tied in ("true", "false") if architecture == "mlp" else ("true",):
-        config = parse([*flags, "--speculator.tie_weights", tied])
+    flags += ["--speculator.initialise", "random"]
+    options = {"mlp": ["{}", "{tie_weights: false}"], "eagle3": ["{aux_layers: [0, 1]}"]}
+    for own in options.get(architecture, ["{}"]):
+        config = parse([*flags, "--speculator.options", own])
         rows = Dataset.from_dict({"input_ids": [[0, 1]]})
         made = new_head(config, target, rows).num_parameters()
         assert parameters(config.speculator, target.config) == made

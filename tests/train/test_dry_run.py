@@ -114,9 +114,9 @@ def test_the_size_of_a_head_is_told_where_the_target_is_here(capsys):
     rehearsed(ROOT / "configs" / "quickstart.yaml", *flags)
     text = capsys.readouterr().out
     target = json.loads((ROOT / "examples" / "stdlib_target" / "config.json").read_text())
-    config_class, head_class = ARCHITECTURES["mlp"]
+    head_class = ARCHITECTURES["mlp"]
     sizes = {"vocab_size": target["vocab_size"], "emb_dim": target["hidden_size"], "draft_vocab_size": 3000}
-    head = head_class(config_class(**sizes, n_predict=4))
+    head = head_class(head_class.config_class(**sizes, n_predict=4))
     assert f"{sum(weight.numel() for weight in head.parameters()):,} parameters" in text
     assert "stage2" not in text
 

@@ -26,11 +26,13 @@ def overfit(
     text = PROMPT + generate(target, None, [PROMPT], max_new_tokens=60).tokens[0]
     row = torch.tensor([text])
     torch.manual_seed(0)
-    config_class, head_class = ARCHITECTURES[architecture]
+    head_class = ARCHITECTURES[architecture]
     used = row.unique()  # ascending
     drafted = len(used) if pruned else None
     own = {"aux_layers": [0, 1]} if architecture == "eagle3" else {}
-    config = config_class.for_target(target.config, inner_dim=64, n_predict=3, draft_vocab_size=drafted, **own)
+    config = head_class.config_class.for_target(
+        target.config, inner_dim=64, n_predict=3, draft_vocab_size=drafted, **own
+    )
     head = bind(head_class(config), target)
     if pruned:
         assert drafted < VOCAB

@@ -43,7 +43,7 @@ STEPS = {
     "mlp": (SMALL, replace(HEAD, inner_dim=96), {}),
     "mlp, bfloat16, two passes": (
         SMALL,
-        replace(HEAD, tie_weights=False),
+        replace(HEAD, options={"tie_weights": False}),
         {"bf16": True, "gradient_accumulation_steps": 2},
     ),
     "lstm, bfloat16": (SMALL, replace(HEAD, architecture="lstm"), {"bf16": True}),

@@ -140,7 +140,7 @@ def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
 
 ATTENTION = {
     "speculator.architecture": "eagle3",
-    "speculator.target.aux_layers": "[0, 1]",
+    "speculator.options": "{aux_layers: [0, 1]}",
     "speculator.draft_vocab_size": 100,
 }
 ATTENTION |= {"stage1.max_steps": 8, "stage1.learning_rate": 2e-3}

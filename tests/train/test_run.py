@@ -326,14 +326,14 @@ def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"speculator.architecture": "lstm", "speculator.tie_weights": "false"}, "no untied LSTM"),
+        ({"speculator.architecture": "lstm", "speculator.options": "{tie_weights: false}"}, "no untied LSTM"),
         ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"target.name_or_path": "./configs"}, "no config.json"),
         ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),
         ({"stage1.save_steps": 7}, "stage1.save_steps"),
         ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
         ({"loss.kl": 0.0}, "nothing to train on"),
-        ({"speculator.n_predict": 1}, "speculator.tie_weights"),
+        ({"speculator.n_predict": 1}, "tie_weights"),
         ({"speculator.draft_vocab_size": 301}, "speculator.draft_vocab_size 301 is neither 0 nor in 1..300"),
         ({"stage2.generate.temperatures": "[1.0, -1.0]"}, "temperature must be in 0.."),
         ({"stage2.generate.temperatures": "[]"}, "stage2.generate.temperatures is empty"),

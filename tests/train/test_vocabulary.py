@@ -9,7 +9,7 @@ from speculator import Target, UserError
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from train.config import RunConfig, SpeculatorConfig
+from train.config import HeadOptions, RunConfig
 from train.initialise import for_rows, new_head
 from train.vocabulary import count_tokens, describe, most_frequent
 
@@ -46,7 +46,7 @@ def target() -> Target:
 
 
 def config(**shape) -> RunConfig:
-    return RunConfig(speculator=SpeculatorConfig(n_predict=2, draft_vocab_size=3, **shape))
+    return RunConfig(speculator=HeadOptions(n_predict=2, draft_vocab_size=3, **shape))
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
@@ -63,7 +63,7 @@ def test_a_head_records_the_adapter_of_its_target(target):
     assert new_head(wanted, target, ROWS).config.base_model_adapter == "org/lora"
 
 
-ATTENTION = {"architecture": "eagle3", "aux_layers": [0, 1]}
+ATTENTION = {"architecture": "eagle3", "options": {"aux_layers": [0, 1]}}
 
 
 def test_an_attention_head_starts_from_the_targets_output_and_reads_its_embedding(target):
@@ -97,13 +97,13 @@ def test_a_warm_start_from_another_shape_is_refused(target, tmp_path, shape, mes
     new_head(config(), target, ROWS).save_pretrained(tmp_path)
     settings = {"n_predict": 2, "draft_vocab_size": 3, "warm_start": str(tmp_path)} | shape
     with pytest.raises(UserError, match=message):
-        new_head(RunConfig(speculator=SpeculatorConfig(**settings)), target, ROWS)
+        new_head(RunConfig(speculator=HeadOptions(**settings)), target, ROWS)
 
 
 def test_a_warm_start_from_a_published_accelerator_is_its_weights(target, tmp_path):
-    head = new_head(RunConfig(speculator=SpeculatorConfig(n_predict=2)), target, ROWS)
+    head = new_head(RunConfig(speculator=HeadOptions(n_predict=2)), target, ROWS)
     save(head, tmp_path / "ibm", layout_of("ibm", head))
-    settings = SpeculatorConfig(n_predict=2, warm_start=str(tmp_path / "ibm"))
+    settings = HeadOptions(n_predict=2, warm_start=str(tmp_path / "ibm"))
     again = new_head(RunConfig(speculator=settings, seed=1), target, ROWS)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.dtype == torch.float32
@@ -122,15 +122,17 @@ def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(t
     shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "fc_norm": False, "n_predict": 7}
     head = bind(Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape)), target)
     save(head, tmp_path / "head", layout_of(layout, head))
-    again = new_head(config(**ATTENTION, fc_norm=False, warm_start=str(tmp_path / "head")), target, ROWS)
+    again = new_head(config(**ATTENTION, warm_start=str(tmp_path / "head")), target, ROWS)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.config.rope_parameters["rope_theta"] == 77.0
     assert (again.n_predict, again.config.num_attention_heads, again.config.attention_bias) == (2, 2, True)
-    with pytest.raises(UserError, match="has fc_norm False, but this run's head has True"):
-        new_head(config(**ATTENTION, warm_start=str(tmp_path / "head")), target, ROWS)
-    with pytest.raises(UserError, match=r"taps \[1, 5\]: a target of 2 layers has 0 to 1"):
-        new_head(config(architecture="eagle3", aux_layers=[1, 5]), target, ROWS)
-    with pytest.raises(UserError, match="a target of 2 layers has no default taps"):
+    assert again.config.fc_norm is False
+    other = {"architecture": "eagle3", "options": {"aux_layers": [0, 1], "fc_norm": True}}
+    with pytest.raises(UserError, match="fc_norm"):
+        new_head(config(**other, warm_start=str(tmp_path / "head")), target, ROWS)
+    with pytest.raises(UserError, match="2 layers"):
+        new_head(config(architecture="eagle3", options={"aux_layers": [1, 5]}), target, ROWS)
+    with pytest.raises(UserError, match="2 layers"):
         new_head(config(architecture="eagle3"), target, ROWS)
 
 

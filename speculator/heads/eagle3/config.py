@@ -98,6 +98,13 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         return ", ".join(parts)
 
     @property
+    def max_speculative_tokens(self) -> None:
+        return None
+
+    def starts_from_target(self, requested: bool) -> bool:
+        return True
+
+    @property
     def num_aux_layers(self) -> int:
         return len(self.aux_layers or range(TAPS))
 
