@@ -42,7 +42,7 @@ def real_acceptance(
     start, stop = (len(prompts) * k // count for k in (index, index + 1))
     own = prompts[start:stop]
     figures = {}
-    for name, temperature in (("acceptance_length", 0.0), ("tokens_per_step_sampled", 1.0)):
+    for name, temperature in (("acceptance_length", 0.0), ("acceptance_length_sampled", 1.0)):
         sampling = Sampling(temperature, seed=seed + start)  # a prompt's stream is its own, whoever decodes it
         steps: list[Step] = []
         if own:

@@ -108,7 +108,7 @@ def trainer_of(
         model=tiny_head(vocab_size=300),
         target=target,
         loss=LossConfig(kl=1.0, cross_entropy=0.1),
-        decode=lambda head: {"acceptance_length": 1.0, "tokens_per_step_sampled": 1.0},
+        decode=lambda head: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
         args=arguments(
             output_dir=str(folder),
             max_steps=steps or -(-count // 8),

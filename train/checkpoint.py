@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from speculator.errors import UserError, first_line
 from speculator.sealed import damage
 
-METRIC = "eval_tokens_per_step"
+METRIC = "eval_acceptance_length"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

@@ -232,7 +232,7 @@ def _done(config: RunConfig, run: Path) -> Iterator[str]:
         step, evaluation = (next(entry for entry in history if key in entry) for key in ("loss", "eval_loss"))
         yield (
             f"{name} on stand-ins: one step, loss {step['loss']:.3f}; evaluated, loss {evaluation['eval_loss']:.3f}, "
-            f"{evaluation['eval_tokens_per_step']:.2f} tokens per step; checkpoint and head written"
+            f"{evaluation['eval_acceptance_length']:.2f} tokens per step; checkpoint and head written"
         )
     rows = json.loads((run / "eval" / "report.json").read_text())["suites"]
     yield f"evaluation on stand-ins: {len(rows)} rows of a report; nothing of this is kept"

@@ -292,7 +292,7 @@ def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, 
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:  # each [N]
     """Per-head means from sums that were reduced over batches and processes, and what they predict.
 
-    `simulated_tokens_per_step` = 1 + the sum of prefix accuracies: what greedy decoding would accept if the text
+    `teacher_forced_acceptance_length` = 1 + the sum of prefix accuracies: what greedy decoding would accept if the text
     were the target's own. The decoder's figure is the one to trust.
     """
     count = sums["count"].clamp_min(1)
@@ -301,5 +301,5 @@ def summarise(sums: dict[str, Tensor]) -> dict[str, float]:  # each [N]
     for key, name in columns.items():
         if key in sums:
             out |= {f"head{i}/{name}": value for i, value in enumerate((sums[key] / count).tolist())}
-    out["simulated_tokens_per_step"] = 1 + (sums["prefix_hits"] / count).sum().item()
+    out["teacher_forced_acceptance_length"] = 1 + (sums["prefix_hits"] / count).sum().item()
     return out

@@ -67,10 +67,10 @@ class ProgressLine(ProgressCallback):
             f"{'eval' if prefix else 'step'} {state.global_step:>5}/{state.max_steps}",
             f"loss {logs[f'{prefix}loss']:.3f}",
             f"head accuracy {' '.join(heads)}",
-            f"simulated tokens/step {logs[f'{prefix}simulated_tokens_per_step']:.2f}",
+            f"simulated tokens/step {logs[f'{prefix}teacher_forced_acceptance_length']:.2f}",
         ]
         if prefix:
-            real, sampled = logs["eval_tokens_per_step"], logs["eval_tokens_per_step_sampled"]
+            real, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
             parts.append(f"real tokens/step {real:.2f} greedy, {sampled:.2f} at temperature 1")
         else:
             parts.append(f"lr {logs['learning_rate']:.1e} | step/target {logs['step_over_target']:.1f}")

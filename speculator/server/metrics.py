@@ -36,7 +36,7 @@ class Metrics:
             "speculator_request_seconds", "From a request to the end of its answer", buckets=_SECONDS, registry=registry
         )
         self.acceptance_length = Histogram(
-            "speculator_tokens_per_step",
+            "speculator_acceptance_length",
             "Tokens that a step gave a row: the accepted ones and one more. The sum over the count is the mean",
             buckets=range(1, 18),
             registry=registry,

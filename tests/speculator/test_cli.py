@@ -166,7 +166,7 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, "--num_speculative_tokens", "3"], "--num_speculative_tokens: give a drafter"),
         (
             [*TEXT, *HEAD, "--ngram", "--rule", "match"],
-            "--rule match does not fit what is drafted; these do: block, token",
+            "--rule match does not fit what is drafted; these do: block, rejection",
         ),
         ([*TEXT, *HEAD, "--draft_model", "other"], "not allowed with argument --speculator"),
         ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
@@ -194,7 +194,7 @@ TEXT = ["--prompt", "x"]
         ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "99"], "99 nodes"),
         ([*TEXT, *HEAD, "--min_confidence", "1.5"], "--min_confidence 1.5"),
         ([*TEXT, *HEAD, "--rule", "nonsense"], "invalid choice: 'nonsense'"),
-        ([*TEXT, *HEAD, "--rule", "match"], "--rule match does not fit what is drafted; these do: block, token"),
+        ([*TEXT, *HEAD, "--rule", "match"], "--rule match does not fit what is drafted; these do: block, rejection"),
         ([*TEXT, "--ngram", "--rule", "multi_candidate"], "--rule multi_candidate does not fit"),
         ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi_candidate_replacement"], "does not fit"),
     ],

@@ -297,7 +297,7 @@ def test_prefix_accuracy_needs_every_head_before():
     figures = summarise(measure([choose([1, 1, 0, 0]), choose([2, 0, 2, 0])], [identity, identity]))
     assert figures["head1/accuracy"] == 0.5
     assert figures["head1/prefix_accuracy"] == 0.25
-    assert figures["simulated_tokens_per_step"] == 1 + 0.5 + 0.25
+    assert figures["teacher_forced_acceptance_length"] == 1 + 0.5 + 0.25
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -41,7 +41,7 @@ def test_one_line_says_everything(monkeypatch, token_at_peak):
     lines = []
     bar = ProgressLine()
     bar.training_bar = SimpleNamespace(write=lines.append)
-    logs = {"loss": 1.5, "learning_rate": 1e-3, "head0/accuracy": 0.25, "simulated_tokens_per_step": 1.25}
+    logs = {"loss": 1.5, "learning_rate": 1e-3, "head0/accuracy": 0.25, "teacher_forced_acceptance_length": 1.25}
     state = SimpleNamespace(global_step=12, max_steps=20)
     bar.on_log(None, state, None, {**logs, **paced(monkeypatch, token_at_peak)})
     share = "" if token_at_peak is None else " | 40.0% of the peak"

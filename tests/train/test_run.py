@@ -183,8 +183,8 @@ def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
     evaluation = next(entry for entry in history if "eval_loss" in entry)
     for name in ("eval_head2/accuracy", "eval_head0/prefix_accuracy", "eval_head1/overlap"):
         assert 0 <= evaluation[name] <= 1
-    assert 1 <= evaluation["eval_tokens_per_step"] <= 4
-    assert 1 <= evaluation["eval_simulated_tokens_per_step"] <= 4
+    assert 1 <= evaluation["eval_acceptance_length"] <= 4
+    assert 1 <= evaluation["eval_teacher_forced_acceptance_length"] <= 4
 
 
 def test_the_same_command_again_says_that_it_is_done(finished, command):

@@ -22,7 +22,7 @@ def default_aux_layers(layers: int) -> list[int]:
         UserError: so few layers that they are not three.
     """
     if layers < 7:
-        raise UserError(f"a target of {layers} layers has no default aux_hidden (7 layers have): name them")
+        raise UserError(f"a target of {layers} layers has no default aux_layers (7 layers have): name them")
     return [2, layers // 2, layers - 3]
 
 
@@ -91,7 +91,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qk_norm")
         parts = [
             f"{self.n_predict} steps, {self.num_attention_heads} heads of {self.head_dim} over "
-            f"{self.num_key_value_heads}, aux_hidden {aux_hidden}",
+            f"{self.num_key_value_heads}, aux layers {aux_hidden}",
             *(flag for flag in (*flags, "own_embedding") if getattr(self, flag)),
             *([f"sliding window {self.sliding_window}"] if self.sliding_window else []),
         ]

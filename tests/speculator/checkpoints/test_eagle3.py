@@ -417,12 +417,12 @@ def test_inspect_export_and_card(tmp_path, base, capsys):
     assert "loads in vLLM 0.32 and 0.33: vllm serve" in said
     assert "DOES NOT LOAD in SGLang" in said
     card = (out / "README.md").read_text()
-    assert "| form | 3 steps, 4 heads of 4 over 2, taps 2 4 5, fc_norm, norm_output |" in card
+    assert "| form | 3 steps, 4 heads of 4 over 2, aux layers 2 4 5, fc_norm, norm_output |" in card
     assert "[eagle3]\nloads in vLLM" in card
     assert main(["inspect", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "speculators (Eagle3Speculator)" in shown
-    assert "Eagle3, 3 steps, 4 heads of 4 over 2, taps 2 4 5, fc_norm, norm_output" in shown
+    assert "Eagle3, 3 steps, 4 heads of 4 over 2, aux layers 2 4 5, fc_norm, norm_output" in shown
     assert "5 of 23 tokens" in shown
     assert "eagle3: for vLLM 0.32 and 0.33; SGLang 0.5.23" in shown
 

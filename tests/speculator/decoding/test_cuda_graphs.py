@@ -66,7 +66,7 @@ NAMES = [
     "eagle3-chain",
     "eagle3-tree",
     "ngram",
-    "mixed-fixed-tree",
+    "hybrid-fixed-tree",
     "auto-mlp",
     "auto-eagle3",
 ]
@@ -248,7 +248,7 @@ def test_an_engine_keeps_what_was_captured(monkeypatch):
         ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
     ]
-    for name in ("head-chain", "model-tree", "mixed-fixed-tree"):
+    for name in ("head-chain", "model-tree", "hybrid-fixed-tree"):
         alone = [
             generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
             for prompts, settings, count in turns
@@ -301,7 +301,7 @@ def test_a_chunk_beside_a_long_beginning_fits_the_rounded_cache(monkeypatch):
     assert engine.generate(prompts, max_new_tokens=4).tokens == expected
 
 
-@pytest.mark.parametrize("name", ["eagle3-tree", "model-tree", "mixed-fixed-tree"])
+@pytest.mark.parametrize("name", ["eagle3-tree", "model-tree", "hybrid-fixed-tree"])
 def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
     """The target's cache has more than was asked for, and need not grow."""
     target = make_target()
@@ -355,7 +355,7 @@ def test_rows_join_and_leave_captured_steps(monkeypatch):
     prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
     settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
     limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
-    for name in ("none", "head-tree", "model-chain", "model-tree", "eagle3-tree", "ngram", "mixed-fixed-tree"):
+    for name in ("none", "head-tree", "model-chain", "model-tree", "eagle3-tree", "ngram", "hybrid-fixed-tree"):
         expected = [
             generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
             for prompt, own, limit in zip(prompts, settings, limits, strict=True)
@@ -521,7 +521,7 @@ def on_gpu(monkeypatch) -> Target:
     "name",
     [
         *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"),
-        *("eagle3-chain", "eagle3-tree", "ngram", "mixed-fixed-tree", "auto-eagle3"),
+        *("eagle3-chain", "eagle3-tree", "ngram", "hybrid-fixed-tree", "auto-eagle3"),
     ],
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -153,13 +153,13 @@ def test_a_wrong_rule_for_mixed_drafts_fails(wrong):
 def drawn_from_p(p, draft, u):
     """Where the draft's own part ends, draws from p, as if nothing had been refused there."""
     last, _ = rules.rejection(p[:, :2], draft.own, u)
-    return rules._walk(p, draft, u[:, 1:], last, p[torch.arange(len(p)), last])
+    return rules._follow_match(p, draft, u[:, 1:], last, p[torch.arange(len(p)), last])
 
 
 def walked_by_one_uniform(p, draft, u):
     """Draws all that is behind the own part by the same uniform."""
     last, probs = rules.rejection(p[:, :2], draft.own, u)
-    return rules._walk(p, draft, u[:, 1:2].expand(-1, u.shape[1] - 1), last, probs)
+    return rules._follow_match(p, draft, u[:, 1:2].expand(-1, u.shape[1] - 1), last, probs)
 
 
 @pytest.mark.parametrize("wrong", [drawn_from_p, walked_by_one_uniform])

@@ -455,7 +455,7 @@ def test_the_output_matrix_starts_from_the_targets_rows():
 def test_default_taps_are_those_of_the_servers():
     assert default_aux_layers(32) == [2, 16, 29]
     assert default_aux_layers(7) == [2, 3, 4]
-    with pytest.raises(UserError, match="6 layers has no default aux_hidden"):
+    with pytest.raises(UserError, match="6 layers has no default aux_layers"):
         default_aux_layers(6)
 
 

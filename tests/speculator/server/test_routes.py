@@ -281,7 +281,7 @@ def test_metrics_say_what_the_steps_were(chat_target, drafter):
         metrics.ended(type("Ended", (), {"tokens": tokens, "steps": steps, "finish_reason": reason})())
     lines = metrics.text().decode().splitlines()
     page = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
-    count, total = (float(page[f"speculator_tokens_per_step_{name}"]) for name in ("count", "sum"))
+    count, total = (float(page[f"speculator_acceptance_length_{name}"]) for name in ("count", "sum"))
     assert math.isclose(total / count, made.acceptance_length)
     accepted = [float(value) for name, value in page.items() if name.startswith("speculator_accepted_total{")]
     assert math.isclose(1 + sum(accepted) / count, made.acceptance_length)

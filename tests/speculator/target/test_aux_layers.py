@@ -52,7 +52,7 @@ def test_taps_are_transformers_hidden_states_in_training_prefill_and_verify(fami
 class Recording(Drafter):
     """Drafts a tree, and keeps the states that it is given of each text."""
 
-    name, num_speculative_tokens, nodes, rules, taps = "recording", 2, 4, ("match",), (0, 1)
+    name, num_speculative_tokens, nodes, rules, aux_layers = "recording", 2, 4, ("match",), (0, 1)
 
     def open(self, slots, capacity):
         self.states = {}
