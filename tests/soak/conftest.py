@@ -1,4 +1,4 @@
-"""What the soak tests share: the good inputs of the bad ones, and a run that nothing disturbed."""
+"""Fixtures of the soak tests: the good inputs of `bad_inputs`, and runs that nothing interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from bad_inputs.conftest import cache, here, world  # noqa: F401
+from bad_inputs.conftest import cache, inputs, workdir  # noqa: F401
 from soak.running import HEADS, finish, train_argv
 
 
@@ -23,18 +23,13 @@ def _no_hub():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(world, cache, tmp_path_factory):  # noqa: F811
-    """`undisturbed(architecture)`: a run of such a head that nothing disturbed."""
+def uninterrupted(inputs, cache, tmp_path_factory):  # noqa: F811
+    """`uninterrupted(architecture)`: the folder of a run of such a head that nothing interrupted."""
 
     @functools.cache
     def run(architecture: str) -> Path:
         folder = tmp_path_factory.mktemp("whole") / "run"
-        finish(["train.py", *train_argv(world, folder, **HEADS[architecture])], cache)
+        finish(["train.py", *train_argv(inputs, folder, **HEADS[architecture])], cache)
         return folder
 
     return run
-
-
-@pytest.fixture(scope="session")
-def whole(undisturbed) -> Path:
-    return undisturbed("mlp")

@@ -1,4 +1,4 @@
-"""What the soak tests share: a tiny target, its text, commands as processes, and what a run leaves that must repeat."""
+"""Helpers of the soak tests: commands as processes, and the results of a run that must not depend on interruptions."""
 
 from __future__ import annotations
 
@@ -59,29 +59,29 @@ _COUNTED = (
 )
 
 
-def train_argv(world: dict[str, Path], output: Path, **settings: Any) -> list[str]:
-    """A tiny run's flags."""
-    values = {**SETTINGS, "target.name_or_path": world["TARGET"], "data.sources": f"[{world['TEXT']}]", **settings}
+def train_argv(inputs: dict[str, Path], output: Path, **settings: Any) -> list[str]:
+    """Flags of a tiny run."""
+    values = {**SETTINGS, "target.name_or_path": inputs["TARGET"], "data.sources": f"[{inputs['TEXT']}]", **settings}
     return ["--output_dir", str(output), *(f"--{name}={value}" for name, value in values.items())]
 
 
 def start(argv: list[str], cache: Path, **options: Any) -> subprocess.Popen:
-    """A command as a user starts it: train.py, or `-m data` and its kin."""
+    """Start a command as a user does: `train.py`, or `-m data` and the other modules."""
     environment = {**os.environ, "SPECULATOR_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options}
     return subprocess.Popen([sys.executable, *argv], env=environment, **options)
 
 
 def finish(argv: list[str], cache: Path, timeout: float = 300, **options: Any) -> str:
-    """Run a command to its good end; gives its stderr."""
+    """Run a command to exit code 0 and return its stderr."""
     process = start(argv, cache, **options)
-    _, said = process.communicate(timeout=timeout)
-    assert process.returncode == 0, said
-    return said
+    _, error = process.communicate(timeout=timeout)
+    assert process.returncode == 0, error
+    return error
 
 
 def kill(process: subprocess.Popen) -> bool:
-    """Kill it with no chance to tidy up; tells whether it was still at work."""
+    """Kill a process with SIGKILL. Returns False if it had already ended."""
     alive = process.poll() is None
     if alive:
         process.send_signal(signal.SIGKILL)
@@ -94,14 +94,14 @@ def sha(path: Path) -> str:
 
 
 def rows_of(folder: Path) -> str:
-    """Rows of a `datasets` folder, whatever its files are called."""
+    """Checksum of the rows of a `datasets` folder, independent of its file names."""
     saved = load_from_disk(str(folder))
     splits = saved if isinstance(saved, dict) else {"": saved}
     return hashlib.sha256(json.dumps({name: rows.to_dict() for name, rows in splits.items()}).encode()).hexdigest()
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What of a run may not depend on how often it was cut off: weights, rows and counted figures."""
+    """Results of a run that must not depend on interruptions: weights, rows and counts."""
     found: dict[str, Any] = {
         "head": sha(run / "speculator" / "model.safetensors"),
         "rows": rows_of(run / "generated/rows"),

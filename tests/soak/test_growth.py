@@ -1,4 +1,4 @@
-"""Two thousand steps of training and of generation: memory and open files stay as they are after the warm-up."""
+"""Memory and open files do not grow in 2,000 steps of training and of generation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PICTURES = ROOT / "docs" / "reliability"
 
 
 def watch(argv: list[str], cache: Path, working: Path) -> list[tuple[float, float, int]]:
-    """(seconds, MiB of memory, open files), sampled while a command works; from when `working` is there."""
-    said = cache.with_suffix(".log")  # a pipe that nobody reads would fill up
-    with said.open("w") as stream:
+    """Sample (seconds, MiB of memory, open files) of a command from the moment that `working` exists."""
+    log = cache.with_suffix(".log")  # a pipe that nobody reads would fill up
+    with log.open("w") as stream:
         process = start(argv, cache, stderr=stream)
     seen, began = psutil.Process(process.pid), time.monotonic()
     samples = []
@@ -31,7 +31,7 @@ def watch(argv: list[str], cache: Path, working: Path) -> list[tuple[float, floa
             except psutil.Error:
                 break
         time.sleep(0.1)
-    assert process.wait() == 0, said.read_text()[-2000:]
+    assert process.wait() == 0, log.read_text()[-2000:]
     return samples
 
 
@@ -54,15 +54,15 @@ def draw(name: str, samples: list[tuple[float, float, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["training", "generation"])
-def test_neither_memory_nor_files_grow(name, world, cache, tmp_path):
+def test_neither_memory_nor_files_grow(name, inputs, cache, tmp_path):
     if name == "training":
         sizes = {"stage1.max_steps": STEPS, "stage2.max_steps": 0, "stage1.eval_steps": 500, "stage1.save_steps": 500}
-        argv = ["train.py", *train_argv(world, tmp_path / "run", **sizes)]
+        argv = ["train.py", *train_argv(inputs, tmp_path / "run", **sizes)]
         working = tmp_path / "run" / "stage1"
     else:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(STEPS)))
-        flags = ["--target", str(world["TARGET"]), "--speculator", str(world["MLP"]), "--prompts", str(prompts)]
+        flags = ["--target", str(inputs["TARGET"]), "--speculator", str(inputs["MLP"]), "--prompts", str(prompts)]
         flags += ["--max_new_tokens", "16", "--batch_size", "4", "--output", str(tmp_path / "run")]
         argv, working = ["-m", "data", "generate", *flags], tmp_path / "run"
     samples = watch(argv, cache, working)

@@ -1,4 +1,4 @@
-"""The reference run, cut off: what is done is not done again, and what comes of it is the same."""
+"""The reference run resumes where it was killed and gives the same text and heads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KILLS = 4
 
 
 def outcome(folder: Path) -> dict[str, str]:
-    """The text and the heads. What is drafted is chosen by the clock, so the reports count other steps."""
+    """Checksums of text and heads; reports are left out, because adaptive drafting depends on timings."""
     heads = {head: sha(folder / head / "speculator" / "model.safetensors") for head in HEADS}
     return {"text": rows_of(folder / "text" / "rows"), **heads}
 
 
-def test_the_reference_run_is_killed_and_gives_the_same_text_and_heads(tmp_path):
+def test_a_killed_reference_run_gives_the_same_text_and_heads(tmp_path):
     suite, cache = tmp_path / "spec.jsonl", tmp_path / "cache"
     rows = [{"category": name, "turns": ["Who are you?", "Why?"]} for name in ("writing", "math")]
     suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
