@@ -141,7 +141,7 @@ def trainer_of(run: RunConfig, target: Target, rows: Dataset, folder: str) -> Sp
         loss=run.loss,
         decode=lambda _: {},
         args=on_one_gpu(settings),
-        data_collator=Collator(head.n_predict),
+        data_collator=Collator(head.config),
         train_dataset=rows,
     )
     trainer.remove_callback(PrinterCallback)

@@ -225,7 +225,7 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, h
     schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
     SpeculatorTrainer(
         model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=rows,
-        data_collator=Collator(head.n_predict, arm.rejected_token_weight), optimizers=(optimiser, schedule),
+        data_collator=Collator(head.config, arm.rejected_token_weight), optimizers=(optimiser, schedule),
     ).train()  # fmt: skip
     return head
 

@@ -37,11 +37,13 @@ from speculator.drafters.costs import clock
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.training import IGNORE, TrainingBatch
+from speculator.heads.unrolled import align
 from speculator.tables import markdown_table
 from speculator.target.linear import FAST_DTYPES
 from speculator.target.model import Target
 from train.config import LossConfig
-from train.losses import IGNORE, Measure, align
+from train.losses import ChunkedLoss
 
 LOSSES = {
     "cross-entropy": LossConfig(cross_entropy=1, kl=0),
@@ -74,8 +76,9 @@ def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:
             hidden = torch.randn(1, tokens + heads + 1, width)
         labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
         if chunked:
-            measure = Measure(labels, hidden, lm_head, LOSSES[loss])
-            height = peak_bytes(lambda: head(hidden[:, :tokens], ids[:, 1:-1], measure)["objective"].backward(), device)  # noqa: B023
+            batch = TrainingBatch(ids, torch.zeros_like(ids), hidden, hidden, {"labels": labels})
+            token_loss = ChunkedLoss(lm_head, LOSSES[loss], vocabulary)
+            height = peak_bytes(lambda: head(batch, token_loss)["objective"][0].backward(), device)  # noqa: B023
         else:
             log_p = lm_head if LOSSES[loss].kl else None
             height = peak_bytes(lambda: naive(head, hidden, ids, labels, log_p).backward(), device)  # noqa: B023
@@ -141,12 +144,12 @@ class Training:
 
     def step(self) -> None:
         """Forward, backward, update; the gradients are then given back."""
-        length = self.labels.shape[-1]
         half = self.target.dtype == torch.bfloat16
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=half):
             hidden = self.forward()
-            measure = Measure(self.labels, hidden, self.target.logits, self.weights)
-            objective = self.head(hidden[:, :length].float(), self.ids[:, 1:-1], measure)["objective"]
+            batch = TrainingBatch(self.ids, torch.zeros_like(self.ids), hidden, hidden.float(), {"labels": self.labels})
+            token_loss = ChunkedLoss(self.target.logits, self.weights, self.target.vocab_size)
+            objective = self.head(batch, token_loss)["objective"][0] / self.head.n_predict
         objective.backward()
         self.optimiser.step()
         self.optimiser.zero_grad()

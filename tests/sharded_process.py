@@ -104,8 +104,9 @@ def trainer_of(
     lengths = torch.randint(16, 24, (count,), generator=generator).tolist()
     rows = [{"input_ids": torch.randint(300, (length,), generator=generator).tolist()} for length in lengths]
     set_seed(0)
+    head = tiny_head(vocab_size=300)
     return SpeculatorTrainer(
-        model=tiny_head(vocab_size=300),
+        model=head,
         target=target,
         loss=LossConfig(kl=1.0, cross_entropy=0.1),
         decode=lambda head: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
@@ -122,7 +123,7 @@ def trainer_of(
             logging_steps=1,
             report_to="none",
         ),
-        data_collator=Collator(3),
+        data_collator=Collator(head.config),
         train_dataset=rows,
         eval_dataset=rows[:8],
         **settings,

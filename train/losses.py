@@ -1,76 +1,34 @@
-"""What a batch says of a head, as sums over tokens; `SpeculatorTrainer` divides.
+"""The losses of a run, computed in chunks of tokens; `SpeculatorTrainer` divides the sums.
 
-Alignment, 0-based, with a row x of L tokens, hidden states h, N heads and S = L - N - 1:
-
-    head i at position t reads h_t and x[t+1 .. t+1+i] and predicts x[t+2+i]
-
-so the target's own distribution of that token comes from u = t+1+i, which the same forward pass gave. For L = 8, N = 2:
-
-    t         0  1  2  3  4
-    head 0    x2 x3 x4 x5 x6      distribution from h1 .. h5
-    head 1    x3 x4 x5 x6 x7      distribution from h2 .. h6
-
-Everything here is laid out by u, so that one distribution, made once, teaches every head.
-
-A head with a draft vocabulary has V_d of the V logits. The distribution is normalised over all V and then cut to the
-V_d, so that a sum over tokens is a sum over these: q is 0 elsewhere. A label that can't be drafted is a miss, and has
-no cross-entropy; it is counted all the same.
+A head with a draft vocabulary has V_d of the V logits. The target's distribution p is normalised over all V and then
+restricted to the V_d; q is 0 elsewhere, so a sum over tokens is a sum over these. A label outside the draft vocabulary
+has no cross-entropy, but it is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
 from speculator.target.linear import product
 from train.config import LossConfig
 
-IGNORE = -100
-_OUTSIDE = -1  # of a label that is not in the draft vocabulary
 _CHUNK = {"cpu": 2**23}
 _CHUNK_ON_GPU = 2**26
-"""Logits that exist at a time, of all tokens and the whole vocabulary: 32 MiB and 256 MiB in float32."""
+"""Logits in memory at a time, over the whole vocabulary: 32 MiB and 256 MiB in float32."""
 _OUTER_ROWS = 8192
 
 
-def align(
-    input_ids: Tensor,  # [B, L]
-    document_ids: Tensor,  # [B, L]
-    loss_mask: Tensor,  # [B, L] 1 where the target would speak: text, continuations, an assistant's turns
-    n_predict: int,
-) -> Tensor:  # [B, N, S]
-    """Labels of every head; IGNORE where x[t+1 .. t+2+i] are not all the target's own, in the document of h_t.
-
-    Only there a decoder would ask the head: x[t+1] is what the target just said.
-    """
-    length = input_ids.shape[1] - n_predict - 1
-    speaks = loss_mask[:, 1 : 1 + length].bool()
-    labels = []
-    for i in range(n_predict):
-        span = slice(i + 2, i + 2 + length)
-        speaks = speaks & loss_mask[:, span].bool() & (document_ids[:, span] == document_ids[:, :length])
-        labels.append(input_ids[:, span].masked_fill(~speaks, IGNORE))
-    return torch.stack(labels, dim=1)
-
-
-def draft_ids(labels: Tensor, draft_tokens: Tensor | None) -> Tensor:  # [...], [V_d] ascending -> [...]
-    """The row of an output matrix that each label has; IGNORE stays, _OUTSIDE where it has none."""
-    if draft_tokens is None:
-        return labels
-    place = torch.searchsorted(draft_tokens, labels).clamp_max(len(draft_tokens) - 1)
-    ids = torch.where(draft_tokens[place] == labels, place, _OUTSIDE)
-    return torch.where(labels == IGNORE, IGNORE, ids)
-
-
 class TargetProbs(NamedTuple):
-    """The target's distribution of each token of a chunk, of what can be drafted; softened by `kl`'s temperature."""
+    """The target's distribution for each token of a chunk, restricted to the draft vocabulary."""
 
-    p: Tensor  # [C, V_d] sums to 1 over the whole vocabulary
-    softened: Tensor  # [C, V_d] so does this
-    entropy: Tensor  # [C] of the softened: the part of these tokens
+    p: Tensor  # [C, V_d] normalised over the whole vocabulary
+    softened: Tensor  # [C, V_d] p at the temperature of `kl`, normalised likewise
+    entropy: Tensor  # [C] the draft vocabulary's part of the entropy of `softened`
 
 
 def target_probs(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
@@ -87,15 +45,15 @@ def target_probs(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | N
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
-    """Of the token that the text goes on with (2404.19124); 0 where that is none that is drafted."""
+    """Cross-entropy with the text's next token (2404.19124); 0 where that is outside the draft vocabulary."""
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
 
 def kl(log_q: Tensor, target: TargetProbs, temperature: float) -> Tensor:  # [C, V_d] -> [C]
-    """KL(p || q), both softened, times temperature^2 so that its gradient keeps its size (1503.02531).
+    """KL(p || q) at a temperature, times temperature^2 so that the gradient keeps its size (1503.02531).
 
-    With a draft vocabulary the sum over it of p (log p - log q), p not normalised anew: a token counts as much as the
-    target's distribution has to draft. It is least, M log M of the mass M there, where q is p in proportion.
+    With a draft vocabulary: sum of p (log p - log q) over it, without renormalising p. With M the mass of p in the draft
+    vocabulary, the minimum M log M is reached where q is proportional to p.
     """
     if temperature != 1:
         log_q = (log_q / temperature).log_softmax(-1)
@@ -103,14 +61,14 @@ def kl(log_q: Tensor, target: TargetProbs, temperature: float) -> Tensor:  # [C,
 
 
 def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
-    """sum_v min(p_v, q_v): the chance that a sampled draft is accepted (2211.17192, corollary 3.6)."""
+    """sum_v min(p_v, q_v), the probability that a sampled draft token is accepted (2211.17192, corollary 3.6)."""
     return torch.minimum(p, log_q.exp()).sum(-1)
 
 
 def loss_per_token(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> Tensor:  # [C, V_d] -> [C]
-    """The weighted mix of one head's losses."""
+    """The configured mix of losses of each token."""
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
     if weights.cross_entropy:
@@ -124,163 +82,141 @@ def loss_per_token(
         accepted = overlap(log_q, target.p)
         if weights.total_variation:
             loss = loss + weights.total_variation * (1 - accepted)
-        if weights.lk:  # 2602.23881, the hybrid: the divergence leads while little is accepted, then acceptance itself
+        if weights.lk:  # the hybrid of 2602.23881: divergence while little is accepted, then acceptance
             share = torch.exp(-weights.lk_eta * accepted.detach())
             loss = loss + weights.lk * (share * divergence + (1 - share) * (1 - accepted))
     return loss
 
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
-    """How many tokens' logits exist at a time, on a kind of device."""
+    """Number of tokens whose logits are in memory at a time, by kind of device."""
     return max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
 
 
-def needs_target_probs(weights: LossConfig) -> bool:
-    """Whether the target's lm_head is needed at all."""
-    return bool(weights.kl or weights.total_variation or weights.lk)
+class ChunkedLoss:
+    """`speculator.heads.training.TokenLoss` of a run.
 
-
-class Measure:
-    """Called by a head's `forward` with its features and output matrices; gives the loss and sums over one batch.
-
-    Logits exist for one chunk of tokens and one head at a time, in the forward pass and in the backward pass.
+    Logits exist for one chunk of tokens and one step at a time, in the forward pass and in the backward pass.
 
     Args:
-        labels: [B, N, S] from `align`.
-        hidden: [B, L, D] the target's states of the whole rows.
-        logits: the target's lm_head, [C, D] -> [C, V], called where a loss needs the target's distribution.
-        weights: of the losses.
-        chunk: tokens at a time; None takes what fits in a fixed budget of logits.
-        vocab_size: V of `logits`, for that budget; None where the heads' outputs have it.
-        token_weights: [B, L] how many times each token counts in the objective, whichever head predicts it; None: once.
-            The other sums do not know of it.
+        logits: the target's lm_head, [C, D] -> [C, V]; called only if a loss needs the target's distribution.
+        weights: weights of the losses.
+        vocab_size: V, by which the default chunk is chosen.
+        chunk: tokens at a time; None chooses by a fixed budget of logits.
     """
 
     def __init__(
-        self,
-        labels: Tensor,
-        hidden: Tensor,
-        logits: Callable[[Tensor], Tensor],
-        weights: LossConfig,
-        chunk: int | None = None,
-        vocab_size: int | None = None,
-        token_weights: Tensor | None = None,
+        self, logits: Callable[[Tensor], Tensor], weights: LossConfig, vocab_size: int, chunk: int | None = None
     ):
-        self.labels, self.hidden, self.logits, self.weights = labels, hidden, logits, weights
-        self.chunk, self.vocab_size, self.token_weights = chunk, vocab_size, token_weights
+        self.logits, self.weights, self.vocab_size, self.chunk = logits, weights, vocab_size, chunk
+        self.needs_target = bool(weights.kl or weights.total_variation or weights.lk)
+
+    def step_weights(self, steps: int) -> Tensor:  # [N]
+        return torch.tensor([self.weights.head_decay**i for i in range(steps)])
 
     def __call__(
         self,
-        features: list[Tensor],  # [B, S, I] of each head
-        outputs: list[nn.Linear],  # I -> V_d of each head
-        draft_tokens: Tensor | None = None,  # [V_d] ascending; None: V_d is V
-    ) -> dict[str, Tensor]:
-        """Gives `objective` (a scalar, to be minimised) and sums of each head, [N].
-
-        The sums: loss, count, hits, prefix_hits (every head up to this one was right) and, where gradients are off
-        and the target's distribution is at hand, overlap.
-        """
-        batch, heads, length = self.labels.shape
-        total = length + heads - 1  # u = 1 .. total
-
-        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * total, ...]
-            padding = [0, 0] * (x.ndim - 2) + [index, heads - 1 - index]
-            return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
-
-        labels = torch.stack([by_u(self.labels[:, i], i, IGNORE) for i in range(heads)])  # [N, B * total]
-        labels = draft_ids(labels, draft_tokens)
-        kept = (labels != IGNORE).any(0).nonzero()[:, 0]
-        hidden = self.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
-        # The token that every head predicts at u is x[u+1].
-        counts = None if self.token_weights is None else self.token_weights[:, 2 : 2 + total].flatten()[kept]
-        inputs = [by_u(x, i, 0.0)[kept] for i, x in enumerate(features)]
-        matrices = list({id(output): output.weight for output in outputs}.values())
-        which = [next(j for j, matrix in enumerate(matrices) if matrix is output.weight) for output in outputs]
-        objective, loss, hit, accepted = _Chunked.apply(
-            self, hidden, labels[:, kept], counts, draft_tokens, which, torch.is_grad_enabled(), *inputs, *matrices
+        logits: Sequence[Sequence[Term]],
+        labels: Tensor,
+        hidden: Tensor,
+        weights: Tensor,
+        draft_tokens: Tensor | None = None,
+    ) -> TokenLosses:
+        features = [[x for x, _ in terms] for terms in logits]
+        matrices = list({id(matrix): matrix for terms in logits for _, matrix in terms}.values())
+        order = {id(matrix): j for j, matrix in enumerate(matrices)}
+        call = _Call(
+            self,
+            hidden,
+            labels,
+            weights.expand(labels.shape),
+            draft_tokens,
+            [[order[id(matrix)] for _, matrix in terms] for terms in logits],
+            torch.is_grad_enabled(),
         )
+        objective, loss, hits, overlap = _Chunked.apply(call, *(x for xs in features for x in xs), *matrices)
+        return TokenLosses(objective, loss, hits, None if call.train or not self.needs_target else overlap)
 
-        def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
-            whole = x.new_zeros(heads, batch * total)
-            whole[:, kept] = x
-            return torch.stack([row.view(batch, total)[:, i : i + length] for i, row in enumerate(whole)])
 
-        hits = by_t(hit)
-        sums = {
-            "objective": objective,
-            "loss": loss.sum(1),
-            "count": (labels != IGNORE).sum(1),
-            "hits": hits.sum((1, 2)),
-            "prefix_hits": hits.cumprod(0).sum((1, 2)),
-        }
-        return (
-            sums
-            if torch.is_grad_enabled() or not needs_target_probs(self.weights)
-            else sums | {"overlap": accepted.sum(1)}
-        )
+class _Call(NamedTuple):
+    """Arguments of `_Chunked` that have no gradient.
+
+    Attributes:
+        matrix_of: index of the matrix of each step's terms.
+        train: gradients are needed.
+    """
+
+    loss: ChunkedLoss
+    hidden: Tensor  # [K, D]
+    labels: Tensor  # [N, K]
+    weights: Tensor  # [N, K]
+    draft_tokens: Tensor | None  # [V_d]
+    matrix_of: list[list[int]]
+    train: bool
 
 
 class _Chunked(torch.autograd.Function):
-    """Chunk by chunk: logits, losses and at once their gradients, so that nothing of a chunk outlives it."""
+    """Computes losses and their gradients chunk by chunk, so that no chunk's logits outlive it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        measure: Measure,
-        hidden: Tensor,  # [K, D]
-        labels: Tensor,  # [N, K] rows of the output matrices
-        counts: Tensor | None,  # [K] how many times each token counts
-        draft_tokens: Tensor | None,  # [V_d]
-        which: list[int],
-        train: bool,
-        *tensors: Tensor,
-    ):
-        heads, kept = labels.shape
-        features, matrices = tensors[:heads], tensors[heads:]
-        vocabulary, device, weights = measure.vocab_size or matrices[0].shape[0], labels.device, measure.weights
+    def forward(ctx: Any, call: _Call, *tensors: Tensor):
+        labels, options, train = call.labels, call.loss.weights, call.train
+        steps, kept = labels.shape
+        count = sum(map(len, call.matrix_of))
+        inputs, matrices = iter(tensors[:count]), tensors[count:]
+        features = [[next(inputs) for _ in which] for which in call.matrix_of]
+        needed = ctx.needs_input_grad[1 + count :]
+        device = labels.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else matrices[0].dtype
         cast = [matrix.to(dtype) for matrix in matrices]
-        d_features = [torch.zeros_like(x) for x in features] if train else []
-        d_matrices = [torch.zeros_like(matrix) for matrix in matrices] if train else []
-        loss, accepted = (torch.zeros(heads, kept, device=device, dtype=matrices[0].dtype) for _ in range(2))
-        hit = torch.zeros(heads, kept, dtype=torch.long, device=device)
-        chunk = measure.chunk or chunk_tokens(device.type, vocabulary)
+        d_features = [[torch.zeros_like(x) for x in xs] if train else [] for xs in features]
+        # A frozen matrix gets no gradient: that buffer would be as large as the vocabulary is.
+        d_matrices = [torch.zeros_like(x) if train and need else None for x, need in zip(matrices, needed, strict=True)]
+        loss, accepted = (torch.zeros(steps, kept, device=device, dtype=matrices[0].dtype) for _ in range(2))
+        hits = torch.zeros(steps, kept, dtype=torch.long, device=device)
+        chunk = call.loss.chunk or chunk_tokens(device.type, call.loss.vocab_size)
         for start in range(0, kept, chunk):
             span = slice(start, start + chunk)
             target = None
-            if needs_target_probs(weights):
-                target = target_probs(measure.logits(hidden[span]), weights.kl_temperature, draft_tokens)
-            for i in range(heads):
+            if call.loss.needs_target:
+                logits = call.loss.logits(call.hidden[span])
+                target = target_probs(logits, options.kl_temperature, call.draft_tokens)
+            for i, which in enumerate(call.matrix_of):
                 counted = labels[i, span] != IGNORE
-                x = features[i][span].to(dtype)
-                z = product(x, cast[which[i]]).to(loss.dtype).requires_grad_(train)
+                xs = [x[span].to(dtype) for x in features[i]]
+                terms = [product(x, cast[j]) for x, j in zip(xs, which, strict=True)]
+                z = sum(terms[1:], terms[0]).to(loss.dtype).requires_grad_(train)
                 with torch.set_grad_enabled(train):
-                    each = loss_per_token(z, labels[i, span], target, weights) * counted
-                    total = (each if counts is None else each * counts[span]).sum() * weights.head_decay**i
+                    each = loss_per_token(z, labels[i, span], target, options) * counted
+                    total = (each * call.weights[i, span]).sum()
                 loss[i, span] = each.detach()
-                hit[i, span] = (z.argmax(-1) == labels[i, span]).long()
+                hits[i, span] = (z.argmax(-1) == labels[i, span]).long()
                 if train:
                     (d_z,) = torch.autograd.grad(total, z)
                     d_z = d_z.to(dtype)
-                    d_features[i][span] = product(d_z, cast[which[i]].T).to(x.dtype)
-                    _add_outer(d_matrices[which[i]], d_z, x)
+                    for x, d_x, j in zip(xs, d_features[i], which, strict=True):
+                        d_x[span] = product(d_z, cast[j].T).to(d_x.dtype)
+                        if (d_matrix := d_matrices[j]) is not None:
+                            _add_outer(d_matrix, d_z, x)
                 elif target is not None:
                     accepted[i, span] = overlap(z.log_softmax(-1), target.p) * counted
-        ctx.save_for_backward(*d_features, *d_matrices)
-        ctx.mark_non_differentiable(loss, hit, accepted)
-        decay = torch.tensor([weights.head_decay**i for i in range(heads)], dtype=loss.dtype, device=device)
-        objective = loss if counts is None else loss * counts
-        return (objective.sum(1) * decay).sum(), loss, hit, accepted
+        ctx.missing = [d_matrix is None for d_matrix in d_matrices]
+        ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
+        ctx.mark_non_differentiable(loss, hits, accepted)
+        return (loss * call.weights).sum(1).sum(), loss, hits, accepted
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_objective: Tensor, *_: Tensor):
-        return *(None,) * 7, *(gradient.mul_(d_objective) for gradient in ctx.saved_tensors)
+        gradients = [gradient.mul_(d_objective) for gradient in ctx.saved_tensors]
+        count = len(gradients) - ctx.missing.count(False)
+        d_matrices = iter(gradients[count:])
+        return None, *gradients[:count], *(None if missing else next(d_matrices) for missing in ctx.missing)
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]
-    """In blocks of the vocabulary: a whole product would be a second matrix of the size of `total`."""
+    """Add the product in blocks of the vocabulary: a whole one would be as large as `total`."""
     if total.dtype == x.dtype and not total.is_cpu:
         total.addmm_(d_z.T, x)
         return
@@ -289,17 +225,16 @@ def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, 
         total[span] += product(d_z[:, span].T, x.T)
 
 
-def summarise(sums: dict[str, Tensor]) -> dict[str, float]:  # each [N]
-    """Per-head means from sums that were reduced over batches and processes, and what they predict.
+def summarise(sums: dict[str, Metric]) -> dict[str, float]:
+    """Divide sums, reduced over batches and processes, by their counts: a figure for each draft position.
 
     `teacher_forced_acceptance_length` = 1 + the sum of prefix accuracies: what greedy decoding would accept if the text
-    were the target's own. The decoder's figure is the one to trust.
+    were the target's own. Real decoding measures `acceptance_length`.
     """
-    count = sums["count"].clamp_min(1)
-    out: dict[str, float] = {}
-    columns = {"loss": "loss", "hits": "accuracy", "prefix_hits": "prefix_accuracy", "overlap": "overlap"}
-    for key, name in columns.items():
-        if key in sums:
-            out |= {f"head{i}/{name}": value for i, value in enumerate((sums[key] / count).tolist())}
-    out["teacher_forced_acceptance_length"] = 1 + (sums["prefix_hits"] / count).sum().item()
-    return out
+    figures: dict[str, float] = {}
+    for name, (total, count) in sums.items():
+        means = (total / count.clamp_min(1)).tolist()
+        figures |= {f"head{i}/{name}": mean for i, mean in enumerate(means)}
+        if name == "prefix_accuracy":
+            figures["teacher_forced_acceptance_length"] = 1 + sum(means)
+    return figures

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from speculator.errors import UserError, first_line
 from speculator.heads import ARCHITECTURES, Eagle3Speculator, Speculator
+from speculator.heads.training import TokenLosses, TrainingBatch
 from speculator.target.aux_layers import AuxLayers
 from speculator.target.kv_cache import Form, forms
 from speculator.target.linear import FAST_DTYPES
@@ -21,7 +22,7 @@ from speculator.target.packed import packed
 from speculator.target.sharding import check_heads
 from train.config import HeadOptions, LossConfig
 from train.initialise import head_config
-from train.losses import Measure, align, chunk_tokens
+from train.losses import ChunkedLoss, chunk_tokens
 from train.traced import Trace, fake, fake_weights
 
 _FUSED = "traced"
@@ -170,9 +171,7 @@ class Shapes:
     def _step(self, rows: int, length: int, loss: LossConfig, bf16: bool, again: bool, chunk: int) -> Pass:
         ids = torch.zeros(rows, length, dtype=torch.long)
         documents = torch.zeros_like(ids)
-        labels = align(ids, documents, torch.ones_like(ids), self.head.n_predict)
-        begin = labels.shape[-1]
-        loss_mask = torch.ones_like(labels[:, 0], dtype=torch.bool)
+        targets = self.head.config.training_targets(ids, documents, torch.ones_like(ids))
         trained = [weight for weight in self.head.parameters() if weight.requires_grad]
         matrices = {tuple(weight.shape) for weight in trained}
 
@@ -187,19 +186,21 @@ class Shapes:
                 seen = {k: self._state(rows, length) for k in self.head.aux_layers}
                 hidden = self._state(rows, length)
                 states = torch.cat(list(seen.values()), -1) if seen else hidden
-                given = states[:, :begin].float()
+                given = states.float()
                 del states
+            batch = TrainingBatch(ids, documents, hidden, given, targets)
             output: Any = self.target.get_output_embeddings()
-            inner = Measure(labels, hidden, output, loss, chunk, self.config.vocab_size)
 
-            def measure(*args: Any) -> dict[str, Tensor]:
-                with trace.part(LOSS):
-                    return inner(*args)
+            class Traced(ChunkedLoss):
+                def __call__(self, *args: Any) -> TokenLosses:
+                    with trace.part(LOSS):
+                        return super().__call__(*args)
 
+            token_loss = Traced(output, loss, self.config.vocab_size, chunk)
             with trace.part(HEAD):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    sums = self.head(given, ids[:, 1:-1], measure, documents[:, :begin], loss_mask)
-                sums["objective"].backward()
+                    metrics = self.head(batch, token_loss)
+                metrics["objective"][0].backward()
         if again:
             trace.peak[GRADIENTS] += sum(weight.nbytes for weight in trained)
         for weight in trained:

@@ -73,8 +73,9 @@ def train_stage(
     def decode(head: Speculator) -> dict[str, float]:
         return real_acceptance(target, head, suite, config.seed, max_positions=positions)
 
+    head = start()
     trainer = SpeculatorTrainer(
-        model=start(),
+        model=head,
         target=target,
         token_at_peak=token_at_peak(config, name, state.num_processes),
         loss=config.loss,
@@ -89,7 +90,7 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(config.speculator.n_predict, getattr(settings, "rejected_token_weight", None)),
+        data_collator=Collator(head.config, getattr(settings, "rejected_token_weight", None)),
         train_dataset=train_rows,
         eval_dataset=validation_rows.select(range(left_out, count)),
     )

@@ -1,7 +1,8 @@
-"""transformers' Trainer with a speculator's loss, which measures it by the tokens per step of real decoding."""
+"""transformers' Trainer for draft heads: evaluates them by the acceptance length of real decoding."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from collections.abc import Callable
@@ -14,63 +15,67 @@ from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from speculator.errors import UserError
-from speculator.heads import Speculator
+from speculator.heads import Speculator, SpeculatorConfig
+from speculator.heads.training import Metric, TrainingBatch
 from speculator.sealed import seal
 from speculator.target.model import Target
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
-from train.losses import IGNORE, Measure, align, summarise
+from train.losses import ChunkedLoss, summarise
 from train.progress import Pace, ProgressLine
 from train.sharded_adam import ShardedAdam
 
 _LOADERS = 2
-"""Processes that collate for a process with a GPU; a CPU has no core to spare."""
+"""Data-loading processes per process with a GPU; a CPU has no core to spare."""
 
 
 class Collator:
-    """Rows into tensors, with every head's labels: `labels` [B, N, S] is also what the Trainer counts.
+    """Pads rows to tensors and adds the head's training targets, of which the Trainer counts `labels`.
 
-    Rows are {"input_ids"} and may have a "loss_mask" and "document_ids"; shorter rows are filled up on the right, where
-    causal attention keeps the filling from being seen and the mask keeps it from being learnt.
+    Rows have "input_ids" and may have "loss_mask", "document_ids" and "refused". Padding is on the right, where causal
+    attention hides it and the loss mask excludes it.
 
     Args:
-        n_predict: heads.
-        rejected_token_weight: how many times tokens count that rows call "refused": in `token_weights` [B, L]; None: once.
+        config: config of the head.
+        rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
     """
 
-    def __init__(self, n_predict: int, rejected_token_weight: float | None = None):
-        self.n_predict, self.rejected_token_weight = n_predict, rejected_token_weight
+    def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None):
+        self.config, self.rejected_token_weight = config, rejected_token_weight
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        length = max(self.n_predict + 2, *(len(row["input_ids"]) for row in rows))
+        length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
 
         def column(name: str, default: int) -> Tensor:  # [B, L]
             lists = [row.get(name) or [default] * len(row["input_ids"]) for row in rows]
             return torch.tensor([values + [0] * (length - len(values)) for values in lists])
 
-        input_ids = column("input_ids", 0)
-        documents = column("document_ids", 0)
-        labels = align(input_ids, documents, column("loss_mask", 1), self.n_predict)
-        batch = {"input_ids": input_ids, "document_ids": documents, "labels": labels}
+        input_ids, documents = column("input_ids", 0), column("document_ids", 0)
+        targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1))
+        batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("refused", 0)
         return batch
 
 
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights")
+"""Columns of a batch that are not the head's training targets."""
+
+
 class SpeculatorTrainer(Trainer):
     """Trains a head against a frozen target.
 
-    The target is neither a parameter nor a submodule: the optimiser, the checkpoints and the data-parallel wrapper
-    see the head alone. Losses and metrics are sums and counts, reduced over accumulation steps and processes before
-    any division, so how a global batch is cut does not change a result.
+    The target is not a submodule: the optimiser, the checkpoints and the data-parallel wrapper see the head alone.
+    Metrics are (sum, count) pairs, reduced over accumulation steps and processes before the division, so results do not
+    depend on how a global batch is split.
 
     Args:
         target: the model to draft for.
-        token_at_peak: seconds for a token's operations at the device's peak; None where that is not known.
+        token_at_peak: seconds that a token's operations take at the device's peak rate; None if unknown.
         loss: weights of the losses.
-        decode: gives the real figures of the head as it is now, from the decoding loop; called at each evaluation.
-        keep: how many checkpoints, the best among them; None keeps all.
+        decode: decodes with the current head and returns figures; called at each evaluation.
+        keep: number of checkpoints to keep, the best among them; None keeps all.
         shard_optimizer: split Adam's moments among the processes.
     """
 
@@ -90,10 +95,11 @@ class SpeculatorTrainer(Trainer):
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
         self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
+        self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size)
         self._aux_layers = kwargs["model"].aux_layers
-        # compute_loss divides by the global count of labels, so the Trainer must count them and divide no more.
+        # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
         self.model_accepts_loss_kwargs = True
-        self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
+        self._sums: dict[str, dict[str, Metric]] = {"train": {}, "eval": {}}
         self.pace = Pace(self.args.device, token_at_peak)
         self.add_callback(self.pace)
         self.add_callback(StopWhenAsked(self))
@@ -122,50 +128,47 @@ class SpeculatorTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        input_ids, labels = inputs["input_ids"], inputs["labels"]
-        length = labels.shape[-1]
+        input_ids = inputs["input_ids"]
         with (
             self.pace.of_target(input_ids) if model.training else nullcontext(),
             self.target.aux_layers.recorded(self._aux_layers) as states,
         ):
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
-        measure = Measure(
-            labels,
+        batch = TrainingBatch(
+            input_ids,
+            inputs["document_ids"],
             hidden,
-            self.target.logits,
-            self.loss_weights,
-            vocab_size=self.target.vocab_size,
-            token_weights=inputs.get("token_weights") if model.training else None,
+            states(hidden).float(),
+            {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
+            inputs.get("token_weights") if model.training else None,
         )
-        given, loss_mask = states(hidden)[:, :length].float(), (labels != IGNORE).any(1)
-        sums = model(given, input_ids[:, 1:-1], measure, inputs["document_ids"][:, :length], loss_mask)
-        objective = sums.pop("objective")
-        self._add("train" if model.training else "eval", sums)
-        heads = labels.shape[1]
-        items = (labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+        metrics = model(batch, self.token_loss)
+        objective, count = metrics.pop("objective")
+        self._add("train" if model.training else "eval", metrics)
+        items = count if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
-        # Per position, summed over heads: all heads' labels are counted together, and they hardly differ in number.
-        loss = objective * heads * scale / items.clamp_min(1)
-        return (loss, sums) if return_outputs else loss
+        loss = objective * scale / items.clamp_min(1)
+        return (loss, metrics) if return_outputs else loss
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
-        """Called where a figure is on the host anyway: looking at each pass would keep the device waiting."""
+        """Check a figure that is on the host already: reading one in every step would stall the device."""
         if not math.isfinite(value):
             raise UserError(
-                f"{what} became {value} by step {self.state.global_step}; what {self.args.output_dir} holds is kept; "
-                "start another run with a smaller learning_rate"
+                f"{what} became {value} by step {self.state.global_step}; the checkpoints in {self.args.output_dir} "
+                "are kept; start another run with a smaller learning_rate"
             )
 
-    def _add(self, phase: str, sums: dict[str, Tensor]) -> None:
-        for name, value in sums.items():
-            value = value.detach().double()
-            self._sums[phase][name] = self._sums[phase].get(name, torch.zeros_like(value)) + value
+    def _add(self, phase: str, metrics: dict[str, Metric]) -> None:
+        for name, pair in metrics.items():
+            pair = tuple(value.detach().double() for value in pair)
+            before = self._sums[phase].get(name)
+            self._sums[phase][name] = pair if before is None else (before[0] + pair[0], before[1] + pair[1])
 
     def _take(self, phase: str) -> dict[str, float]:
-        """The figures of a phase since they were last taken, over all processes."""
+        """Return the figures of a phase since the last call, over all processes."""
         sums = self.accelerator.reduce(self._sums[phase], "sum")
         self._sums[phase] = {}
-        return summarise(sums) if sums else {}
+        return summarise(sums)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and "learning_rate" in logs:
@@ -184,16 +187,17 @@ class SpeculatorTrainer(Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")
-        # As it is trained on, and not the library's mean of batches' means.
+        # The loss as trained on; the library would average the batches' means.
         decay = self.loss_weights.head_decay
-        figures["loss"] = sum(decay**i * figures[f"head{i}/loss"] for i in range(head.n_predict))
+        named = itertools.takewhile(figures.__contains__, map("head{}/loss".format, itertools.count()))
+        figures["loss"] = sum(decay**i * figures[name] for i, name in enumerate(named))
         self._refuse_unless_finite("the loss", figures["loss"])
         figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        # Only a step that is saved, whoever stops the run, can be the best: others leave nothing to load.
+        # Only a step whose checkpoint is saved can be the best.
         saved = planned(self.state.global_step, self.args.save_steps, self.args.max_steps)
         return saved and super()._determine_best_metric(metrics=metrics, trial=trial)
 
@@ -204,7 +208,7 @@ class SpeculatorTrainer(Trainer):
         largest = max(weight.detach().abs().max().item() for weight in model.parameters())
         self._refuse_unless_finite("a weight", largest)
         if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off here
+            shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
         self.accelerator.wait_for_everyone()
         try:
             with reporting_full_disk(folder):
@@ -214,7 +218,7 @@ class SpeculatorTrainer(Trainer):
                 if self.args.should_save:
                     seal(folder)
         except Exception:
-            if self.args.should_save:  # another process would take it from under the one that writes
+            if self.args.should_save:  # this process alone writes the folder
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         if self.args.should_save and self.keep:
@@ -225,18 +229,18 @@ class SpeculatorTrainer(Trainer):
         return folder / f"since_log_{self.args.process_index}.pt"
 
     def _since_log(self) -> dict[str, Any]:
-        """What the next line of the log is made of: a run that goes on has the same lines."""
+        """State of the next log line, so that a resumed run logs the same lines."""
         return {"loss": self._tr_loss, "step": self._globalstep_last_logged, "sums": self._sums["train"]}
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         file = resume_from_checkpoint and self._since_log_file(Path(resume_from_checkpoint))
         if file and file.exists():
-            self.add_callback(GoOnLogging(self, torch.load(file, self.args.device, weights_only=True)))
+            self.add_callback(ResumeLogging(self, torch.load(file, self.args.device, weights_only=True)))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
 
-class GoOnLogging(TrainerCallback):
-    """Puts back what a checkpoint had gathered for the next line of the log."""
+class ResumeLogging(TrainerCallback):
+    """Restores a checkpoint's state of the next log line."""
 
     def __init__(self, trainer: SpeculatorTrainer, since_log: dict[str, Any]):
         self.trainer, self.since_log = trainer, since_log
@@ -248,7 +252,7 @@ class GoOnLogging(TrainerCallback):
 
 
 class StopWhenAsked(TrainerCallback):
-    """After SIGTERM: a checkpoint of the step that is done, and the end. All processes stop at the same step."""
+    """Stops all processes at the same step after SIGTERM, with a checkpoint."""
 
     def __init__(self, trainer: SpeculatorTrainer):
         self.trainer = trainer
@@ -258,7 +262,7 @@ class StopWhenAsked(TrainerCallback):
         if args.world_size == 1:
             stop = stop_asked()
         else:
-            # The sum is read a step later, when the device has long been through with it.
+            # The sum is read one step later, when the device has finished it.
             before = self._votes
             self._votes = self.trainer.accelerator.reduce(torch.tensor(float(stop_asked()), device=args.device), "sum")
             stop = before is not None and bool(before)
@@ -270,14 +274,14 @@ class StopWhenAsked(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def on_one_gpu(made: TrainingArguments) -> TrainingArguments:
-    """For one GPU a process: of several visible to one the Trainer would use all, by nn.DataParallel."""
-    made._n_gpu = min(made.n_gpu, 1)
-    return made
+def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
+    """Use one GPU per process; the Trainer would wrap several visible ones in nn.DataParallel."""
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def arguments(**fields: Any) -> TrainingArguments:
-    """TrainingArguments with what every stage shares."""
+    """Build the TrainingArguments that all stages share."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
@@ -288,9 +292,9 @@ def arguments(**fields: Any) -> TrainingArguments:
         use_cpu=not torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,
         dataloader_num_workers=_LOADERS if torch.accelerator.is_available() else 0,
-        logging_nan_inf_filter=False,  # it would wait for the device at each pass, and hide what has to end the run
+        logging_nan_inf_filter=False,  # the filter syncs at every step, and hides what must end the run
         **fields,
     )
-    if made.device.type == "cpu":  # not cpu:0, as accelerate calls it beside others: torch.load knows no such place
+    if made.device.type == "cpu":  # accelerate may say cpu:0, which torch.load does not accept
         made._setup_devices = torch.device("cpu")
     return on_one_gpu(made)

@@ -224,7 +224,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
         ours[as_ours] = tensor
     if EMBEDDING in ours:
         with torch.device("meta"):
-            head.have_embedding()
+            head.create_embedding()
     return from_tables(where, head, ours)
 
 

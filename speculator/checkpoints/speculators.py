@@ -34,8 +34,7 @@ from speculator.checkpoints.eagle3 import (
 )
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
-from speculator.heads.eagle3.config import TAPS as COUNT
-from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.config import DEFAULT_AUX_LAYERS, Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.target.gguf import is_gguf
 
@@ -45,7 +44,7 @@ VERSION = "0.9.0"
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     """config.json, every field written out: readers have different defaults, or none."""
     layer = llama(config)
-    if config.num_aux_layers != COUNT:
+    if config.num_aux_layers != DEFAULT_AUX_LAYERS:
         layer["num_aux_hidden_states"] = config.num_aux_layers  # vLLM counts no taps in this layout
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
     verifier = {

@@ -14,11 +14,12 @@ from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.verify import RULES
 from speculator.drafters.controller import COPIED, Choice, Controller, StepCost, fastest_shape
-from speculator.drafters.head import HeadDrafter, HeadSource
+from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found, NgramDrafter
 from speculator.drafters.shapes import Shape
 from speculator.heads import Speculator
+from speculator.heads.drafting import DraftingSource
 
 
 class Copied:
@@ -39,7 +40,7 @@ class Copied:
     def draft(
         self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
     ) -> Draft:
-        cast(HeadSource, source).skip(pending, sequences)
+        cast(DraftingSource, source).skip(pending, sequences)
         if not self.depth:
             return Draft.none(pending)
         return Draft(*self.found.first(len(pending), self.depth))
@@ -81,7 +82,7 @@ class AdaptiveDrafter(HeadDrafter):
         self._shapes: list[Shape] = [*own, *mixed, *self._copies.values()]
         super().__init__(head, self._copies[0])
         for shape in self._shapes:
-            self.source.reshape(shape)  # room for each
+            self.source.reserve(shape.depth, shape.offered)
         self.num_speculative_tokens, self.nodes = max(shape.depth for shape in self._shapes), self.widest
         self.rules = tuple(rule for rule in RULES if all(rule in shape.rules for shape in self._shapes))
         self.forget()

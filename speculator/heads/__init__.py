@@ -1,16 +1,28 @@
 """Draft heads, one folder per architecture. Importing this package registers them with transformers' Auto classes."""
 
+from transformers import AutoConfig, AutoModel
+
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
-from speculator.heads.lstm.model import LSTMSpeculator, LSTMSpeculatorConfig
-from speculator.heads.mlp.model import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.lstm.config import LSTMSpeculatorConfig
+from speculator.heads.lstm.model import LSTMSpeculator
+from speculator.heads.mlp.config import MLPSpeculatorConfig
+from speculator.heads.mlp.model import MLPSpeculator
 
-ARCHITECTURES: dict[str, type[Speculator]] = {
-    "mlp": MLPSpeculator,
-    "lstm": LSTMSpeculator,
-    "eagle3": Eagle3Speculator,
-}
+ARCHITECTURES: dict[str, type[Speculator]] = {}
+
+
+def register(name: str, head: type[Speculator]) -> None:
+    """Add an architecture under the name that users give as `speculator.architecture`."""
+    ARCHITECTURES[name] = head
+    AutoConfig.register(head.config_class.model_type, head.config_class, exist_ok=True)
+    AutoModel.register(head.config_class, head, exist_ok=True)
+
+
+register("mlp", MLPSpeculator)
+register("lstm", LSTMSpeculator)
+register("eagle3", Eagle3Speculator)
 
 __all__ = [
     "ARCHITECTURES",
@@ -22,4 +34,5 @@ __all__ = [
     "MLPSpeculatorConfig",
     "Speculator",
     "SpeculatorConfig",
+    "register",
 ]

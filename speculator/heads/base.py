@@ -1,48 +1,45 @@
-"""What every draft head is: a config, N steps over drafted tokens, and a vocabulary to draft from.
+"""The interface of a draft head: its config, its training form and its drafting form.
 
-A head may draft from V_d of the V tokens only, its draft vocabulary: an output matrix then has V_d rows, and whoever
-drafts sees -inf for all other tokens. What it reads may be any token.
+A head may draft from V_d of the V tokens only, its draft vocabulary: its output matrix then has V_d rows, and all other
+tokens have logit -inf. It reads any token.
 
-There are two kinds: one goes from state to state (`speculator.heads.recurrent`), one has a memory of the text's keys
-and values (`speculator.heads.eagle3.model`).
+CONTRIBUTING.md describes how to add one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-_MOST_STEPS = 256
-Loss = Callable[[list[Tensor], list[nn.Linear], Tensor | None], dict[str, Tensor]]
-"""Of every step's features, [B, S, I] each, every step's output matrix, and `draft_tokens`: sums, and `objective`."""
+from speculator.heads.drafting import DraftingSource
+from speculator.heads.training import Metric, TokenLoss, TrainingBatch
+
+_MAX_STEPS = 256
 
 
 class SpeculatorConfig(PreTrainedConfig):
-    """Shape of a head, and where it comes from.
+    """Shape and origin of a head.
 
     Args:
         vocab_size: V, the target's `config.vocab_size`.
         emb_dim: D, the target's hidden size.
-        inner_dim: I, the head's width; 0 means `emb_dim`.
-        n_predict: N, the number of steps.
-        draft_vocab_size: V_d, how many tokens it drafts from; None for all. Which ones: `Speculator.draft_tokens`.
+        inner_dim: I, inner size of the head; 0 means `emb_dim`.
+        n_predict: N, number of steps that training unrolls.
+        draft_vocab_size: V_d, number of tokens it drafts from (`Speculator.draft_tokens`); None for all.
         base_model_name_or_path: the target that the head was trained for.
-        base_model_adapter: the PEFT adapter that the target had, if one.
-        base_model_fingerprint: that target's `Target.fingerprint`.
-        trained_length: the longest context, in tokens, that it was trained on.
-        training_data: the sources that it was trained on.
-
-    Raises:
-        ValueError: `n_predict` not in 1..256, or `draft_vocab_size` not in 1..V.
+        base_model_adapter: PEFT adapter of that target.
+        base_model_fingerprint: `Target.fingerprint` of that target.
+        trained_length: longest context, in tokens, that it was trained on.
+        training_data: sources that it was trained on.
     """
 
-    attribute_map = {"hidden_size": "emb_dim"}  # noqa: RUF012 (transformers reads it so)
+    attribute_map = {"hidden_size": "emb_dim"}  # noqa: RUF012 (as transformers declares it)
 
     vocab_size: int = 32000
     emb_dim: int = 4096
@@ -59,32 +56,41 @@ class SpeculatorConfig(PreTrainedConfig):
         self.inner_dim = self.inner_dim or self.emb_dim
         if self.n_predict < 1:
             raise ValueError(f"n_predict must be at least 1, not {self.n_predict}")
-        if self.n_predict > _MOST_STEPS:
-            raise ValueError(f"n_predict must be at most {_MOST_STEPS}, not {self.n_predict}")
+        if self.n_predict > _MAX_STEPS:
+            raise ValueError(f"n_predict must be at most {_MAX_STEPS}, not {self.n_predict}")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}, the vocabulary")
         super().__post_init__(**kwargs)
 
+    # --- declarations that a new architecture may override
+
     @classmethod
     def for_target(cls, target: PreTrainedConfig, **changes: Any) -> SpeculatorConfig:
-        """A head of a target's sizes, by its text config; `changes` are the rest, and go over them."""
+        """Build the config of a head for a target, given its text config; `changes` override the target's sizes."""
         return cls(**{"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, **changes})
-
-    @property
-    def output_size(self) -> int:
-        """Rows of an output matrix: V_d, or V without a draft vocabulary."""
-        return self.draft_vocab_size or self.vocab_size
-
-    @classmethod
-    def own_options(cls) -> list[str]:
-        """Fields of this architecture alone, which a run's config sets as `speculator.options`."""
-        shared = {field.name for field in fields(SpeculatorConfig)}
-        return [field.name for field in fields(cls) if field.name not in shared]
 
     @property
     def max_speculative_tokens(self) -> int | None:
         """Depth of the deepest draft that the head can make; None: no limit."""
         return self.n_predict
+
+    @property
+    def min_training_length(self) -> int:
+        """Fewest tokens of a training row; shorter rows are padded."""
+        return 2
+
+    def training_targets(
+        self,
+        input_ids: Tensor,  # [B, L]
+        document_ids: Tensor,  # [B, L]
+        loss_mask: Tensor,  # [B, L]
+    ) -> dict[str, Tensor]:
+        """Choose the training positions of a batch of rows.
+
+        Returns "labels", of any shape, IGNORE where there is nothing to predict; the loss is normalised by their
+        number. Further tensors (such as sampled anchors) reach `forward` as `TrainingBatch.targets`.
+        """
+        raise NotImplementedError
 
     def starts_from_target(self, requested: bool) -> bool:
         """Return whether a new head copies the target's matrices (`Speculator.initialise_from`).
@@ -95,101 +101,109 @@ class SpeculatorConfig(PreTrainedConfig):
         return requested
 
     def describe(self) -> str:
-        """What it is beside its sizes, in a few words."""
+        """Describe the head's shape, other than its sizes, in a few words."""
         return f"{self.n_predict} steps"
+
+    # --- what follows from them
+
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """Fields of this architecture alone, which a run's config sets as `speculator.options`."""
+        shared = {field.name for field in fields(SpeculatorConfig)}
+        return [field.name for field in fields(cls) if field.name not in shared]
+
+    @property
+    def output_size(self) -> int:
+        """Rows of an output matrix: V_d, or V without a draft vocabulary."""
+        return self.draft_vocab_size or self.vocab_size
 
 
 class Speculator(PreTrainedModel, ABC):
-    """A head that was trained to draft N tokens."""
+    """A draft head.
+
+    Attributes:
+        draft_tokens: [V_d] token of each row of an output matrix, ascending; None: the whole vocabulary.
+    """
 
     config_class = SpeculatorConfig
     base_model_prefix = "speculator"
     main_input_name = "hidden"
-
     draft_tokens: Tensor | None
-    """[V_d] the token of each row of an output matrix, ascending; None where the rows are the whole vocabulary."""
 
     def __init__(self, config: SpeculatorConfig):
         super().__init__(config)
-        # The first V_d until they are chosen: a checkpoint brings its own.
         size = config.draft_vocab_size
         self.register_buffer("draft_tokens", None if size is None else torch.arange(size))
+
+    # --- what every architecture implements
+
+    @abstractmethod
+    def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
+        """Return named (sum, count) pairs of a training batch.
+
+        "objective" is the scalar to minimise and the number of labels. Each other metric has one entry per draft
+        position; "loss" is needed. The losses are this module's output, as data-parallel wrappers require.
+        """
+
+    @abstractmethod
+    def drafting_source(self) -> DraftingSource:
+        """Return the head's drafting form."""
+
+    @abstractmethod
+    def logits(self, *inputs: Any, **options: Any) -> Tensor:
+        """Compute the logits of `probe`'s inputs, to compare an exported head with this one."""
+
+    def probe(self) -> tuple[Tensor, ...]:
+        """Return fixed inputs of `logits`: hidden states and tokens."""
+        config = self.config
+        hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0))
+        tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size
+        return hidden.to(self.device, self.dtype), tokens
+
+    # --- what some architectures override
+
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        """Target layers whose hidden states the head reads; empty: the final hidden state."""
+        return ()
+
+    def initialise_from(
+        self,
+        embedding: Tensor,  # [V, D] the target's
+        output: Tensor,  # [V, D] the target's
+    ) -> None:
+        """Copy the target's matrices into a new head."""
+
+    def bind(
+        self,
+        target: PreTrainedConfig,
+        embedding: Tensor,  # [V, D] the target's, not copied
+    ) -> None:
+        """Take what the head needs from the target to run, given its text config."""
+
+    def aliases(self) -> dict[str, str]:
+        """Names under which published checkpoints repeat a tied tensor, to the tensor's name here."""
+        return {}
+
+    # --- what they share
 
     @property
     def n_predict(self) -> int:
         return self.config.n_predict
 
-    @property
-    def aux_layers(self) -> Sequence[int]:
-        """The target's taps that it reads (`speculator.target.aux_layers`); none: it reads the state after the final norm."""
-        return ()
-
-    @abstractmethod
-    def forward(
-        self,
-        hidden: Tensor,  # [B, S, D], or [B, S, nD] the taps
-        tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
-        measure: Loss,
-        documents: Tensor | None = None,  # [B, S] the same number throughout a document, which is one piece
-        loss_mask: Tensor | None = None,  # [B, S] bool: positions of which a step is wanted; None: all
-    ) -> dict[str, Tensor]:
-        """What a trainer wraps: what `measure` gives.
-
-        The measuring happens in here, so that a data-parallel wrapper sees the losses as this module's output; the
-        logits are left to it, which need not have all of them at once.
-        """
-
-    @abstractmethod
-    def logits(
-        self,
-        hidden: Tensor,  # [B, S, D], or [B, S, nD] the taps
-        tokens: Tensor,  # [B, S+N-1]
-    ) -> Tensor:  # [N, B, S, V]
-        """Every step's logits, teacher-forced, for tests and exporters: all of them in memory at once."""
-
-    @abstractmethod
-    def initialise_from(
-        self,
-        embedding: Tensor,  # [V, D] the target's
-        output: Tensor,  # [V, D]
-    ) -> None:
-        """Let a fresh head begin with the target's own matrices."""
-
-    def bind(
-        self,
-        target: PreTrainedConfig,
-        embedding: Tensor,  # [V, D] the target's, as it is
-    ) -> None:
-        """Take from the target, by its text config, what the head leaves to it and needs to run.
-
-        Raises:
-            UserError: the target has no such thing.
-        """
-
-    def aliases(self) -> dict[str, str]:
-        """Of tied weights: names that published checkpoints may also store a tensor under, to its name here."""
-        return {}
-
     def draft_rows(
         self,
         output: Tensor,  # [V, ...]
     ) -> Tensor:  # [V_d, ...]
-        """The rows of the draft vocabulary."""
+        """Select the rows of the draft vocabulary."""
         return output if self.draft_tokens is None else output[self.draft_tokens.to(output.device)]
 
     def to_full_vocabulary(
         self,
-        logits: Tensor,  # [..., V_d] of an output matrix
+        logits: Tensor,  # [..., V_d]
     ) -> Tensor:  # [..., V]
-        """The logits over the whole vocabulary: -inf outside the draft vocabulary, so that q is 0 there."""
+        """Spread logits over the whole vocabulary: -inf outside the draft vocabulary, so that q is 0 there."""
         if self.draft_tokens is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return whole.index_copy_(-1, self.draft_tokens, logits)
-
-    def probe(self) -> tuple[Tensor, ...]:
-        """Fixed inputs of `logits`: of an exported head they must give the same logits as of this one."""
-        config = self.config
-        hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0))
-        tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size
-        return hidden.to(self.device, self.dtype), tokens

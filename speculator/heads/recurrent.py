@@ -1,17 +1,14 @@
-"""Heads that are a recurrence over drafted tokens, with the vocabulary read off the state (`mlp`, `lstm`).
+"""Heads that are a recurrence over drafted tokens (`mlp`, `lstm`).
 
-A head of N steps starts from the target's hidden state h_t (after its final norm, so what its lm_head reads). Step i
-takes in token x_{t+1+i} and drafts x_{t+2+i}; the token of step 0 is the one that the target sampled from h_t:
+A head of N steps starts from the target's hidden state h_t (after its final norm, which its lm_head reads). Step i
+reads token x_{t+1+i} and drafts x_{t+2+i}; the target itself sampled the token of step 0 from h_t:
 
     state = start(h_t)
     state = advance(i, state, embedding(i)(x_{t+1+i}))
     logits_i = output(i)(features(i, state))
 
-alpha = sqrt((1 - w^2) I/2) / w with w = 0.5^(0.5/N) is the weight of a token's embedding beside the state: the state's
-variance is then half h_t's at the last step. It depends on n_predict, so a checkpoint is only itself at its own N.
-
-An architecture is a file with these, its config, and a line in `speculator.heads.ARCHITECTURES`. The state is one
-tensor, so that whoever keeps it (a tree of drafts, a batch of rows) can gather and repeat it without knowing the head.
+alpha = sqrt((1 - w^2) I/2) / w with w = 0.5^(0.5/N) weights a token's embedding relative to the state, so that h_t
+contributes half of the state's variance at the last step. It depends on n_predict: a checkpoint is valid for its own N.
 """
 
 from __future__ import annotations
@@ -22,22 +19,22 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
+from speculator.decoding.draft import gather_at
+from speculator.decoding.drafter import Sequences
 from speculator.errors import UserError
-from speculator.heads.base import Loss, Speculator, SpeculatorConfig
+from speculator.heads.drafting import LastHiddenSource
+from speculator.heads.unrolled import UnrolledConfig, UnrolledHead
 
 _EPS = 1e-6
 _NOISE = 0.3
 
 
-class RecurrentConfig(SpeculatorConfig):
+class RecurrentConfig(UnrolledConfig):
     """Shape of a recurrent head.
 
     Args:
-        tie_weights: the steps share what they can of their weights.
+        tie_weights: share weights among the steps.
         scale_input: normalise the hidden state before the first step.
-
-    Raises:
-        ValueError: as of any head, or tied weights with a single step.
     """
 
     tie_weights: bool = True
@@ -58,8 +55,11 @@ class RecurrentConfig(SpeculatorConfig):
         return f"{self.n_predict} heads, {tied}tied, input {scaled}scaled"
 
 
-class RecurrentHead(Speculator):
-    """A head that drafts up to N tokens from a state of its own; training and drafting both call `advance`."""
+class RecurrentHead(UnrolledHead):
+    """A head that drafts up to N tokens from a state of its own; training and drafting both call `advance`.
+
+    The state is one tensor, so that a tree of drafts can gather it without knowing the architecture.
+    """
 
     config_class = RecurrentConfig
 
@@ -72,25 +72,23 @@ class RecurrentHead(Speculator):
         self,
         hidden: Tensor,  # [..., D] the target's, after its final norm
     ) -> Tensor:  # [..., any]
-        """The state that step 0 reads: the hidden state itself, or rms(h) / sqrt(2) with `scale_input`."""
-        return (
-            nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
-            if self.config.scale_input
-            else hidden
-        )
+        """Compute the state that step 0 reads: the hidden state, or rms(h) / sqrt(2) with `scale_input`."""
+        if not self.config.scale_input:
+            return hidden
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
 
     @abstractmethod
     def embedding(self, index: int) -> nn.Embedding:  # V -> I
-        """The table that a step reads its token from."""
+        """Embedding of a step's token."""
 
     @abstractmethod
     def advance(
         self,
         index: int,
-        state: Tensor,  # [..., any] from `start` for step 0, from the step before after it
-        token: Tensor,  # [..., I] the embedding of the token that came after the one that `state` ends with
+        state: Tensor,  # [..., any] from `start` for step 0, else from the step before
+        token: Tensor,  # [..., I] embedding of the token after the one that `state` ends with
     ) -> Tensor:  # [..., any]
-        """The next state."""
+        """Compute the next state."""
 
     @abstractmethod
     def features(
@@ -98,16 +96,12 @@ class RecurrentHead(Speculator):
         index: int,
         state: Tensor,  # [..., any] from `advance`
     ) -> Tensor:  # [..., I]
-        """The part of a state that the output matrix reads."""
-
-    @abstractmethod
-    def output(self, index: int) -> nn.Linear:  # I -> V_d
-        """The output matrix of a step; it has no bias."""
+        """Select the part of a state that the output matrix reads."""
 
     @property
     @abstractmethod
     def entry(self) -> nn.Linear:  # D -> I
-        """The matrix through which the hidden state comes in: near the identity, the state keeps the target's basis."""
+        """Matrix that projects the hidden state; near the identity, the state keeps the target's basis."""
 
     def step(
         self,
@@ -115,46 +109,33 @@ class RecurrentHead(Speculator):
         state: Tensor,  # [..., any]
         tokens: Tensor,  # [...]
     ) -> tuple[Tensor, Tensor]:  # [..., any], [..., V]
-        """One step: the next state, and the logits of the token after `tokens`."""
+        """Advance by one token: returns the next state and the logits of the token after `tokens`."""
         state = self.advance(index, state, self.embedding(index)(tokens))
         return state, self.to_full_vocabulary(self.output(index)(self.features(index, state)))
 
-    def forward(
-        self,
-        hidden: Tensor,  # [B, S, D]
-        tokens: Tensor,  # [B, S+N-1]
-        measure: Loss,
-        documents: Tensor | None = None,  # [B, S]
-        loss_mask: Tensor | None = None,  # [B, S]
-    ) -> dict[str, Tensor]:
-        """See `Speculator`. No position reads another, so `documents` is unused; all are computed."""
-        length = hidden.shape[1]
+    def unrolled(
+        self, states: Tensor, tokens: Tensor, documents: Tensor | None = None, loss_mask: Tensor | None = None
+    ) -> list[Tensor]:
+        """See `UnrolledHead`. Positions are independent, so `documents` and `loss_mask` are not used."""
+        length = states.shape[1]
         tables = [self.embedding(i) for i in range(self.n_predict)]
-        # Steps that share a table read it together: each reading has a gradient as large as the table.
+        # Steps that share a table look it up together: every lookup has a gradient as large as the table.
         embedded = {table: table(tokens) for table in dict.fromkeys(tables)}
-        state, features = self.start(hidden), []
+        state, features = self.start(states), []
         for i, table in enumerate(tables):
             state = self.advance(i, state, embedded[table][:, i : i + length])
             features.append(self.features(i, state))
-        return measure(features, [self.output(i) for i in range(self.n_predict)], self.draft_tokens)
+        return features
 
-    def logits(
-        self,
-        hidden: Tensor,  # [B, S, D]
-        tokens: Tensor,  # [B, S+N-1] step i reads columns i..i+S-1
-    ) -> Tensor:  # [N, B, S, V]
-        state, every = self.start(hidden), []
-        for i in range(self.n_predict):
-            state, logits = self.step(i, state, tokens[:, i : i + hidden.shape[1]])
-            every.append(logits)
-        return torch.stack(every)
+    def drafting_source(self) -> RecurrentSource:
+        return RecurrentSource(self)
 
     @torch.no_grad()
     def initialise_from(self, embedding: Tensor, output: Tensor) -> None:
-        """Take over the target's token geometry, at the scale that the head's own initialisation has.
+        """Copy the target's matrices at the scale of the head's own initialisation.
 
-        The first projection is near the identity, so that step 0 sees the hidden state in the basis that the output
-        matrix reads: the head has the target's width.
+        The first projection starts near the identity, so that step 0 sees the hidden state in the basis that the output
+        matrix reads.
         """
         inner = self.config.inner_dim
 
@@ -169,8 +150,21 @@ class RecurrentHead(Speculator):
         self.entry.weight.mul_(_NOISE).add_(torch.eye(inner))
 
 
+class RecurrentSource(LastHiddenSource):
+    """Drafts from the target's last hidden state, with one state per token of the newest level."""
+
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
+        state = self.head.start(self.hidden[: len(pending)])[:, None]
+        self._states, logits = self.head.step(0, state, pending[:, None])
+        return logits
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._states, logits = self.head.step(level, gather_at(self._states, parents), tokens)
+        return logits
+
+
 class BiasedRMSNorm(nn.Module):
-    """RMS norm (no mean subtraction) with weight and bias."""
+    """RMS norm with weight and bias."""
 
     def __init__(self, size: int):
         super().__init__()

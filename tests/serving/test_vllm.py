@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculator.checkpoints import layout_of, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from speculator.heads.eagle3.drafting import DraftingForm
 
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
 NEW, LENGTH = 48, 3
@@ -34,7 +35,7 @@ def texts(model) -> list[tuple[list[int], list[int]]]:
     return made
 
 
-def taps_of(model, head: Eagle3Speculator, tokens: list[int]) -> torch.Tensor:  # [1, S, nD]
+def aux_hidden_of(model, head: Eagle3Speculator, tokens: list[int]) -> torch.Tensor:  # [1, S, nD]
     with torch.no_grad():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     return torch.cat([states[k] for k in head.config.aux_layers], -1)
@@ -50,13 +51,13 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
     draft_from(head, rows)
     head.share_embedding(model.get_input_embeddings().weight)
     head.initialise_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    taps = [taps_of(model, head, row) for row in rows]
+    aux_hidden = [aux_hidden_of(model, head, row) for row in rows]
     optimiser = torch.optim.AdamW(head.parameters(), lr=1e-3)
     for step in range(30):
-        row, tap = rows[step % len(rows)], taps[step % len(rows)]
+        row, states = rows[step % len(rows)], aux_hidden[step % len(rows)]
         length = len(row) - LENGTH - 1
         tokens = torch.tensor([row])
-        features = head.unrolled(tap[:, :length], tokens[:, 1:-1])
+        features = head.unrolled(states[:, :length], tokens[:, 1:-1])
         loss = torch.zeros(())
         for i, feature in enumerate(features):
             labels = tokens[0, i + 2 : i + 2 + length]
@@ -70,15 +71,16 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
 def our_drafts(model, head: Eagle3Speculator, prompt: list[int], said: list[int]) -> tuple[list[list[int]], list[int]]:
     """The draft of each step of a greedy run, and how many tokens of each the text accepts."""
     text = prompt + said
-    taps, memory = taps_of(model, head, text), head.memory(1, len(text) + LENGTH)
+    aux_hidden, form = aux_hidden_of(model, head, text), DraftingForm(head)
+    memory = form.cache(1, len(text) + LENGTH)
     done, end = 0, len(prompt)  # rows read; tokens that the target has read, the next one is text[end]
     drafts, accepted = [], []
     while end < len(text):
         new = torch.tensor([text[done + 1 : end + 1]])
-        token = head.first(memory, taps[:, done:end], new, torch.tensor([end - done])).argmax(-1)
+        token = form.first(memory, aux_hidden[:, done:end], new, torch.tensor([end - done])).argmax(-1)
         draft = [token]
         while len(draft) < LENGTH:
-            draft.append(head.next(memory, draft[-1], torch.zeros_like(token)).argmax(-1))
+            draft.append(form.next(memory, draft[-1], torch.zeros_like(token)).argmax(-1))
         drafts.append([int(token) for token in draft])
         same = [a == b for a, b in zip(drafts[-1], text[end + 1 :], strict=False)]
         accepted.append(([*same, False]).index(False))

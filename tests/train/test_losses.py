@@ -3,6 +3,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.training import IGNORE, TrainingBatch
+from speculator.heads.unrolled import UnrolledHead, align
 from train.config import LossConfig
-from train.losses import _CHUNK, IGNORE, Measure, align, summarise
+from train.losses import _CHUNK, ChunkedLoss, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
 S = L - N - 1
@@ -40,6 +43,16 @@ def test_a_head_learns_only_where_the_target_speaks_from_the_token_that_it_reads
     assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no], [no, no, 5, no, no]]]
 
 
+def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_weights=None) -> dict:
+    """Sums of the metrics of a head with these features, the objective as a plain sum, and the labels' count."""
+    head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens)
+    batch = TrainingBatch(None, None, hidden, None, {"labels": labels}, token_weights)
+    metrics = UnrolledHead.measure(head, features, batch, loss)
+    objective, _ = metrics.pop("objective")
+    sums = {name: total for name, (total, _) in metrics.items()}
+    return sums | {"objective": objective / len(features), "count": metrics["loss"][1], "metrics": metrics}
+
+
 class Case:
     """A head's features and output matrices, and a target's states and lm_head, in float64."""
 
@@ -58,9 +71,8 @@ class Case:
         self.outputs = [self.outputs[min(i, len(self.outputs) - 1)] for i in range(N)]
 
     def measure(self, weights: LossConfig, chunk: int | None = None, token_weights: torch.Tensor | None = None) -> dict:
-        lm_head = lambda h: h @ self.lm_head.T  # noqa: E731
-        measure = Measure(self.labels, self.hidden, lm_head, weights, chunk, token_weights=token_weights)
-        return measure(self.features, self.outputs, self.draft_tokens)
+        loss = ChunkedLoss(lambda h: h @ self.lm_head.T, weights, V, chunk)
+        return measured(loss, self.labels, self.features, self.outputs, self.hidden, self.draft_tokens, token_weights)
 
     def naive(self, loss) -> torch.Tensor:
         """The sum over heads of `loss(z, p, label)`, all logits at once, as the docstring's alignment has it."""
@@ -139,7 +151,7 @@ def test_a_tokens_weight_multiplies_the_loss_of_every_head_that_predicts_it(name
     torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
-    for key in ("loss", "count", "hits", "prefix_hits"):
+    for key in ("loss", "count", "accuracy", "prefix_accuracy"):
         assert torch.equal(sums[key], plain[key]), "what is reported does not know of weights"
     ones = case.measure(weights, chunk, torch.ones(B, L, dtype=torch.float64))
     assert torch.equal(ones["objective"], plain["objective"])
@@ -216,8 +228,8 @@ def test_a_draft_vocabulary_of_all_tokens_changes_nothing():
     plain, pruned = Case(), Case(draft_tokens=list(range(V)))
     pruned.outputs = plain.outputs
     for weights, _ in CASES.values():
-        for got, wanted in zip(pruned.measure(weights).values(), plain.measure(weights).values(), strict=True):
-            assert torch.equal(got, wanted)
+        found, expected = pruned.measure(weights), plain.measure(weights)
+        assert all(torch.equal(found[name], expected[name]) for name in expected if name != "metrics")
 
 
 def test_the_budget_of_logits_is_the_targets_not_the_few_that_are_drafted():
@@ -228,8 +240,8 @@ def test_the_budget_of_logits_is_the_targets_not_the_few_that_are_drafted():
         return hidden @ case.lm_head.T
 
     weights = LossConfig(kl=1)
-    measure = Measure(case.labels, case.hidden, lm_head, weights, vocab_size=_CHUNK["cpu"] // 4)
-    measure(case.features, case.outputs, case.draft_tokens)
+    loss = ChunkedLoss(lm_head, weights, _CHUNK["cpu"] // 4)
+    measured(loss, case.labels, case.features, case.outputs, case.hidden, case.draft_tokens)
     assert max(seen) == 4
 
 
@@ -238,13 +250,46 @@ def test_a_label_outside_the_draft_vocabulary_is_a_miss_that_counts():
     identity = nn.Linear(2, 2, bias=False)
     identity.weight.data = torch.eye(2)
     choose = lambda rows: F.one_hot(torch.tensor([rows]), 2).float()  # noqa: E731
-    measure = Measure(labels, torch.zeros(1, 7, D), lambda h: h, LossConfig(cross_entropy=1, kl=0), chunk=2)
-    sums = measure([choose([0, 0, 0, 0]), choose([1, 1, 0, 1])], [identity, identity], torch.tensor([3, 7]))
+    loss = ChunkedLoss(lambda h: h, LossConfig(cross_entropy=1, kl=0), V, chunk=2)
+    features, drafted = [choose([0, 0, 0, 0]), choose([1, 1, 0, 1])], torch.tensor([3, 7])
+    sums = measured(loss, labels, features, [identity, identity], torch.zeros(1, 7, D), drafted)
     assert sums["count"].tolist() == [3, 3]
-    assert sums["hits"].tolist() == [2, 2]
-    assert sums["prefix_hits"].tolist() == [2, 1]
+    assert sums["accuracy"].tolist() == [2, 2]
+    assert sums["prefix_accuracy"].tolist() == [2, 1]
     right, wrong = -F.log_softmax(torch.tensor([1.0, 0.0]), -1)
     torch.testing.assert_close(sums["loss"], torch.stack([2 * right, 2 * right + wrong]))
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_low_rank_bias_is_a_second_term_of_the_logits_with_its_own_gradients(chunk):
+    """As of a Markov head: W2 W1[previous token] is added to the logits."""
+    case, (weights, loss) = Case(masked=False), CASES["mix"]
+    generator = torch.Generator().manual_seed(3)
+    rows = B * S
+    features, bias = (torch.randn(rows, size, generator=generator, dtype=torch.float64) for size in (I, 2))
+    w1, w2 = (torch.randn(V, size, generator=generator, dtype=torch.float64) for size in (I, 2))
+    hidden, labels = torch.randn(rows, D, dtype=torch.float64), torch.randint(V, (1, rows))
+    tensors = [x.requires_grad_() for x in (features, bias, w1, w2)]
+    chunked = ChunkedLoss(lambda h: h @ case.lm_head.T, weights, V, chunk)
+    terms = [[(features, w1), (bias, w2)]]
+    objective = chunked(terms, labels, hidden, chunked.step_weights(1)[:, None]).objective
+    expected = loss((features @ w1.T + bias @ w2.T)[None], (hidden @ case.lm_head.T)[None], labels).sum()
+    torch.testing.assert_close(objective, expected)
+    gradients = [torch.autograd.grad(x, tensors) for x in (objective, expected)]
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_frozen_matrix_gets_no_gradient_buffer(monkeypatch):
+    case = Case()
+    case.outputs[0].weight.requires_grad_(False)
+    made = []
+    zeros = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda x: made.append(x.shape) or zeros(x))
+    case.measure(LossConfig(kl=1))["objective"].backward()
+    assert made.count(case.outputs[1].weight.shape) == 1
+    assert case.outputs[0].weight.grad is None
+    assert case.outputs[1].weight.grad is not None
 
 
 def test_later_heads_count_less_in_what_is_minimised_and_whole_in_what_is_reported():
@@ -265,7 +310,8 @@ def test_cross_entropy_alone_leaves_the_targets_lm_head_alone():
     def never(hidden):
         raise AssertionError("the lm_head was called")
 
-    Measure(case.labels, case.hidden, never, LossConfig(cross_entropy=1, kl=0))(case.features, case.outputs)
+    loss = ChunkedLoss(never, LossConfig(cross_entropy=1, kl=0), V)
+    measured(loss, case.labels, case.features, case.outputs, case.hidden)
 
 
 def test_a_perfect_student_has_no_divergence_and_full_overlap():
@@ -293,8 +339,9 @@ def test_prefix_accuracy_needs_every_head_before():
     identity = nn.Linear(V, V, bias=False)
     identity.weight.data = torch.eye(V)
     choose = lambda tokens: F.one_hot(torch.tensor([tokens]), V).float()  # noqa: E731
-    measure = Measure(labels, torch.zeros(1, 7, D), lambda h: h, LossConfig(cross_entropy=1, kl=0), chunk=2)
-    figures = summarise(measure([choose([1, 1, 0, 0]), choose([2, 0, 2, 0])], [identity, identity]))
+    loss = ChunkedLoss(lambda h: h, LossConfig(cross_entropy=1, kl=0), V, chunk=2)
+    features = [choose([1, 1, 0, 0]), choose([2, 0, 2, 0])]
+    figures = summarise(measured(loss, labels, features, [identity, identity], torch.zeros(1, 7, D))["metrics"])
     assert figures["head1/accuracy"] == 0.5
     assert figures["head1/prefix_accuracy"] == 0.25
     assert figures["teacher_forced_acceptance_length"] == 1 + 0.5 + 0.25
@@ -320,8 +367,9 @@ def test_under_autocast_gradients_are_float32_and_close(name):
 _WORKER = """
 import gc, sys, torch, torch.distributed as dist
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads.training import TrainingBatch
 from train.config import LossConfig
-from train.losses import Measure
+from train.losses import ChunkedLoss
 
 case = torch.load(sys.argv[1])
 dist.init_process_group("gloo")
@@ -333,8 +381,9 @@ wrapped = torch.nn.parallel.DistributedDataParallel(head)
 gradients = []
 for weights in case["weights"]:
     head.zero_grad()
-    measure = Measure(labels, hidden, lambda h: h @ case["lm_head"].T, LossConfig(**weights), chunk=5)
-    objective = wrapped(hidden[:, : labels.shape[-1]], ids[:, 1:-1], measure)["objective"]
+    loss = ChunkedLoss(lambda h: h @ case["lm_head"].T, LossConfig(**weights), len(case["lm_head"]), chunk=5)
+    batch = TrainingBatch(ids, torch.zeros_like(ids), hidden, hidden, {"labels": labels})
+    objective = wrapped(batch, loss)["objective"][0] / len(labels[0])
     (objective * dist.get_world_size()).backward()  # the wrapper takes the mean over processes
     gradients.append({name: p.grad.clone() for name, p in head.named_parameters()})
 if rank == 0:

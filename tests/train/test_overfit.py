@@ -8,8 +8,9 @@ from speculator import HeadDrafter, Target, generate
 from speculator.checkpoints.loading import bind
 from speculator.drafters.shapes import Shape, Tree
 from speculator.heads import ARCHITECTURES
+from speculator.heads.training import TrainingBatch
 from train.config import LossConfig
-from train.losses import Measure, align
+from train.losses import ChunkedLoss
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -37,16 +38,17 @@ def overfit(
     if pruned:
         assert drafted < VOCAB
         head.draft_tokens.copy_(used)
-    labels = align(row, torch.zeros_like(row), torch.ones_like(row), config.n_predict).roll(shift, dims=-1)
+    documents = torch.zeros_like(row)
+    labels = config.training_targets(row, documents, torch.ones_like(row))["labels"].roll(shift, dims=-1)
     with target.aux_layers.recorded(head.aux_layers) as states:
         hidden = target.hidden(row)
-    weights = LossConfig(cross_entropy=1.0, kl=0.0)
-    measure = Measure(labels, hidden, target.logits, weights, vocab_size=VOCAB)
+    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), VOCAB)
+    batch = TrainingBatch(row, documents, hidden, states(hidden), {"labels": labels})
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(300):
         optimiser.zero_grad()
-        sums = head(states(hidden)[:, : labels.shape[-1]], row[:, 1:-1], measure)
-        (sums["objective"] / sums["count"][0]).backward()
+        total, count = head(batch, loss)["objective"]
+        (total / count).backward()
         optimiser.step()
     if pruned:
         head.draft_tokens.add_(shift_map).remainder_(VOCAB)

@@ -7,11 +7,12 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from eval.suites import Suite
+from speculator.heads.training import IGNORE
 from train import stages
 from train.config import LossConfig, RunConfig, Stage2Config
-from train.losses import IGNORE
 from train.trainer import Collator, SpeculatorTrainer
 
+CONFIG = tiny_head(3).config
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "loss_mask": [0, 0, 1, 1, 1, 1, 1, 1], "refused": [0, 0, 0, 1, 0, 1, 0, 1]},
     {"input_ids": [9, 8, 7, 6, 5, 4], "loss_mask": [0, 1, 1, 1, 1, 1], "refused": [0, 0, 0, 0, 1, 0]},
@@ -19,11 +20,11 @@ ROWS = [
 
 
 def test_rows_become_weights_where_one_is_given():
-    assert "token_weights" not in Collator(3)(ROWS)
-    weights = Collator(3, 2.5)(ROWS)["token_weights"]
+    assert "token_weights" not in Collator(CONFIG)(ROWS)
+    weights = Collator(CONFIG, 2.5)(ROWS)["token_weights"]
     assert weights.tolist() == [[1, 1, 1, 2.5, 1, 2.5, 1, 2.5], [1, 1, 1, 1, 2.5, 1, 1, 1]]
     without = [{name: row[name] for name in ("input_ids", "loss_mask")} for row in ROWS]
-    assert torch.equal(Collator(3, 2.5)(without)["token_weights"], torch.ones(2, 8))
+    assert torch.equal(Collator(CONFIG, 2.5)(without)["token_weights"], torch.ones(2, 8))
 
 
 def test_the_trainers_loss_counts_refused_tokens_as_often_as_it_says(target, tmp_path):
@@ -36,8 +37,8 @@ def test_the_trainers_loss_counts_refused_tokens_as_often_as_it_says(target, tmp
         trainer.compute_loss(head, batch, num_items_in_batch=torch.tensor(7.0)).backward()
         return [parameter.grad.clone() for parameter in head.parameters()]
 
-    plain, weighted = Collator(3)(ROWS), Collator(3, 2.5)(ROWS)
-    alone = Collator(3)(ROWS)  # the labels of refused tokens, no others: head i at t predicts x[t+2+i]
+    plain, weighted = Collator(CONFIG)(ROWS), Collator(CONFIG, 2.5)(ROWS)
+    alone = Collator(CONFIG)(ROWS)  # the labels of refused tokens, no others: head i at t predicts x[t+2+i]
     refused = weighted["token_weights"] > 1
     for i, labels in enumerate(alone["labels"].unbind(1)):
         labels[~refused[:, i + 2 : i + 2 + labels.shape[1]]] = IGNORE

@@ -12,6 +12,7 @@ import datasets
 import pytest
 import torch
 import yaml
+from conftest import tiny_head
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -460,7 +461,9 @@ def test_batches_are_the_same_whoever_collates_them(tmp_path):
     rows = datasets.load_from_disk(str(tmp_path / "rows"))
 
     def batches(workers: int) -> list[dict]:
-        loader = torch.utils.data.DataLoader(rows, 8, collate_fn=trainer.Collator(2), num_workers=workers)
+        loader = torch.utils.data.DataLoader(
+            rows, 8, collate_fn=trainer.Collator(tiny_head(2).config), num_workers=workers
+        )
         return [{name: values.tolist() for name, values in batch.items()} for batch in loader]
 
     assert batches(2) == batches(0)

@@ -1,4 +1,4 @@
-"""The shape of the attention head (`speculator.heads.eagle3.model`)."""
+"""Config of EAGLE-3 (`speculator.heads.eagle3.model`)."""
 
 from __future__ import annotations
 
@@ -7,50 +7,43 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from speculator.errors import UserError
-from speculator.heads.base import SpeculatorConfig
+from speculator.heads.unrolled import UnrolledConfig
 
-TAPS = 3
-"""How many a head reads that does not say which."""
+DEFAULT_AUX_LAYERS = 3
+"""Number of auxiliary layers of a head that names none."""
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rope that do not change with the length of the text."""
+"""Rope types that do not depend on the text's length."""
 
 
 def default_aux_layers(layers: int) -> list[int]:
-    """The aux_hidden that servers take where a head names none: 2, L // 2, L - 3.
-
-    Raises:
-        UserError: so few layers that they are not three.
-    """
+    """Auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3."""
     if layers < 7:
-        raise UserError(f"a target of {layers} layers has no default aux_layers (7 layers have): name them")
+        raise UserError(f"a target of {layers} layers has no default aux_layers, which need 7: name them")
     return [2, layers // 2, layers - 3]
 
 
-class Eagle3SpeculatorConfig(SpeculatorConfig):
+class Eagle3SpeculatorConfig(UnrolledConfig):
     """Shape of an `Eagle3Speculator`.
 
     Args:
-        n_predict: steps unrolled in training, and the draft length to begin with; it can draft more.
-        inner_dim: the MLP's inner size.
+        n_predict: steps unrolled in training, and the default length of a draft; it can draft deeper.
+        inner_dim: inner size of the MLP.
         num_attention_heads: H.
         num_key_value_heads: K, a divisor of H.
         head_dim: d.
-        rms_norm_eps: of all norms.
+        rms_norm_eps: epsilon of all norms.
         rope_parameters: as in a Llama config.
         max_position_embeddings: as in a Llama config; rope may depend on it.
-        sliding_window: a row sees the keys of so many positions; None for all. Its own steps it always sees.
+        sliding_window: number of positions that a token attends to, besides its own steps; None for all.
         attention_bias: q, k, v and o have a bias.
-        qk_norm: an RMS norm on each head's query and key, as in Qwen 3.
+        qk_norm: RMS norm on each head's query and key, as in Qwen 3.
         norm_before_residual: the residual is the normed g.
-        norm_before_fc: one RMS norm over all aux_hidden.
-        fc_norm: an RMS norm for each tap.
+        norm_before_fc: one RMS norm over all auxiliary hidden states.
+        fc_norm: one RMS norm per auxiliary layer.
         norm_output: the next step reads the normed state.
-        aux_hidden: the k of each tap, ascending; None for `default_aux_layers` of the target.
-        own_embedding: it has an embedding of its own, in its checkpoint; else it reads its target's.
-
-    Raises:
-        ValueError: as of any head; aux_hidden that are not ascending; both norms before fc; heads that K does not divide; a
-            rope of another kind.
+        aux_layers: target layers to read, ascending, each as the number of layers before it; None for
+            `default_aux_layers`.
+        own_embedding: the checkpoint has an embedding; else the target's is shared.
     """
 
     model_type = "eagle3_speculator"
@@ -76,22 +69,22 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads}")
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are one or the other")
+            raise ValueError("norm_before_fc and fc_norm are mutually exclusive: set one of them to false")
         if self.aux_layers is not None and (
             not self.aux_layers or self.aux_layers[0] < 0 or sorted(set(self.aux_layers)) != self.aux_layers
         ):
-            raise ValueError(f"taps {self.aux_layers} are not distinct layers in ascending order")
+            raise ValueError(f"aux_layers {self.aux_layers} are not distinct layers in ascending order")
         super().__post_init__(**kwargs)
         kind = self.rope_parameters["rope_type"] if self.rope_parameters else "none"
         if kind not in ROPES:
             raise ValueError(f"rope of type {kind}; known: {', '.join(ROPES)}")
 
     def describe(self) -> str:
-        aux_hidden = " ".join(map(str, self.aux_layers)) if self.aux_layers else "by the target's depth"
+        layers = " ".join(map(str, self.aux_layers)) if self.aux_layers else "by the target's depth"
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qk_norm")
         parts = [
             f"{self.n_predict} steps, {self.num_attention_heads} heads of {self.head_dim} over "
-            f"{self.num_key_value_heads}, aux layers {aux_hidden}",
+            f"{self.num_key_value_heads}, aux layers {layers}",
             *(flag for flag in (*flags, "own_embedding") if getattr(self, flag)),
             *([f"sliding window {self.sliding_window}"] if self.sliding_window else []),
         ]
@@ -106,18 +99,14 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
 
     @property
     def num_aux_layers(self) -> int:
-        return len(self.aux_layers or range(TAPS))
+        return len(self.aux_layers or range(DEFAULT_AUX_LAYERS))
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig, **changes: Any) -> Eagle3SpeculatorConfig:
-        """A head with the target's sizes, heads and rope; `changes` go over them.
+        """Build a config with the target's sizes, heads and rope; `changes` override them.
 
-        Its rope is plain where the target's changes with the length of the text, turns a part of a head only, or is
-        absent. Of a target with several it is that of the layers that see all.
-
-        Raises:
-            UserError: aux_hidden that the target has not; none named, where it has too few layers for `default_aux_layers`.
-            ValueError: as of any such head.
+        The rope is that of the target's full-attention layers. It is a plain one if the target's depends on the text's
+        length, covers a part of each head, or is absent.
         """
         heads = target.num_attention_heads
         inner = getattr(target, "intermediate_size", None)
@@ -131,7 +120,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             "inner_dim": inner if isinstance(inner, int) else 3 * target.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-            # Not by getattr: some families raise there, whose layers have several.
+            # vars: some families raise in getattr, because their layers differ.
             "head_dim": vars(target).get("head_dim") or target.hidden_size // heads,
             "rms_norm_eps": getattr(target, "rms_norm_eps", None) or cls.rms_norm_eps,
             "rope_parameters": dict(rope),
@@ -142,5 +131,5 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             shape["aux_layers"] = default_aux_layers(layers)
         made = cls(**{**shape, **changes})
         if made.aux_layers and made.aux_layers[-1] >= layers:
-            raise UserError(f"taps {made.aux_layers}: a target of {layers} layers has 0 to {layers - 1}")
+            raise UserError(f"aux_layers {made.aux_layers}: a target of {layers} layers has 0 to {layers - 1}")
         return made

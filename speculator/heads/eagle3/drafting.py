@@ -1,67 +1,163 @@
-"""Drafting with an attention head, which keeps the keys and values of each text beside the target's."""
+"""The drafting form of EAGLE-3: level by level, with the keys and values of each row's text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from speculator.decoding import cuda_graphs
-from speculator.decoding.draft import take_at
+from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import Sequences
-from speculator.drafters.shapes import Shape
-from speculator.heads.attention import AttentionHead, HeadCache
+from speculator.heads.cache import HeadCache
+from speculator.heads.drafting import DraftingSource
+from speculator.heads.eagle3.layer import attend
 from speculator.target.kv_cache import bucketed
 
-LATE = 8
-"""Where steps are not captured: how many accepted positions of a row may stay unread while another source drafts, so
-that one call reads them together."""
+if TYPE_CHECKING:
+    from speculator.heads.eagle3.model import Eagle3Speculator
 
 
-class AttentionSource:
-    """What an attention head remembers of a text: its keys and values, made from the target's aux_hidden.
+MAX_UNREAD = 8
+"""Accepted positions of a row that may stay unread while another source drafts, so that one call reads them together.
+It is 0 where steps are captured, whose shapes are fixed. Reading in every step takes 4% longer or more (four rows)."""
 
-    Position t of its memory reads x[t+1]. So what a step accepted is read when the next draft begins, with the token
-    that the step sampled; and a text that goes on from a prefix has its last position made anew, with the new token.
+
+class DraftingCache(HeadCache):
+    """Keys and values of texts and of the drafts after them, and the newest level of each draft.
+
+    Attributes:
+        states: [B, f, D] g of the newest level's children.
+        seen: [B, f, n] which of the draft's n tokens each token of the newest level attends to.
+        level: depth of the newest level; 0 after `first`.
     """
 
-    overlap, version = 1, 0
-    memory: HeadCache
+    states: Tensor
+    seen: Tensor
+    level: int = 0
+
+
+class DraftingForm:
+    """Computes for one more token what `Eagle3Speculator.unrolled` computes for all positions."""
+
+    def __init__(self, head: Eagle3Speculator):
+        self.head = head
+
+    def cache(self, rows: int, capacity: int) -> DraftingCache:
+        """Create an empty cache for `rows` sequences of at most `capacity` tokens, drafts included."""
+        config = self.head.config
+        size = config.num_key_value_heads, capacity, config.head_dim
+        return DraftingCache(len(self.head.layers), rows, *size, self.head.fc.weight)
+
+    @torch.no_grad()
+    def read(
+        self,
+        cache: DraftingCache,
+        aux_hidden: Tensor,  # [B, T, nD] at the positions after those in the cache
+        tokens: Tensor,  # [B, T] token after each
+        counts: Tensor,  # [B] number of valid positions of each row, from the left
+    ) -> tuple[Tensor, Tensor]:  # [B, T, 2D], [B, T, D]
+        """Process text without drafting from it; returns the layer's input u and residual."""
+        head, layer = self.head, self.head.layer
+        positions = cache.lengths[:, None] + torch.arange(aux_hidden.shape[1], device=aux_hidden.device)
+        u, residual = layer.enter(head.embed(tokens), head.fuse(aux_hidden))
+        cache.write(0, *layer.self_attn.key_value(u, head.rope(positions, u.dtype)), positions)
+        cache.lengths += counts
+        cache.longest += aux_hidden.shape[1]
+        return u, residual
+
+    @torch.no_grad()
+    def first(self, cache: DraftingCache, aux_hidden: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
+        """Process accepted tokens; returns the logits of a draft's first token. The last token of a row is pending."""
+        u, residual = self.read(cache, aux_hidden, tokens, counts)
+        cache.level = 0
+        cache.seen = cache.lengths.new_zeros(len(aux_hidden), 1, 0, dtype=torch.bool)
+        last = (counts - 1).clamp_min(0)[:, None]  # an idle row has count 0; its logits are not used
+        return self._level(cache, gather_at(u, last), gather_at(residual, last))
+
+    @torch.no_grad()
+    def next(
+        self,
+        cache: DraftingCache,
+        tokens: Tensor,  # [B, f] the newest level
+        parents: Tensor,  # [B, f] index of each token's parent in the level before
+    ) -> Tensor:  # [B, f, V]
+        """Process a level of a draft; returns the logits of its children."""
+        head, layer, count = self.head, self.head.layer, tokens.shape[1]
+        drafted = cache.seen.shape[2]
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        cache.seen = torch.cat([gather_at(cache.seen, parents), own], -1)
+        cache.level += 1
+        positions = cache.lengths[:, None] + drafted + torch.arange(count, device=tokens.device)
+        u, residual = layer.enter(head.embed(tokens), gather_at(cache.states, parents))
+        cache.write(0, *layer.self_attn.key_value(u, head.rope(self._rope_position(cache), u.dtype)), positions)
+        return self._level(cache, u, residual)
+
+    def _rope_position(self, cache: DraftingCache) -> Tensor:  # [B, 1]
+        """Rope position of the newest level; the last text position is level 0."""
+        return (cache.lengths - 1 + cache.level)[:, None]
+
+    def _level(self, cache: DraftingCache, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
+        head, layer, drafted = self.head, self.head.layer, cache.seen.shape[2]
+        position, window = self._rope_position(cache), head.config.sliding_window
+        keys, values = cache.keys[0], cache.values[0]
+        extent = min(cache.longest + drafted, keys.shape[2])
+        slots = torch.arange(extent, device=u.device)
+        seen = slots < cache.lengths[:, None]
+        if window is not None:
+            seen &= slots > position - window
+        seen = seen[:, None].repeat(1, u.shape[1], 1)
+        own = cache.lengths[:, None] + torch.arange(drafted, device=u.device)
+        own = own.clamp(max=extent - 1)  # an idle row of a captured step may be longer than `longest`
+        seen = seen.scatter(2, own[:, None].expand_as(cache.seen), cache.seen)
+        query = layer.self_attn.query(u, head.rope(position, u.dtype))
+        attended = attend(query, keys[:, :, :extent], values[:, :, :extent], seen)
+        feature, cache.states = head.finish(layer.leave(residual, attended))
+        return head.to_full_vocabulary(head.lm_head(feature))
+
+
+class Eagle3Source(DraftingSource):
+    """Keys and values of every row, and the accepted positions that are not in them yet.
+
+    Position t of the cache reads x[t+1]. So what a step accepted is read when the next draft begins, with the token
+    that the step sampled; and where a request reuses a prefix, the last position is read again with its new token.
+    """
+
+    overlap = 1
+    cache: DraftingCache
     _capacity: int
-    # What was accepted and is not read yet: aux_hidden, the tokens after them but the last, and how many.
+    # Accepted positions that are not read yet.
     _aux_hidden: Tensor  # [slots, W, nD]
-    _next: Tensor  # [slots, W]
+    _next: Tensor  # [slots, W] token after each position; the last one is filled in from the pending tokens
     _counts: Tensor  # [slots]
 
-    def __init__(self, head: AttentionHead):
-        self.head, self._widest, self._behind = head, 0, 0
-        self._unread = 0
-        """The most positions that a decoding row has not read, as far as the host knows."""
-        self._late = 0
-        """How many may stay so: `LATE` or none."""
+    def __init__(self, head: Eagle3Speculator):
+        self.head, self.form = head, DraftingForm(head)
+        self._width = self._spare = 0
+        self._max_unread = 0
+        self._unread = 0  # upper bound of `_counts`, known to the host
 
-    def reshape(self, shape: Shape) -> None:
-        """Have room for drafts of this shape, beside those before."""
-        # Behind a text: the draft, and what is read of a row that is not decoding.
-        behind = max(self._behind, shape.offered + shape.depth + 2 + LATE)
-        more = max(0, shape.depth + 1 - self._widest)
-        if behind == self._behind and not more:
+    def reserve(self, depth: int, offered: int) -> None:
+        # A row holds its text, the draft, and the positions that are read for an idle row.
+        spare = max(self._spare, offered + depth + 2 + MAX_UNREAD)
+        more = max(0, depth + 1 - self._width)
+        if spare == self._spare and not more:
             return
-        self._behind, self._widest = behind, self._widest + more
-        if hasattr(self, "memory"):
+        self._spare, self._width = spare, self._width + more
+        if hasattr(self, "cache"):
             self.grow(self._capacity)
             self._aux_hidden = nn.functional.pad(self._aux_hidden, (0, 0, 0, more))
             self._next = nn.functional.pad(self._next, (0, more))
 
-    def open(self, slots: int, capacity: int) -> AttentionSource:
+    def open(self, slots: int, capacity: int) -> Eagle3Source:
         opened = copy(self)
         device, size = self.head.device, len(self.head.aux_layers) * self.head.config.emb_dim
-        opened._late = 0 if device.type in cuda_graphs.DEVICES else LATE  # captured steps are of one width
-        width = self._widest + opened._late
-        opened.memory, opened._capacity = self.head.memory(slots, capacity + self._behind), capacity
+        opened._max_unread = 0 if device.type in cuda_graphs.DEVICES else MAX_UNREAD
+        width = self._width + opened._max_unread
+        opened.cache, opened._capacity = self.form.cache(slots, capacity + self._spare), capacity
         opened._aux_hidden = torch.zeros(slots, width, size, dtype=self.head.dtype, device=device)
         opened._next = torch.zeros(slots, width, dtype=torch.long, device=device)
         opened._counts = torch.zeros(slots, dtype=torch.long, device=device)
@@ -69,11 +165,11 @@ class AttentionSource:
 
     def grow(self, capacity: int) -> None:
         self._capacity = capacity
-        self.memory.grow(capacity + self._behind)
+        self.cache.grow(capacity + self._spare)
         self.version += 1
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        self.memory.move(source, destination, longest)
+        self.cache.move(source, destination, longest)
         for x in (self._aux_hidden, self._next, self._counts):
             x[list(destination)] = x[list(source)]
 
@@ -82,18 +178,16 @@ class AttentionSource:
     ) -> None:
         rows, device = slice(start, start + len(sequences)), hidden.device
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        part = self.memory.select(rows.start, rows.stop, max(ends) + self._aux_hidden.shape[1] - 1)
-        if any(begins):  # a prefix of the text before stays, whose last step may not have been read
-            self.head.read(part, self._aux_hidden[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
+        part = self.cache.select(rows.start, rows.stop, max(ends) + self._aux_hidden.shape[1] - 1)
+        if any(begins):  # the last step of a reused prefix may not have been read
+            self.form.read(part, self._aux_hidden[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
         part.lengths.copy_(torch.tensor(begins))
-        known = [list(text[begin + 1 : end + 1]) for text, begin, end in zip(sequences, begins, ends, strict=True)]
-        padded = [tokens + [0] * (hidden.shape[1] - len(tokens)) for tokens in known]
-        aux_hidden, read = (
-            hidden.to(self._aux_hidden.dtype),
-            torch.tensor([len(tokens) for tokens in known], device=device),
-        )
-        self.head.read(part, aux_hidden, torch.tensor(padded, device=device), read)
-        # Of a prompt's last token the next is not known yet.
+        following = [list(text[begin + 1 : end + 1]) for text, begin, end in zip(sequences, begins, ends, strict=True)]
+        padded = torch.tensor([tokens + [0] * (hidden.shape[1] - len(tokens)) for tokens in following], device=device)
+        aux_hidden = hidden.to(self._aux_hidden.dtype)
+        read = torch.tensor([len(tokens) for tokens in following], device=device)
+        self.form.read(part, aux_hidden, padded, read)
+        # The token after the prompt's last one is not known yet.
         ended = torch.tensor(counts, device=device)
         self._aux_hidden[rows, 0] = take_at(aux_hidden, ended - 1)
         self._counts[rows] = ended - read
@@ -101,45 +195,45 @@ class AttentionSource:
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         rows, width = slice(0, len(counts)), tokens.shape[1]
-        if self._late and self._unread:
+        hidden = hidden.to(self._aux_hidden.dtype)
+        if self._max_unread and self._unread:  # append
             places = self._counts[rows, None] + torch.arange(width, device=tokens.device)
-            self._aux_hidden[rows].scatter_(1, places[:, :, None].expand_as(hidden), hidden.to(self._aux_hidden.dtype))
+            self._aux_hidden[rows].scatter_(1, places[:, :, None].expand_as(hidden), hidden)
             self._next[rows].scatter_(1, places[:, : width - 1], tokens[:, 1:])
         else:
-            self._aux_hidden[rows, :width] = hidden.to(self._aux_hidden.dtype)
+            self._aux_hidden[rows, :width] = hidden
             self._next[rows, : width - 1] = tokens[:, 1:]
         self._counts[rows] += counts
         self._unread += width
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return [self._aux_hidden, self._next, self._counts, self.memory.lengths]
+        return [self._aux_hidden, self._next, self._counts, self.cache.lengths]
 
     def skip(self, pending: Tensor, sequences: Sequences) -> None:
-        """What `first` does to the memory, where this source drafts nothing; later, if there is room until then."""
-        if self._late and self._unread + self._widest <= self._aux_hidden.shape[1]:
-            self._complete(pending)
+        if self._max_unread and self._unread + self._width <= self._aux_hidden.shape[1]:
+            self._fill_in(pending)
         else:
-            self._read(self.head.read, pending, sequences)
+            self._read(self.form.read, pending, sequences)
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
-        return self._read(self.head.first, pending, sequences)
+        return self._read(self.form.first, pending, sequences)
 
     def _read(self, read: Callable[..., Any], pending: Tensor, sequences: Sequences) -> Any:
-        rows, width = slice(0, len(pending)), self._unread if self._late else self._widest
+        rows, width = slice(0, len(pending)), self._unread if self._max_unread else self._width
         counts = self._counts[rows]
-        longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as of the target's cache
-        self._part: HeadCache = self.memory.select(0, len(pending), longest)
-        self._complete(pending)
-        given = read(self._part, self._aux_hidden[rows, :width], self._next[rows, :width], counts)
+        longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as the target's cache has it
+        self._part: DraftingCache = self.cache.select(0, len(pending), longest)
+        self._fill_in(pending)
+        result = read(self._part, self._aux_hidden[rows, :width], self._next[rows, :width], counts)
         counts.zero_()
         self._unread = 0
-        return given
+        return result
 
-    def _complete(self, pending: Tensor) -> None:
-        """Of each row's last position the token after it is known now."""
+    def _fill_in(self, pending: Tensor) -> None:
+        """Set the token after each row's last accepted position."""
         rows = slice(0, len(pending))
         self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], pending[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.head.next(self._part, tokens, parents)
+        return self.form.next(self._part, tokens, parents)

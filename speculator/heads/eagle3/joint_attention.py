@@ -1,7 +1,7 @@
-"""The attention head's attention in training: one softmax over a row's text up to it and the row's own later keys.
+"""EAGLE-3's attention in training: one softmax over the text's keys up to a position and the position's own later keys.
 
-In two ways, neither of which keeps scores until the backward pass: torch's flash attention where `fused_dtype` has it,
-and blocks of rows anywhere.
+Two implementations: torch's flash attention where `fused_dtype` allows it, and blocks of rows elsewhere. Neither keeps
+scores for the backward pass.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from torch.autograd.function import once_differentiable
 flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
 _NUMBERS = 2**25
-"""Of a piece of queries, beside flash attention."""
+"""Elements of the queries whose own keys are processed at a time, in addition to flash attention."""
 
 
 class Block(NamedTuple):
-    """Query rows of one text.
+    """Query rows of one sequence.
 
     Attributes:
-        rows: which of all query rows.
-        text: whose they are.
-        span: the text's rows that they may see.
+        rows: range of the query rows.
+        sequence: index of their sequence.
+        span: range of the sequence's positions that they may attend to.
     """
 
     rows: slice
-    text: int
+    sequence: int
     span: slice
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Its views of `BlockedAttention`'s query, keys, values, own keys and own values."""
+    def select(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this block's views of a query, keys, values, own keys and own values."""
         query, keys, values, own_keys, own_values = tensors
-        shared = [x[self.text, self.span] for x in (keys, values)]
+        shared = [x[self.sequence, self.span] for x in (keys, values)]
         return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
 
 
 class Rows:
-    """The query rows of a batch of sequences, one after the other.
+    """The query rows of a batch of sequences, concatenated.
 
     Args:
-        wanted: [R] ascending, of the B * S rows of the sequences.
-        begins: [B, S] the first row of each one's document, which is one piece.
-        limit: scores of a head that may exist at a time, in blocks.
-        window: how many positions a row sees; None for all.
+        wanted: [R] ascending, indices into the B * S positions of the batch.
+        begins: [B, S] first position of each position's document.
+        limit: scores of one attention head that may be in memory at a time.
+        window: number of positions that a row attends to; None for all.
 
     Attributes:
-        places: [R] in their sequences, which are their positions.
-        sequences: [R]
+        places: [R] position of each row in its sequence.
+        sequences: [R] index of each row's sequence.
     """
 
     def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
@@ -61,19 +61,19 @@ class Rows:
         self.places, self.sequences = wanted % length, wanted // length
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
-        """0 in the rows that are not wanted."""
+        """Scatter the rows to all positions of the batch, 0 elsewhere."""
         shape = list(x.shape)
         shape[dim] = self.begins.numel()
         return x if len(self.wanted) == shape[dim] else x.new_zeros(shape).index_copy(dim, self.wanted, x)
 
     @cached_property
     def bounds(self) -> Tensor:  # [documents + 1] int32
-        """Where documents begin among the rows of all sequences, and the end."""
+        """First row of each document among the rows of all sequences, and the end."""
         first = self.begins == torch.arange(self.begins.shape[1], device=self.begins.device)
         return nn.functional.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()).int()
 
     @cached_property
-    def starts(self) -> Tensor:  # [R] the first row of each one's document
+    def starts(self) -> Tensor:  # [R] first position of each row's document
         return self.begins.flatten()[self.wanted]
 
     @cached_property
@@ -81,19 +81,19 @@ class Rows:
         batch, length = self.begins.shape
         at, first = self.places.tolist(), self.starts.tolist()
         size, blocks, stop = max(1, self.limit // length), [], 0
-        for text, count in enumerate(self.sequences.bincount(minlength=batch).tolist()):
+        for sequence, count in enumerate(self.sequences.bincount(minlength=batch).tolist()):
             start, end = stop, stop + count
             while start < end:
                 stop = min(start + size, end)
-                # Of few widths, whatever is masked in them: freed scores of one block are room for the next.
+                # Few different widths, so that the allocator reuses the scores of earlier blocks.
                 last = at[stop - 1] + 1
                 width = min(1 << (last - first[start] - 1).bit_length(), length)
-                blocks.append(Block(slice(start, stop), text, slice(max(0, last - width), max(last, width))))
+                blocks.append(Block(slice(start, stop), sequence, slice(max(0, last - width), max(last, width))))
                 start = stop
         return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
-        """Which of a span of keys some rows see in a step: those of their document up to them, within the window."""
+        """Mask of the keys that rows attend to at a step: their document up to them, within the window."""
         slots = torch.arange(span.start, span.stop, device=self.places.device)
         places, begins = self.places[rows, None], self.starts[rows, None]
         if self.window is not None:
@@ -102,11 +102,11 @@ class Rows:
 
 
 def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
-    """The dtype in which flash attention runs for keys, on a kind of device; None where it doesn't."""
+    """Dtype in which flash attention runs for these keys on a kind of device; None if it doesn't."""
     device, size = keys.device, keys.shape[-1]
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else keys.dtype
     fits = kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
-    if fits and device.type == "cuda":  # and is not traced
+    if fits and device.type == "cuda":  # not a traced step
         there = torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None
         fits = there and torch.cuda.get_device_capability(device) >= (8, 0)
     return dtype if fits else None
@@ -119,25 +119,25 @@ def joint_attention(
     query: Tensor,  # [R, H, d]
     keys: Tensor,  # [B, S, K, d]
     values: Tensor,  # [B, S, K, d]
-    own_keys: Tensor,  # [step, R, K, d] of which each row sees its own only
+    own_keys: Tensor,  # [step, R, K, d] each row attends to its own
     own_values: Tensor,  # [step, R, K, d]
 ) -> Tensor:  # [R, H, d]
-    near = rows.window is None or step < rows.window  # some of the text is seen
+    near = rows.window is None or step < rows.window  # the window still reaches into the text
     form = FusedAttention if fused and near else BlockedAttention
     return form.apply(rows, step, query, keys, values, own_keys, own_values)
 
 
 class FusedAttention(torch.autograd.Function):
-    """By flash attention over the text's keys, its result joined with the own keys' by their log-sum-exps.
+    """Flash attention over the text's keys, combined with the own keys by their log-sum-exps.
 
-    Of a softmax over both, p = exp(s - lse) and ds = p * (d_out . v - d_out . out) for any key, with the joint lse and
-    out. Flash attention's backward pass computes just these of the lse and out that it is given.
+    In a softmax over both, p = exp(s - lse) and ds = p * (d_out . v - d_out . out) for every key, with the joint lse and
+    out. Flash attention's backward pass computes these from the lse and out that it is given.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Rows, step: int, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
         given, options = _flash(rows, step, query)
-        with _as_given(query):
+        with _no_autocast(query):
             shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
             out, lse, *noise, _ = flash_forward(*shared, *given, False, **options)
             if len(query) < len(out):
@@ -161,7 +161,7 @@ class FusedAttention(torch.autograd.Function):
         query, keys, values, own_keys, own_values, out, lse, *noise = ctx.saved_tensors
         d_out = d_out.contiguous()
         given, options = _flash(rows, step, query)
-        with _as_given(query):
+        with _no_autocast(query):
             shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
             result = rows.whole(out), rows.whole(lse, 1)
             d_query, *d_shared = flash_backward(rows.whole(d_out), *shared, *result, *given, *noise, **options)
@@ -182,15 +182,15 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both passes of flash attention are given: documents, their greatest length, no dropout, causal."""
-    longest = max(2, rows.begins.shape[1])  # no less than it is; with 1 it takes another form
+    """Arguments of both passes of flash attention: documents, their greatest length, no dropout, causal."""
+    longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     left = None if rows.window is None else rows.window - 1 - step
     options = {"scale": 1 / math.sqrt(query.shape[-1]), "window_size_left": left}
     return (rows.bounds, rows.bounds, longest, longest, 0.0, True), options
 
 
 def _pieces(query: Tensor) -> list[slice]:
-    """Of its rows; what is made of own keys in float32 exists of one piece at a time."""
+    """Split the rows, so that the float32 copies of own keys stay small."""
     size = max(1, _NUMBERS // query[0].numel())
     return [slice(start, start + size) for start in range(0, len(query), size)]
 
@@ -204,20 +204,19 @@ def _exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _as_given(x: Tensor) -> torch.autocast:
-    """Nothing is cast."""
+def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
 def attend_own(
     seen: Tensor,  # [R, M]
     query: Tensor,  # [R, H, d]
-    keys: Tensor,  # [M, K, d] which rows share
+    keys: Tensor,  # [M, K, d] shared by the rows
     values: Tensor,  # [M, K, d]
-    own_keys: Tensor,  # [i, R, K, d] of which each row sees its own only
+    own_keys: Tensor,  # [i, R, K, d] each row attends to its own
     own_values: Tensor,  # [i, R, K, d]
 ) -> Tensor:  # [R, H, d]
-    """One softmax over both: a column of scores for each own key, never a row of them for another row's."""
+    """One softmax over shared and own keys; each own key adds one column of scores."""
     shared, kv_heads, size = keys.shape
     grouped = query.view(len(query), kv_heads, -1, size) / math.sqrt(size)  # [R, K, g, d]
     scores = torch.einsum("rkgd,mkd->kgrm", grouped, keys).masked_fill(~seen, -torch.inf)
@@ -229,21 +228,21 @@ def attend_own(
 
 
 class BlockedAttention(torch.autograd.Function):
-    """`attend_own` in blocks of rows. The backward pass makes each block anew, so that one block's scores exist."""
+    """`attend_own` in blocks of rows; the backward pass recomputes each block, so that one block's scores are in memory."""
 
     @staticmethod
     def forward(ctx: Any, rows: Rows, step: int, *tensors: Tensor) -> Tensor:
-        """Of `attend_own`'s query [R, H, d], keys and values of B sequences [B, S, K, d], and own keys and values."""
+        """Attend with a query [R, H, d] to keys and values of B sequences [B, S, K, d] and to own keys and values."""
         ctx.rows, ctx.step = rows, step
         ctx.save_for_backward(*tensors)
         out = torch.empty_like(tensors[0])
         for block in rows.blocks:
-            out[block.rows] = BlockedAttention.attend(rows, step, block, block.of(tensors))
+            out[block.rows] = BlockedAttention.attend(rows, step, block, block.select(tensors))
         return out
 
     @staticmethod
     def attend(rows: Rows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
-        with _as_given(tensors[0]):
+        with _no_autocast(tensors[0]):
             return attend_own(rows.seen(block.rows, block.span, step), *tensors)
 
     @staticmethod
@@ -252,10 +251,10 @@ class BlockedAttention(torch.autograd.Function):
         exact = torch.promote_types(d_out.dtype, torch.float32)
         totals = [torch.zeros_like(x, dtype=exact) for x in ctx.saved_tensors]
         for block in ctx.rows.blocks:
-            given = [x.detach().requires_grad_() for x in block.of(ctx.saved_tensors)]
+            given = [x.detach().requires_grad_() for x in block.select(ctx.saved_tensors)]
             with torch.enable_grad():
                 out = BlockedAttention.attend(ctx.rows, ctx.step, block, given)
             gradients = torch.autograd.grad(out, given, d_out[block.rows])
-            for total, gradient in zip(block.of(totals), gradients, strict=True):
+            for total, gradient in zip(block.select(totals), gradients, strict=True):
                 total += gradient
         return None, None, *(total.to(x.dtype) for total, x in zip(totals, ctx.saved_tensors, strict=True))

@@ -1,4 +1,4 @@
-"""The one layer of the attention head (`speculator.heads.eagle3.model`), in the parts between which attention comes."""
+"""The layer of EAGLE-3 (`speculator.heads.eagle3.model`), in the parts before and after attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 
 class Rope:
-    """Cosines and sines of positions, by transformers' own frequencies: made when they are first asked for."""
+    """Cosines and sines of positions, by transformers' own frequencies."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         self.config = config
@@ -19,7 +19,7 @@ class Rope:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [...] -> [..., 1, d] twice
         if positions.device not in self._frequencies:
-            frequencies, scaling = self._of_config()
+            frequencies, scaling = self._from_config()
             self._frequencies[positions.device] = frequencies.to(positions.device), scaling
         frequencies, scaling = self._frequencies[positions.device]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -27,25 +27,25 @@ class Rope:
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
-    def _of_config(self) -> tuple[Tensor, float]:  # [d / 2]
+    def _from_config(self) -> tuple[Tensor, float]:  # [d / 2]
         size, rope = self.config.head_dim, dict(self.config.rope_parameters or {})
         if rope["rope_type"] == "default":
             return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
-        known = LlamaConfig(
+        llama = LlamaConfig(
             head_dim=size, rope_parameters=rope, max_position_embeddings=self.config.max_position_embeddings
         )
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](known, torch.device("cpu"))
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
 
 
 class Norm(nn.RMSNorm):
-    """In the weight's dtype, which under autocast is not the input's."""
+    """RMS norm computed in the weight's dtype, which differs from the input's under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Projections of a layer, [..., 2D] -> [..., heads, d] and back."""
+    """Projections of attention, [..., 2D] -> [..., heads, d] and back."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__()
@@ -62,11 +62,11 @@ class Attention(nn.Module):
 
     def query(self, u: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., 2D] -> [..., H, d]
         query = self.q_proj(u).unflatten(-1, (self.heads, self.size))
-        return turned(self.q_norm(query) if self.normed else query, rope)
+        return rotate(self.q_norm(query) if self.normed else query, rope)
 
     def key_value(self, u: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # [..., K, d] twice
         key, value = (proj(u).unflatten(-1, (self.kv_heads, self.size)) for proj in (self.k_proj, self.v_proj))
-        return turned(self.k_norm(key) if self.normed else key, rope), value
+        return rotate(self.k_norm(key) if self.normed else key, rope), value
 
 
 class MLP(nn.Module):
@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The one layer, in the parts between which attention comes."""
+    """The layer, in the parts before and after attention."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__()
@@ -102,8 +102,8 @@ class Layer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-def turned(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
-    """Rotary position embedding, in halves as Llama has it."""
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
+    """Apply rotary position embedding, in halves as Llama does."""
     cos, sin = rope
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
@@ -115,7 +115,7 @@ def attend(
     values: Tensor,  # [B, K, M, d]
     seen: Tensor,  # [B, f, M]
 ) -> Tensor:  # [B, f, H, d]
-    """Query heads that share a key head are laid end to end, so that no key is repeated."""
+    """Grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
     batch, rows, heads, size = query.shape
     shared = keys.shape[1]
     stacked = query.view(batch, rows, shared, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)

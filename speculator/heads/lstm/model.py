@@ -1,6 +1,6 @@
-"""The LSTM speculator: the recurrence keeps a cell beside its state (Snowflake's Arctic speculator, `sum_lstm`).
+"""The LSTM speculator: a recurrence with a cell state (Snowflake's Arctic speculator, `sum_lstm`).
 
-From the target's hidden state h_t and the tokens after it, step i with its token's embedding e = emb(x_{t+1+i}):
+Step i, with its token's embedding e = emb(x_{t+1+i}):
 
     s_0 = h_t                                         or rms(h_t) / sqrt(2) with scale_input
     c_0 = 0
@@ -9,8 +9,8 @@ From the target's hidden state h_t and the tokens after it, step i with its toke
     s_{i+1} = sigmoid(z_output) * gelu(norm_state(c_{i+1}))
     logits_i = head(s_{i+1})
 
-All steps share every weight but the projections of step 0, which read the hidden state; the four gates share one
-embedding. Arctic can also train untied ones, but serves none. The modules have the names of Arctic's checkpoints.
+All steps share all weights except the projections of step 0, which read the hidden state. The four gates share one
+embedding. Arctic serves tied heads only. Modules are named as in Arctic's checkpoints.
 """
 
 from __future__ import annotations
@@ -19,24 +19,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
 
-from speculator.heads.recurrent import BiasedRMSNorm, RecurrentConfig, RecurrentHead
-
-
-class LSTMSpeculatorConfig(RecurrentConfig):
-    """Shape of an `LSTMSpeculator`.
-
-    Raises:
-        ValueError: as of any head, or weights that are not tied.
-    """
-
-    model_type = "lstm_speculator"
-
-    def __post_init__(self, **kwargs):
-        if not self.tie_weights:
-            raise ValueError("tie_weights must be true: there is no untied LSTM head")
-        super().__post_init__(**kwargs)
+from speculator.heads.lstm.config import LSTMSpeculatorConfig
+from speculator.heads.recurrent import BiasedRMSNorm, RecurrentHead
 
 
 class LSTMSpeculator(RecurrentHead):
@@ -97,7 +82,3 @@ class LSTMSpeculator(RecurrentHead):
     def aliases(self) -> dict[str, str]:
         heads = {f"head.{i}.weight": "head.0.weight" for i in range(1, self.n_predict)}
         return heads | {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in ("input", "output", "cell")}
-
-
-AutoConfig.register(LSTMSpeculatorConfig.model_type, LSTMSpeculatorConfig)
-AutoModel.register(LSTMSpeculatorConfig, LSTMSpeculator)

@@ -1,13 +1,13 @@
 """The MLP speculator: a chain of small MLPs, each conditioned on one more sampled token (arXiv 2404.19124).
 
-From the target's hidden state h_t (after its final norm, so what its lm_head reads) and the token x_{t+1} that the
-target sampled from it, head 0 drafts x_{t+2}; head i drafts x_{t+2+i} from the state of head i-1 and token x_{t+1+i}:
+Step 0 drafts x_{t+2} from the target's hidden state h_t and the token x_{t+1} that the target sampled from it. Step i
+drafts x_{t+2+i} from the state of step i-1 and token x_{t+1+i}:
 
     s_0 = h_t                                         or rms(h_t) / sqrt(2) with scale_input
     s_{i+1} = gelu(norm_i(proj_i(s_i) + alpha * emb_i(x_{t+1+i})))
     logits_i = head_i(s_{i+1})
 
-`norm` is an RMS norm with weight and bias; alpha is the weight that all heads share (`speculator.heads.recurrent`).
+`norm` is an RMS norm with weight and bias; `speculator.heads.recurrent` explains alpha.
 """
 
 from __future__ import annotations
@@ -16,29 +16,20 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
 
-from speculator.heads.recurrent import BiasedRMSNorm, RecurrentConfig, RecurrentHead
-
-
-class MLPSpeculatorConfig(RecurrentConfig):
-    """Shape of an `MLPSpeculator`.
-
-    Tied, all heads share one embedding, norm and output matrix, and heads 1 and up one projection.
-    """
-
-    model_type = "mlp_speculator"
+from speculator.heads.mlp.config import MLPSpeculatorConfig
+from speculator.heads.recurrent import BiasedRMSNorm, RecurrentHead
 
 
 class MLPSpeculator(RecurrentHead):
-    """N heads that draft one token each; the output matrix reads the whole state."""
+    """N steps that draft one token each; the output matrix reads the whole state."""
 
     config_class = MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__(config)
         n, inner = config.n_predict, config.inner_dim
-        # A tied part is stored once, under the name that published tied checkpoints use; an index is clamped to it.
+        # Tied weights are stored once, under the name that published tied checkpoints use.
         count = 1 if config.tie_weights else n
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(count))
         self.proj = nn.ModuleList(
@@ -81,7 +72,3 @@ class MLPSpeculator(RecurrentHead):
         later = range(1, self.n_predict)
         names = {name.format(i): name.format(0) for name in shared for i in later}
         return names | {f"proj.{i}.weight": "proj.1.weight" for i in later[1:]}
-
-
-AutoConfig.register(MLPSpeculatorConfig.model_type, MLPSpeculatorConfig)
-AutoModel.register(MLPSpeculatorConfig, MLPSpeculator)

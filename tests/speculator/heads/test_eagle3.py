@@ -13,10 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.attention import HeadCache
+from speculator.heads.cache import HeadCache
 from speculator.heads.eagle3 import joint_attention
 from speculator.heads.eagle3 import model as eagle3
 from speculator.heads.eagle3.config import default_aux_layers
+from speculator.heads.eagle3.drafting import DraftingForm
 
 V, D, STEPS = 13, 8, 4
 LLAMA3 = {
@@ -186,16 +187,6 @@ def test_training_in_bfloat16_is_nearly_that_in_float32():
         assert a is None or (a - b).norm() < 0.2 * b.norm()
 
 
-def test_measure_has_the_features_the_matrix_and_the_draft_vocabulary():
-    head = head_of(draft_vocab_size=6)
-    aux_hidden, tokens = inputs(head)
-    features, outputs, drafted = head(aux_hidden, tokens, lambda *given: given)
-    assert [output is head.lm_head for output in outputs] == [True] * STEPS
-    logits = torch.stack([head.to_full_vocabulary(output(x)) for x, output in zip(features, outputs, strict=True)])
-    assert torch.equal(logits, head.logits(aux_hidden, tokens))
-    assert drafted.tolist() == logits.isfinite().any(0).any(0).any(0).nonzero()[:, 0].tolist()
-
-
 # --- drafting says what training says
 
 LEVELS = [  # of a tree below a row: tokens after the text's own, and the parents in the level before
@@ -212,9 +203,9 @@ KNOWN: dict[tuple, torch.Tensor] = {}
 class Rounds:
     """Decodes the documents of `inputs` as three rows of a batch, and compares every logit with the training form's."""
 
-    def __init__(self, kind: str = "3.1", drafting: Eagle3Speculator | None = None, shift: int = 0):
+    def __init__(self, kind: str = "3.1", drafting: DraftingForm | None = None, shift: int = 0):
         self.kind, self.head, self.shift = kind, head_of(**KINDS[kind]), shift
-        self.drafting = drafting or self.head
+        self.drafting = drafting or DraftingForm(self.head)
         self.aux_layers, self.tokens = inputs(self.head)
         self.texts = [(0, 0, 5), (0, 5, 13), (1, 0, 13)]  # row of the batch, first row, end
 
@@ -234,7 +225,7 @@ class Rounds:
     @torch.no_grad()
     def gap(self, levels=CHAIN, counts=(1,), after=lambda memory, drafted: None) -> float:
         """The largest difference; `counts` rows are read at a time, of the second text one more."""
-        memory, gap, done = self.drafting.memory(3, capacity=160), 0.0, [begin for _, begin, _ in self.texts]
+        memory, gap, done = self.drafting.cache(3, capacity=160), 0.0, [begin for _, begin, _ in self.texts]
         turn = 0
         while any(at < end for at, (_, _, end) in zip(done, self.texts, strict=True)):
             asked = [counts[turn % len(counts)] + (text == 1) for text in range(3)]
@@ -276,33 +267,33 @@ def test_drafting_with_a_memory_says_what_training_says(kind, levels):
     assert Rounds(kind).gap(levels, counts=(3, 1, 2)) < 1e-10
 
 
-def changed(change) -> Eagle3Speculator:
-    head = copy.deepcopy(head_of())
-    change(head)
-    return head
+def changed(change) -> DraftingForm:
+    form = DraftingForm(copy.deepcopy(head_of()))
+    change(form)
+    return form
 
 
-def sees_its_siblings(head: Eagle3Speculator) -> None:
-    level = head._level
+def sees_its_siblings(form: DraftingForm) -> None:
+    level = form._level
 
     def wrong(memory, u, residual):
         memory.seen = torch.ones_like(memory.seen)
         return level(memory, u, residual)
 
-    head._level = wrong
+    form._level = wrong
 
 
-def reads_its_neighbour(head: Eagle3Speculator) -> None:
-    level = head._level
+def reads_its_neighbour(form: DraftingForm) -> None:
+    level = form._level
 
     def wrong(memory, u, residual):
         own = memory.keys, memory.values
-        memory.keys, memory.values = (x.roll(1, 0) for x in own)
+        memory.keys, memory.values = (x.roll(1, 1) for x in own)
         logits = level(memory, u, residual)
         memory.keys, memory.values = own
         return logits
 
-    head._level = wrong
+    form._level = wrong
 
 
 def keeps_the_draft(memory: HeadCache, drafted: int) -> None:
@@ -313,14 +304,14 @@ def keeps_the_draft(memory: HeadCache, drafted: int) -> None:
 WRONG = {
     "positions not advanced": {
         "drafting": lambda: changed(
-            lambda head: setattr(head, "_position", lambda memory: (memory.lengths - 1)[:, None])
+            lambda form: setattr(form, "_rope_position", lambda memory: (memory.lengths - 1)[:, None])
         )
     },
     "a sibling's key seen": {"drafting": lambda: changed(sees_its_siblings)},
     "another row's key seen": {"drafting": lambda: changed(reads_its_neighbour)},
-    "taps off by one": {"shift": 1},
+    "auxiliary hidden states off by one": {"shift": 1},
     "fed back from the wrong side of the norm": {
-        "drafting": lambda: changed(lambda head: setattr(head.config, "norm_output", False))
+        "drafting": lambda: changed(lambda form: setattr(form.head.config, "norm_output", False))
     },
     "draft rows left in the cache": {"after": keeps_the_draft},
 }
@@ -375,10 +366,10 @@ def test_another_documents_keys_would_be_seen_in_training(monkeypatch):
 
 def test_text_that_is_taken_back_leaves_nothing():
     """Reading on from fewer rows is reading from there at first: prefixes that two texts share are read once."""
-    head = head_of()
-    aux_hidden, tokens = inputs(head)
+    aux_hidden, tokens = inputs(head_of())
+    head = DraftingForm(head_of())
     with torch.no_grad():
-        memory, fresh = head.memory(1, 20), head.memory(1, 20)
+        memory, fresh = head.cache(1, 20), head.cache(1, 20)
         head.first(memory, aux_hidden[:1, :9], tokens[:1, :9], torch.tensor([9]))
         head.next(memory, torch.tensor([[1, 2]]), torch.tensor([[0, 0]]))
         memory.lengths.fill_(4)
@@ -389,10 +380,10 @@ def test_text_that_is_taken_back_leaves_nothing():
 
 
 def test_rows_that_moved_and_grew_read_on_as_they_were():
-    head = head_of()
-    aux_hidden, tokens = inputs(head)
+    aux_hidden, tokens = inputs(head_of())
+    head = DraftingForm(head_of())
     with torch.no_grad():
-        memory, alone = head.memory(4, 6), head.memory(2, 20)
+        memory, alone = head.cache(4, 6), head.cache(2, 20)
         head.first(memory.select(1, 3, 0), aux_hidden[:, :5], tokens[:, :5], torch.tensor([5, 3]))
         head.first(alone, aux_hidden[:, :5], tokens[:, :5], torch.tensor([5, 3]))
         memory.move([1, 2], [3, 2], 5)
@@ -409,12 +400,12 @@ def test_rows_that_moved_and_grew_read_on_as_they_were():
 
 
 def test_what_lies_behind_the_longest_text_does_not_move():
-    memory = head_of().memory(2, 20)
-    memory.keys[0] = memory.values[0] = 1
+    memory = HeadCache(2, 2, 3, 20, 4, torch.zeros(1))  # of two layers
+    memory.keys[:, 0] = memory.values[:, 0] = 1
     memory.move([0], [1], 5)
     for stored in (memory.keys, memory.values):
-        assert (stored[1, :, :5] == 1).all()
-        assert not stored[1, :, 5:].any()
+        assert (stored[:, 1, :, :5] == 1).all()
+        assert not stored[:, 1, :, 5:].any()
 
 
 # --- the embedding and the config
@@ -452,21 +443,21 @@ def test_the_output_matrix_starts_from_the_targets_rows():
     assert torch.equal(head.lm_head.weight, output[[1, 2, 5, 8, 9, 12]])
 
 
-def test_default_taps_are_those_of_the_servers():
+def test_default_aux_layers_are_those_of_the_servers():
     assert default_aux_layers(32) == [2, 16, 29]
     assert default_aux_layers(7) == [2, 3, 4]
-    with pytest.raises(UserError, match="6 layers has no default aux_layers"):
+    with pytest.raises(UserError, match="6 layers"):
         default_aux_layers(6)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"aux_layers": [2, 2, 3]}, "not distinct layers in ascending order"),
-        ({"aux_layers": [3, 2]}, "not distinct layers in ascending order"),
-        ({"aux_layers": []}, "not distinct layers in ascending order"),
-        ({"aux_layers": [-1, 2]}, "not distinct layers in ascending order"),
-        ({"norm_before_fc": True}, "one or the other"),
+        ({"aux_layers": [2, 2, 3]}, "ascending"),
+        ({"aux_layers": [3, 2]}, "ascending"),
+        ({"aux_layers": []}, "ascending"),
+        ({"aux_layers": [-1, 2]}, "ascending"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
         ({"num_attention_heads": 3}, "3 heads are not a multiple of 2"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "rope of type dynamic"),
     ],

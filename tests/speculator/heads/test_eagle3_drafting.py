@@ -12,8 +12,8 @@ from speculator.checkpoints.loading import bind
 from speculator.decoding.engine import Engine
 from speculator.drafters.adaptive import Copied
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.attention import HeadCache
-from speculator.heads.eagle3.drafting import LATE, AttentionSource
+from speculator.heads.cache import HeadCache
+from speculator.heads.eagle3.drafting import MAX_UNREAD, DraftingForm, Eagle3Source
 from speculator.target.aux_layers import AuxLayers
 
 STEPS = 4
@@ -24,7 +24,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9,
 class Noting:
     """A source of logits, and a list of what they were: (text, path of a draft below it, logits)."""
 
-    def __init__(self, source: AttentionSource, log: list):
+    def __init__(self, source: Eagle3Source, log: list):
         self.source, self.log = source, log
 
     def __getattr__(self, name):
@@ -124,7 +124,7 @@ class Seldom(Noted):
         return self.none if self.turn % self.every else self.own
 
 
-@pytest.mark.parametrize("every", [2, 5, 2 * LATE])
+@pytest.mark.parametrize("every", [2, 5, 2 * MAX_UNREAD])
 def test_steps_without_a_draft_are_read_later_by_the_same_training_form(target, head, every):
     """By rows that accepted more or less before, beside rows that join, leave and go on from a prefix."""
     drafter = Seldom(head, Chain(2))
@@ -139,13 +139,13 @@ def test_steps_without_a_draft_are_read_later_by_the_same_training_form(target, 
 
 
 def test_what_is_lost_before_it_is_read_is_seen(target, head, monkeypatch):
-    own = AttentionSource.commit
+    own = Eagle3Source.commit
 
     def losing(self, tokens, hidden, counts):
         self._counts[: len(counts)] = 0
         own(self, tokens, hidden, counts)
 
-    monkeypatch.setattr(AttentionSource, "commit", losing)
+    monkeypatch.setattr(Eagle3Source, "commit", losing)
     drafter = Seldom(head, Chain(2))
     drafter.every = 5
     engine = Engine(target, drafter, slots=3)
@@ -153,28 +153,19 @@ def test_what_is_lost_before_it_is_read_is_seen(target, head, monkeypatch):
     assert gap(target, head, drafter) > 1e-3
 
 
-def changed(head, change) -> Eagle3Speculator:
-    head = copy.deepcopy(head)
-    change(head)
-    return head
-
-
-def stand_still(head):
-    head._position = lambda memory: (memory.lengths - 1)[:, None]
-
-
-def hand_on_unnormed(head):
-    head.config.norm_output = False
-
-
-@pytest.mark.parametrize("change", [stand_still, hand_on_unnormed])
-def test_a_head_that_drafts_otherwise_than_it_was_trained_is_seen(target, head, change):
-    drafter = Noted(changed(head, change))
+@pytest.mark.parametrize("change", ["positions", "norm"])
+def test_a_head_that_drafts_otherwise_than_it_was_trained_is_seen(target, head, change, monkeypatch):
+    other = copy.deepcopy(head)
+    if change == "positions":
+        monkeypatch.setattr(DraftingForm, "_rope_position", lambda self, memory: (memory.lengths - 1)[:, None])
+    else:
+        other.config.norm_output = False
+    drafter = Noted(other)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12)
     assert gap(target, head, drafter) > 1e-3
 
 
-def test_taps_off_by_one_are_seen(target, head, monkeypatch):
+def test_auxiliary_hidden_states_off_by_one_are_seen(target, head, monkeypatch):
     own = AuxLayers.recorded
     monkeypatch.setattr(AuxLayers, "recorded", lambda self, wanted: own(self, [1 - k for k in wanted]))
     drafter = Noted(head)
@@ -184,15 +175,15 @@ def test_taps_off_by_one_are_seen(target, head, monkeypatch):
 
 
 def test_rows_of_a_draft_that_stay_in_the_memory_are_seen(target, head, monkeypatch):
-    own = AttentionSource.commit
+    own = Eagle3Source.commit
 
     def keeping(self, tokens, hidden, counts):
         own(self, tokens, hidden, counts)
-        self.memory.lengths[: len(counts)] += 1
+        self.cache.lengths[: len(counts)] += 1
 
-    monkeypatch.setattr(AttentionSource, "commit", keeping)
-    wide = AttentionSource.open
-    monkeypatch.setattr(AttentionSource, "open", lambda self, slots, capacity: wide(self, slots, capacity + 100))
+    monkeypatch.setattr(Eagle3Source, "commit", keeping)
+    wide = Eagle3Source.open
+    monkeypatch.setattr(Eagle3Source, "open", lambda self, slots, capacity: wide(self, slots, capacity + 100))
     select = HeadCache.select
     monkeypatch.setattr(HeadCache, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
     drafter = Noted(head)
@@ -202,7 +193,7 @@ def test_rows_of_a_draft_that_stay_in_the_memory_are_seen(target, head, monkeypa
 
 def test_another_rows_memory_that_is_read_is_seen(target, head, monkeypatch):
     """Rows change places in the cache as requests leave: the memory has to go along."""
-    monkeypatch.setattr(AttentionSource, "move", lambda self, source, destination, longest: None)
+    monkeypatch.setattr(Eagle3Source, "move", lambda self, source, destination, longest: None)
     drafter = Noted(head)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=[12, 3, 9, 12, 5])
     assert gap(target, head, drafter) > 1e-3
@@ -211,9 +202,9 @@ def test_another_rows_memory_that_is_read_is_seen(target, head, monkeypatch):
 def test_a_prompt_is_read_without_drafting_from_it(target, head, monkeypatch):
     """A prefill writes keys and values; what a text before left unread is read where some of it stays."""
     reads, levels = [], []
-    read, level = type(head)._read, type(head)._level
-    monkeypatch.setattr(type(head), "_read", lambda *args: reads.append(args[2].shape) or read(*args))
-    monkeypatch.setattr(type(head), "_level", lambda *args: levels.append(None) or level(*args))
+    read, level = DraftingForm.read, DraftingForm._level
+    monkeypatch.setattr(DraftingForm, "read", lambda *args: reads.append(args[2].shape) or read(*args))
+    monkeypatch.setattr(DraftingForm, "_level", lambda *args: levels.append(None) or level(*args))
     source = HeadDrafter(head, Chain(2)).open(slots=2, capacity=20).source
     hidden = torch.zeros(2, 3, len(head.aux_layers) * head.config.emb_dim, dtype=head.dtype)
     source.prefill(0, [[1, 2, 3], [4, 5, 6]], [0, 0], hidden, [3, 3])

@@ -120,15 +120,15 @@ def test_a_window_that_is_off_by_one_is_seen(written_out, monkeypatch):
 @pytest.mark.parametrize("window", [None, 2])  # of two positions: no text is seen in the steps 2 and 3
 def test_a_head_learns_the_same_either_way(window, written_out, monkeypatch):
     head = head_of(sliding_window=window)
-    taps, tokens = inputs(head)
+    aux_hidden, tokens = inputs(head)
     loss_mask = torch.arange(DOCUMENTS.numel()).view_as(DOCUMENTS) % 3 > 0
-    weights = [taps.requires_grad_(), *(w for n, w in head.named_parameters() if "lm_head" not in n)]
+    weights = [aux_hidden.requires_grad_(), *(w for n, w in head.named_parameters() if "lm_head" not in n)]
     calls = []
     apply = FusedAttention.apply
     monkeypatch.setattr(FusedAttention, "apply", lambda *given: calls.append(given[1]) or apply(*given))
 
     def learnt():
-        features = torch.stack(head.unrolled(taps, tokens, DOCUMENTS, loss_mask))
+        features = torch.stack(head.unrolled(aux_hidden, tokens, DOCUMENTS, loss_mask))
         return features, *torch.autograd.grad(features.pow(3).sum(), weights)
 
     expected = learnt()
@@ -190,11 +190,11 @@ class TestOnGPU:
 def learnt_under_autocast(device):
     head = head_of(emb_dim=8, head_dim=16).float()
     head.share_embedding(head.embedding_weight.float())
-    taps, tokens = (x.to(device) for x in inputs(head))
-    head._lent = [head.embedding_weight.to(device)]
+    aux_hidden, tokens = (x.to(device) for x in inputs(head))
+    head.share_embedding(head.embedding_weight.to(device))
     head.to(device)
     with torch.autocast(device, torch.bfloat16):
-        logits = torch.stack([head.lm_head(x) for x in head.unrolled(taps.float(), tokens, DOCUMENTS.to(device))])
+        logits = torch.stack([head.lm_head(x) for x in head.unrolled(aux_hidden.float(), tokens, DOCUMENTS.to(device))])
     wanted = tokens[:, STEPS - 1 :]  # any tokens
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 2), wanted.repeat(STEPS, 1, 1).flatten())
     return loss, *torch.autograd.grad(loss, [*head.parameters()])

@@ -1,0 +1,61 @@
+"""Keys and values that an attention head keeps for every row: storage only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class HeadCache:
+    """The keys and values of B rows in each of a head's layers.
+
+    Positions from a row's length on belong to a draft or to nobody: the next write overwrites them. To remove tokens,
+    lower `lengths`.
+
+    Attributes:
+        keys, values: [layers, B, K, capacity, d]
+        lengths: [B] number of text positions in each row, updated in place.
+        longest: upper bound of `lengths`, known to the host; it bounds how many positions are read.
+    """
+
+    def __init__(self, layers: int, rows: int, kv_heads: int, capacity: int, head_dim: int, like: Tensor):
+        shape = (layers, rows, kv_heads, capacity, head_dim)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
+        self.longest = 0
+
+    def write(
+        self,
+        layer: int,
+        keys: Tensor,  # [B, T, K, d]
+        values: Tensor,  # [B, T, K, d]
+        positions: Tensor,  # [B, T]
+    ) -> None:
+        row = torch.arange(len(positions), device=positions.device)[:, None]
+        self.keys[layer][row, :, positions] = keys.to(self.keys.dtype)
+        self.values[layer][row, :, positions] = values.to(self.values.dtype)
+
+    def select(self, start: int, stop: int, longest: int) -> Self:
+        """View neighbouring rows of at most `longest` tokens; writes to the view change this cache."""
+        part = copy(self)
+        part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
+        part.lengths, part.longest = self.lengths[start:stop], longest
+        return part
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        """Copy row source[i], of at most `longest` tokens, to row destination[i]."""
+        for x in (self.keys, self.values):
+            x[:, list(destination), :, :longest] = x[:, list(source), :, :longest]
+        self.lengths[list(destination)] = self.lengths[list(source)]
+
+    def grow(self, capacity: int) -> None:
+        """Enlarge every row to at least `capacity` positions."""
+        more = (0, 0, 0, max(0, capacity - self.keys.shape[3]))
+        self.keys, self.values = (nn.functional.pad(x, more) for x in (self.keys, self.values))

@@ -1,0 +1,14 @@
+"""Config of the LSTM speculator."""
+
+from speculator.heads.recurrent import RecurrentConfig
+
+
+class LSTMSpeculatorConfig(RecurrentConfig):
+    """Shape of an `LSTMSpeculator`, whose weights are always tied."""
+
+    model_type = "lstm_speculator"
+
+    def __post_init__(self, **kwargs):
+        if not self.tie_weights:
+            raise ValueError("tie_weights must be true: there is no untied LSTM head")
+        super().__post_init__(**kwargs)

@@ -1,0 +1,12 @@
+"""Config of the MLP speculator."""
+
+from speculator.heads.recurrent import RecurrentConfig
+
+
+class MLPSpeculatorConfig(RecurrentConfig):
+    """Shape of an `MLPSpeculator`.
+
+    With tied weights, all steps share one embedding, norm and output matrix; steps 1 and up share one projection.
+    """
+
+    model_type = "mlp_speculator"

@@ -1,0 +1,67 @@
+"""What a head's training form receives and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+IGNORE = -100
+Metric = tuple[Tensor, Tensor]
+"""A sum and the count to divide it by, after both are added up over batches and processes."""
+Term = tuple[Tensor, Tensor]
+"""Features [K, I] and a matrix [V_d, I]; logits are the sum of the terms' products (a low-rank bias is a term)."""
+
+
+@dataclass
+class TrainingBatch:
+    """Packed rows, with what the frozen target computed for them.
+
+    Attributes:
+        input_ids: [B, L]
+        document_ids: [B, L] the same number throughout a document.
+        hidden: [B, L, D] hidden states after the target's final norm, in the target's dtype.
+        states: [B, L, nD] hidden states that the head reads, float32: those of its `aux_layers`, side by side, or
+            `hidden` for a head without.
+        targets: `SpeculatorConfig.training_targets` of the rows.
+        token_weights: [B, L] how many times each token counts in the objective; None: once.
+    """
+
+    input_ids: Tensor
+    document_ids: Tensor
+    hidden: Tensor
+    states: Tensor
+    targets: dict[str, Tensor]
+    token_weights: Tensor | None = None
+
+    @property
+    def labels(self) -> Tensor:
+        return self.targets["labels"]
+
+
+class TokenLosses(NamedTuple):
+    """Loss and hits of every label, for N steps of K rows."""
+
+    objective: Tensor  # scalar: the weighted sum of the losses; the only part with a gradient
+    loss: Tensor  # [N, K]; 0 where a label is IGNORE
+    hits: Tensor  # [N, K] 1 where the likeliest token is the label
+    overlap: Tensor | None  # [N, K] chance that a sampled draft is accepted; only without gradients
+
+
+class TokenLoss(Protocol):
+    """The configured mix of losses, computed chunk by chunk so that few logits exist at a time."""
+
+    def step_weights(self, steps: int) -> Tensor:  # [N]
+        """Weight of each draft position in the objective (`loss.head_decay`)."""
+        ...
+
+    def __call__(
+        self,
+        logits: Sequence[Sequence[Term]],  # terms of each of N steps
+        labels: Tensor,  # [N, K] rows of the matrices; IGNORE where there is none, negative where no row has it
+        hidden: Tensor,  # [K, D] target states that predict the labels
+        weights: Tensor,  # [N, 1] or [N, K] how many times each label counts in the objective
+        draft_tokens: Tensor | None = None,  # [V_d] token of each row; None: the whole vocabulary
+    ) -> TokenLosses: ...

@@ -1,0 +1,147 @@
+"""Heads that are trained at every position of the text, unrolled for N steps from each.
+
+Alignment, 0-based, with a row x of L tokens, hidden states h and S = L - N - 1:
+
+    step i at position t reads h_t and x[t+1 .. t+1+i] and predicts x[t+2+i]
+
+The target's own distribution of x[u+1] comes from h_u, u = t+1+i, in the same forward pass. For L = 8, N = 2:
+
+    t         0  1  2  3  4
+    step 0    x2 x3 x4 x5 x6      distribution from h1 .. h5
+    step 1    x3 x4 x5 x6 x7      distribution from h2 .. h6
+
+Losses are laid out by u, so that each distribution is computed once and used by all steps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from speculator.heads.base import Speculator, SpeculatorConfig
+from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch
+
+
+class UnrolledConfig(SpeculatorConfig):
+    """Config of a head that is trained at every position."""
+
+    @property
+    def min_training_length(self) -> int:
+        return self.n_predict + 2
+
+    def training_targets(self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+        return {"labels": align(input_ids, document_ids, loss_mask, self.n_predict)}
+
+
+class UnrolledHead(Speculator):
+    """Head that is trained at every position: a subclass implements `unrolled` and `output`."""
+
+    config_class = UnrolledConfig
+
+    @abstractmethod
+    def unrolled(
+        self,
+        states: Tensor,  # [B, S, nD]
+        tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
+        documents: Tensor | None = None,  # [B, S] document of each position; None: one document a row
+        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed; None: all
+    ) -> list[Tensor]:  # N x [B, S, I]
+        """Compute what the output matrix reads at each step, teacher-forced."""
+
+    @abstractmethod
+    def output(self, index: int) -> nn.Linear:  # I -> V_d
+        """Output matrix of a step; it has no bias."""
+
+    def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
+        """Return the objective and the metrics of each step."""
+        labels = batch.labels
+        length = labels.shape[-1]
+        features = self.unrolled(
+            batch.states[:, :length],
+            batch.input_ids[:, 1:-1],
+            batch.document_ids[:, :length],
+            (labels != IGNORE).any(1),
+        )
+        return self.measure(features, batch, loss)
+
+    def measure(
+        self,
+        features: list[Tensor],  # N x [B, S, I]
+        batch: TrainingBatch,
+        loss: TokenLoss,
+    ) -> dict[str, Metric]:
+        """Compute the loss of all steps, laid out by u."""
+        batch_size, steps, length = batch.labels.shape
+        total = length + steps - 1  # u = 1 .. total
+
+        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * total, ...]
+            padding = [0, 0] * (x.ndim - 2) + [index, steps - 1 - index]
+            return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
+
+        labels = torch.stack([by_u(batch.labels[:, i], i, IGNORE) for i in range(steps)])  # [N, B * total]
+        labels = draft_ids(labels, self.draft_tokens)
+        kept = (labels != IGNORE).any(0).nonzero()[:, 0]
+        hidden = batch.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
+        weights = loss.step_weights(steps).to(hidden.device)[:, None]
+        if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
+            weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
+        logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
+        measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens)
+
+        def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
+            whole = x.new_zeros(steps, batch_size * total)
+            whole[:, kept] = x
+            return torch.stack([row.view(batch_size, total)[:, i : i + length] for i, row in enumerate(whole)])
+
+        hits = by_t(measured.hits)
+        count = (labels != IGNORE).sum(1)
+        metrics = {
+            # Normalised by the labels of one step on average: all steps' labels are counted together.
+            "objective": (measured.objective * steps, count.sum()),
+            "loss": (measured.loss.sum(1), count),
+            "accuracy": (hits.sum((1, 2)), count),
+            "prefix_accuracy": (hits.cumprod(0).sum((1, 2)), count),
+        }
+        if measured.overlap is not None:
+            metrics["overlap"] = (measured.overlap.sum(1), count)
+        return metrics
+
+    def logits(
+        self,
+        hidden: Tensor,  # [B, S, nD]
+        tokens: Tensor,  # [B, S+N-1]
+    ) -> Tensor:  # [N, B, S, V]
+        """Compute every step's logits, teacher-forced; all of them are in memory at once."""
+        features = self.unrolled(hidden, tokens)
+        return torch.stack([self.to_full_vocabulary(self.output(i)(x)) for i, x in enumerate(features)])
+
+
+def align(
+    input_ids: Tensor,  # [B, L]
+    document_ids: Tensor,  # [B, L]
+    loss_mask: Tensor,  # [B, L] 1 for tokens that the target would generate
+    steps: int,
+) -> Tensor:  # [B, N, S]
+    """Labels of every step; IGNORE unless x[t+1 .. t+2+i] are all in the loss mask and in the document of h_t.
+
+    A decoder drafts only there: x[t+1] is a token that the target just sampled.
+    """
+    length = input_ids.shape[1] - steps - 1
+    valid = loss_mask[:, 1 : 1 + length].bool()
+    labels = []
+    for i in range(steps):
+        span = slice(i + 2, i + 2 + length)
+        valid = valid & loss_mask[:, span].bool() & (document_ids[:, span] == document_ids[:, :length])
+        labels.append(input_ids[:, span].masked_fill(~valid, IGNORE))
+    return torch.stack(labels, dim=1)
+
+
+def draft_ids(labels: Tensor, draft_tokens: Tensor | None) -> Tensor:  # [...], [V_d] ascending -> [...]
+    """Row of the output matrix of each label; -1 for a token outside the draft vocabulary. IGNORE stays."""
+    if draft_tokens is None:
+        return labels
+    place = torch.searchsorted(draft_tokens, labels).clamp_max(len(draft_tokens) - 1)
+    ids = torch.where(draft_tokens[place] == labels, place, -1)
+    return torch.where(labels == IGNORE, IGNORE, ids)
