@@ -349,7 +349,7 @@ def test_tensors_that_are_not_the_heads_are_one_line(tmp_path, head, change, mes
         ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'; known: llama, qwen3"),
         ({"target_hidden_size": 16}, "target_hidden_size is 16, not 8"),
         ({"hidden_size": "8"}, "hidden_size"),
-        ({"norm_before_fc": True}, "one or the other"),
+        ({"norm_before_fc": True}, "mutually exclusive"),
         ({"fc_norm": 1}, "fc_norm is 1, not bool"),
         ({"draft_vocab_size": 24}, "draft_vocab_size 24 is not in 1..23"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, "says [2, 4, 5] at the top and [2, 4, 5]"),
