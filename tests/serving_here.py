@@ -1,4 +1,4 @@
-"""A server of a tiny target in float64, in a thread of this process: texts are compared token by token."""
+"""A server in a thread of the test process; its tiny target is in float64, so texts can be compared by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculator import Engine, MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.server.app import create_app
-from speculator.server.guard import Limits, cut_slow_readers
 from speculator.server.worker import Worker
 
 SLOTS = 4
@@ -22,14 +21,11 @@ SLOTS = 4
 
 @contextmanager
 def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **settings):
-    """The URL of a server, and its worker."""
+    """Start a server and yield its URL and its worker."""
     worker = Worker(partial(engine, target, drafter, slots=slots))
-    limits = settings.pop("limits", Limits())
-    app = create_app(target, worker, name="tiny", limits=limits, **settings)
+    app = create_app(target, worker, name="tiny", **settings)
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # slow readers are noticed early
-    cut_slow_readers(listening, limits)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", http="h11"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     until(lambda: server.started)
@@ -42,10 +38,10 @@ def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **s
 
 
 def until(condition, seconds: float = 10.0) -> None:
-    """Wait until it is so."""
+    """Wait until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come to be"
+        assert time.monotonic() < end
         time.sleep(0.005)
 
 

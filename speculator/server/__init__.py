@@ -1,1 +1,1 @@
-"""OpenAI's interface over the engine. Needs the packages of the extra `serve`."""
+"""An HTTP server with OpenAI's API over the engine. Needs the packages of the extra `serve`."""

@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come: whole characters, and nothing of a string that it stops at."""
+"""Text of an answer while its tokens arrive: whole characters only, cut before a stop string."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from transformers import PreTrainedTokenizerBase
 from speculator.decoding.streaming import Detokenizer
 
 
-class Answer:
-    """One answer.
+class AnswerText:
+    """Text of one answer.
 
     Args:
-        tokenizer: of the target.
-        stops: strings that end the text, which are no part of it.
-        before: tokens that the text goes on from, see `speculator.decoding.streaming.decode`.
+        tokenizer: tokenizer of the target.
+        stops: stop strings, which are not part of the text.
+        before: tokens that the text continues, see `speculator.decoding.streaming.decode`.
 
     Attributes:
-        text: what was given so far.
-        stopped: one of the strings has come.
+        text: text returned so far.
+        stopped: True once a stop string was found.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = ()):
@@ -28,7 +28,7 @@ class Answer:
         self.text, self.stopped = "", False
 
     def push(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text that these tokens settle: neither half a character nor what may become one of the strings."""
+        """Add tokens and return the new text. Half a character and the start of a stop string are held back."""
         if self.stopped:
             return ""
         held = self._held + "".join(map(self._detokenizer.push, tokens)) + (self._detokenizer.finish() if ended else "")
@@ -42,6 +42,6 @@ class Answer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of the text with which the string begins."""
+    """Length of the longest suffix of the text that is a proper prefix of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

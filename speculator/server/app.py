@@ -1,108 +1,105 @@
-"""The routes, and a bound on the requests in flight."""
+"""The routes of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from speculator.decoding.request import Request as Decoded
 from speculator.decoding.request import check_prompts
-from speculator.errors import UserError
 from speculator.prompts import Prompt, continued
-from speculator.server.encoding import Encoder
-from speculator.server.guard import LATE, Guard, Limits, answer_error, refusal_of
-from speculator.server.metrics import Metrics
-from speculator.server.schema import BadRequestError, ChatFields, CompletionFields, Fields, parse
-from speculator.server.worker import EngineError, Job, Worker
-from speculator.server.writing import ChatWriter, Writer
+from speculator.server.errors import HANDLED, APIError, answer_error
+from speculator.server.metrics import CountRequests, Metrics
+from speculator.server.responses import ChatWriter, CompletionWriter
+from speculator.server.schema import ChatRequest, CompletionRequest, GenerationRequest, parse
+from speculator.server.worker import Job, StepOutput, Worker
 from speculator.target.model import Target
 
-_DEFAULT_TOKENS = 16  # of a completion without max_tokens, as OpenAI's; a chat goes on to its end
+_DEFAULT_TOKENS = 16  # OpenAI's default for completions; a chat without a limit runs to the end of the context
 
 
 def create_app(
-    target: Target, worker: Worker, *, name: str | None = None, api_key: str = "", limits: Limits | None = None
+    target: Target, worker: Worker, *, name: str | None = None, api_key: str = "", max_queue: int = 256
 ) -> FastAPI:
-    """The application, whose lifespan runs the worker.
+    """Create the application; its lifespan starts and stops the worker.
 
     Args:
-        target: the worker's.
-        worker: decodes; not started yet.
-        name: of the model; default: the target's.
-        api_key: asked for under /v1; empty: none.
-        limits: of requests.
+        target: target of the worker's engine.
+        worker: a worker that has not been started.
+        name: name of the model (default: the target's).
+        api_key: key that requests under /v1 must send; empty: none.
+        max_queue: requests that may wait for a slot; further ones are answered with 429.
     """
-    limits = limits or Limits()
-    limits = replace(limits, body=limits.body or max(1 << 20, 16 * target.context_length))
-    service = _Service(target, worker, name or target.name, limits)
+    routes = _Routes(target, worker, name or target.name, max_queue)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
-        service.encoder.start()
         try:
             yield
         finally:
             worker.stop()
-            service.encoder.close()
+
+    async def check_key(http: Request) -> None:
+        given = http.headers.get("authorization", "").encode()
+        if api_key and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+            raise APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     app = FastAPI(title="speculator", lifespan=lifespan, openapi_url=None)
-    app.add_api_route("/v1/completions", service.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
-    app.add_api_route("/v1/models", service.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
-    app.add_api_route("/health", service.health, methods=["GET"])
-    app.add_api_route("/metrics", service.page, methods=["GET"])
-    paths = {getattr(route, "path", "") for route in app.routes}
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+    v1.add_api_route("/completions", routes.completions, methods=["POST"])
+    v1.add_api_route("/chat/completions", routes.chat, methods=["POST"])
+    v1.add_api_route("/models", routes.models, methods=["GET"])
+    v1.add_api_route("/models/{name:path}", routes.model, methods=["GET"])
+    app.include_router(v1)
+    app.add_api_route("/health", routes.health, methods=["GET"])
+    app.add_api_route("/metrics", routes.metrics_page, methods=["GET"])
+    paths = {"/health", "/metrics", *(f"/v1/{path}" for path in ("completions", "chat/completions", "models"))}
 
-    def answered(path: str, status: int) -> None:
-        service.metrics.requests.labels(path if path in paths else "other", status).inc()
+    def count(path: str, status: int) -> None:
+        routes.metrics.requests.labels(path if path in paths else "other", status).inc()
 
-    app.add_middleware(Guard, limits=limits, api_key=api_key, answered=answered)
-    for kind in (BadRequestError, UserError, EngineError, HTTPException, ClientDisconnect, Exception, *LATE):
+    app.add_middleware(CountRequests, count=count)
+    for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)
     return app
 
 
-class _Service:
-    """What the routes do."""
+class _Routes:
+    """Handlers of the routes."""
 
-    def __init__(self, target: Target, worker: Worker, name: str, limits: Limits):
-        self.target, self.worker, self.name, self.limits = target, worker, name, limits
-        self.encoder = Encoder(target.tokenizer)
+    def __init__(self, target: Target, worker: Worker, name: str, max_queue: int):
+        self.target, self.worker, self.name, self.max_queue = target, worker, name, max_queue
+        self.max_body = max(1 << 20, 16 * target.context_length)
         self.metrics = Metrics(
             {
                 "queue": ("Requests that wait for a slot", lambda: worker.queued),
-                "slots": ("Requests that are decoded at a time", lambda: worker.slots),
+                "slots": ("Requests that can be decoded at a time", lambda: worker.slots),
                 "slots_in_use": ("Slots with a request", lambda: worker.in_use),
             }
         )
-        self._encoding = 0
         self._created = int(time.time())
 
     async def completions(self, http: Request) -> Response:
-        fields = parse(CompletionFields, await http.body())
-        prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in fields.prompts]
-        return await self._answer(http, fields, prompts, fields.max_tokens or _DEFAULT_TOKENS, Writer)
+        request = parse(CompletionRequest, await self._body(http))
+        prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in request.prompts]
+        return await self._answer(http, request, prompts, request.max_tokens or _DEFAULT_TOKENS, CompletionWriter)
 
     async def chat(self, http: Request) -> Response:
-        fields = parse(ChatFields, await http.body())
-        prompt = fields.asked()
-        if not self.encoder.chats:
-            raise BadRequestError(f"{self.name} has no chat template: use /v1/completions", "messages")
-        return await self._answer(http, fields, [prompt], fields.limit or self.target.context_length, ChatWriter)
+        request = parse(ChatRequest, await self._body(http))
+        if self.target.tokenizer.chat_template is None:
+            raise APIError(f"{self.name} has no chat template: use /v1/completions", "messages")
+        limit = request.max_new_tokens or self.target.context_length
+        return await self._answer(http, request, [request.prompt()], limit, ChatWriter)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model()]}
@@ -114,8 +111,8 @@ class _Service:
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"}) if self.worker.alive else JSONResponse({"status": "down"}, 503)
 
-    async def page(self) -> Response:
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics_page(self) -> Response:
+        return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     def _model(self) -> dict[str, Any]:
         facts = {"owned_by": "speculator", "max_model_len": self.target.context_length}
@@ -123,120 +120,122 @@ class _Service:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise BadRequestError(
-                f"no model {name!r:.100} here, only {self.name!r}", "model", status=404, code="model_not_found"
-            )
+            message = f"the model {name!r:.100} does not exist; this server has {self.name!r}"
+            raise APIError(message, "model", status=404, code="model_not_found")
+
+    async def _body(self, http: Request) -> bytes:
+        """Read a JSON body of bounded size.
+
+        A web page may send other content types to any server without asking it first (CORS), so they are refused.
+        """
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise APIError("Content-Type must be application/json", status=415)
+        body = bytearray()
+        async for piece in http.stream():
+            body += piece
+            if len(body) > self.max_body:
+                raise APIError(f"the body is larger than {self.max_body:,} bytes", status=413)
+        return bytes(body)
 
     async def _answer(
         self,
         http: Request,
-        fields: Fields,
+        request: GenerationRequest,
         prompts: Sequence[Prompt | list[int]],
-        limit: int,
-        kind: type[Writer],
+        max_new_tokens: int,
+        writer_class: type[CompletionWriter],
     ) -> Response:
-        """Encode the prompts, decode their answers, write them."""
+        """Tokenize the prompts, decode the answers, and write the response."""
         began = time.monotonic()
-        deadline = began + self.limits.seconds
-        self._check_model(fields.model)
-        count = len(prompts) * fields.choices
-        with self._room(count):
-            ids = await asyncio.wait_for(self._encoded(prompts), self.limits.seconds)
-            requests = self._requests(fields, ids, limit)
-            job = self.worker.submit(requests, fields.seed is not None, deadline)
+        self._check_model(request.model)
+        tokenizer = self.target.tokenizer
+        # In a thread: a long prompt must not hold up the other streams.
+        ids = [await asyncio.to_thread(p.tokens, tokenizer) if isinstance(p, Prompt) else p for p in prompts]
+        job = self._submit(request, ids, max_new_tokens)
         self.metrics.prompt_tokens.inc(sum(map(len, ids)))
-        writer = kind(fields, self.name, self.target.tokenizer, ids)
+        writer = writer_class(request, self.name, tokenizer, ids)
         close = partial(self._close, job, began)
-        if fields.stream:
+        if request.stream:
             return _Events(self._events(job, writer, began), close)
         try:
             return await self._whole(http, job, writer, began)
         finally:
             close()
 
-    async def _encoded(self, prompts: Sequence[Prompt | list[int]]) -> list[list[int]]:
-        return [await self.encoder.tokens(each) if isinstance(each, Prompt) else each for each in prompts]
+    def _submit(self, request: GenerationRequest, ids: list[list[int]], max_new_tokens: int) -> Job:
+        """Queue one decoding request per answer, if there is room for all of them."""
+        check_prompts(self.target, ids)
+        count, capacity = len(ids) * request.choices, self.worker.slots + self.max_queue
+        if count > capacity:
+            raise APIError(f"{len(ids)} prompts with n = {request.choices}: at most {capacity} answers at a time", "n")
+        if self.worker.load + count > capacity:
+            raise APIError("too many requests are waiting: try again later", status=429, code="queue_full")
+        decoding_requests = [
+            self.worker.engine.request(
+                ids[number // request.choices],
+                sampling,
+                max_new_tokens=max_new_tokens,
+                stop_strings=request.stops,
+                logprobs=request.num_logprobs,
+            )
+            for number, sampling in enumerate(request.samplings(count))
+        ]
+        return self.worker.submit(decoding_requests, request.seed is not None)
 
-    @contextlib.contextmanager
-    def _room(self, count: int) -> Any:
-        """Count requests that are being encoded, if there is room for them.
-
-        Raises:
-            BadRequestError: there is none now, or never.
-        """
-        most = self.worker.slots + self.limits.queue
-        if count > most:
-            raise BadRequestError(f"n times the prompts are {count} answers: at most {most} at a time", "n")
-        if not count:
-            raise BadRequestError("prompt: there is none", "prompt")
-        if self.worker.load + self._encoding + count > most:
-            raise BadRequestError("too many requests wait already: try again later", status=429, code="queue_full")
-        self._encoding += count
-        try:
-            yield
-        finally:
-            self._encoding -= count
-
-    def _requests(self, fields: Fields, ids: list[list[int]], limit: int) -> list[Decoded]:
-        check_prompts(self.worker.engine.target, ids)
-        samplings = fields.samplings(len(ids) * fields.choices)
-        make, choices = self.worker.engine.request, fields.choices
-        how = {"max_new_tokens": limit, "stop_strings": fields.stops, "logprobs": fields.alternatives}
-        return [make(ids[number // choices], own, **how) for number, own in enumerate(samplings)]  # type: ignore[arg-type]
-
-    async def _whole(self, http: Request, job: Job, writer: Writer, began: float) -> Response:
+    async def _whole(self, http: Request, job: Job, writer: CompletionWriter, began: float) -> Response:
         async def collect() -> None:
-            async for news in self._news(job, writer, began):
-                writer.take(news)
+            async for output in self._outputs(job, writer, began):
+                writer.add(output)
 
-        # Behind the body nothing comes but that the client has gone.
-        gone, work = asyncio.ensure_future(http.receive()), asyncio.ensure_future(collect())
+        # The body has been read, so the only message left to receive is that the client disconnected.
+        disconnected, collected = asyncio.ensure_future(http.receive()), asyncio.ensure_future(collect())
         try:
-            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            await asyncio.wait({disconnected, collected}, return_when=asyncio.FIRST_COMPLETED)
+            if not collected.done():
                 return Response(status_code=499)
-            work.result()
+            collected.result()
         finally:
-            gone.cancel()
-            work.cancel()
+            disconnected.cancel()
+            collected.cancel()
         return JSONResponse(writer.body())
 
-    async def _events(self, job: Job, writer: Writer, began: float) -> AsyncIterator[str]:
+    async def _events(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[str]:
         for event in writer.opening():
             yield event
         try:
-            async for news in self._news(job, writer, began):
-                if event := writer.event(news):
+            async for output in self._outputs(job, writer, began):
+                if event := writer.event(output):
                     yield event
-        except (EngineError, *LATE) as error:
-            yield f"data: {json.dumps(refusal_of(error).body())}\n\n"
+        except APIError as error:
+            yield f"data: {json.dumps(error.body())}\n\n"
             return
         for event in writer.closing():
             yield event
 
-    async def _news(self, job: Job, writer: Writer, began: float) -> AsyncIterator[Any]:
+    async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
+        """Outputs of the job until every answer has ended."""
         first = True
         while not writer.done:
-            news = await job.next()
+            output = await job.next_output()
             if first:
                 self.metrics.first_token.observe(time.monotonic() - began)
             first = False
-            if writer.answers[news.index].stopped:  # its request had not heard of that
+            if writer.answers[output.index].stopped:  # decoded before the cancellation reached the engine
                 continue
-            yield news
-            if writer.answers[news.index].stopped:
-                job.requests[news.index].cancel()
+            yield output
+            if writer.answers[output.index].stopped:
+                job.requests[output.index].cancel()
 
     def _close(self, job: Job, began: float) -> None:
-        """What has not ended is not wanted any more."""
+        """Cancel what is unfinished and count the answers."""
         job.cancel()
-        self.metrics.whole.observe(time.monotonic() - began)
+        self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:
-            self.metrics.ended(request)
+            self.metrics.count_answer(request)
 
 
 class _Events(StreamingResponse):
-    """Server-sent events; `close` is called when the last has been taken, or the client has gone."""
+    """Server-sent events; calls `close` after the last event or when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -245,7 +244,5 @@ class _Events(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except LATE:  # the reader; what has begun can't become a refusal: the connection is closed
-            pass
         finally:
             self._close()

@@ -1,8 +1,9 @@
-"""What `/metrics` shows, in Prometheus' text format."""
+"""The page `/metrics`, in Prometheus' text format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,47 +13,50 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """The counters of one server.
+    """Counters of one server.
 
     Args:
-        gauges: of each name what it shows, and who tells its value.
+        gauges: description and value function of each gauge, by name.
     """
 
     def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]):
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
-            "speculator_requests", "Requests by path and status", ("path", "status"), registry=registry
+            "speculator_requests", "HTTP requests by path and status", ("path", "status"), registry=registry
         )
-        self.answers = Counter("speculator_answers", "Answers by how they ended", ("finish_reason",), registry=registry)
-        self.prompt_tokens = Counter("speculator_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.new_tokens = Counter("speculator_new_tokens", "Tokens of answers", registry=registry)
+        self.answers = Counter("speculator_answers", "Answers by finish reason", ("finish_reason",), registry=registry)
+        self.prompt_tokens = Counter("speculator_prompt_tokens", "Prompt tokens", registry=registry)
+        self.new_tokens = Counter("speculator_new_tokens", "Generated tokens", registry=registry)
         self.first_token = Histogram(
             "speculator_time_to_first_token_seconds",
-            "From a request to its first token",
+            "Seconds from a request to its first token",
             buckets=_SECONDS,
             registry=registry,
         )
-        self.whole = Histogram(
-            "speculator_request_seconds", "From a request to the end of its answer", buckets=_SECONDS, registry=registry
+        self.request_seconds = Histogram(
+            "speculator_request_seconds",
+            "Seconds from a request to the end of its answer",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.acceptance_length = Histogram(
             "speculator_acceptance_length",
-            "Tokens that a step gave a row: the accepted ones and one more. The sum over the count is the mean",
+            "Tokens per verification step, the bonus token included; the mean is sum over count",
             buckets=range(1, 18),
             registry=registry,
         )
         self._accepted = Counter(
             "speculator_accepted",
-            "Steps that accepted the drafted token at this position; those at the position before, or all steps at "
-            "the first, are what to divide by",
+            "Steps that accepted the draft token at this position; divide by the position before it, or by all steps "
+            "at position 0, for the acceptance rate",
             ("position",),
             registry=registry,
         )
-        for name, (text, value) in gauges.items():
-            Gauge(f"speculator_{name}", text, registry=registry).set_function(value)
+        for name, (description, value) in gauges.items():
+            Gauge(f"speculator_{name}", description, registry=registry).set_function(value)
 
-    def ended(self, request: Request) -> None:
-        """Count an answer that has ended."""
+    def count_answer(self, request: Request) -> None:
+        """Count a finished answer and its verification steps."""
         self.answers.labels(request.finish_reason).inc()
         self.new_tokens.inc(len(request.tokens))
         for step in request.steps:
@@ -61,6 +65,20 @@ class Metrics:
                 for position in range(step.accepted):
                     self._accepted.labels(position).inc()
 
-    def text(self) -> bytes:
-        """The page."""
+    def page(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class CountRequests:
+    """ASGI middleware that calls `count` with the path and the status of every answer."""
+
+    def __init__(self, app: Any, count: Callable[[str, int], None]):
+        self._app, self._count = app, count
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        async def counting_send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope["path"], message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting_send)

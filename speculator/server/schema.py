@@ -1,16 +1,17 @@
-"""The fields of a request: those that are served, those that change nothing, and those that are refused by name."""
+"""Fields of the requests: supported, ignored, or accepted at their neutral value only."""
 
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from speculator.decoding.sampling import Sampling
 from speculator.prompts import Prompt
+from speculator.server.errors import APIError
 
-# Taken at these values alone, which are those that change nothing.
+# Unsupported fields with the values that change nothing; any other value is an error.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -26,30 +27,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "suffix": ("",),
 }
-# About the caller, not about the text.
-_IDLE = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
-MOST_CHOICES = 128
-_MOST_STOPS, _LONGEST_STOP = 16, 256
-
-
-class BadRequestError(Exception):
-    """A request that is answered by an error.
-
-    Args:
-        message: what is wrong.
-        param: the field.
-        status, code: of the answer.
-    """
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
-
-    def body(self) -> dict[str, Any]:
-        """As OpenAI's interface has it."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+# Fields about the caller, which do not affect the text.
+_IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+_StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class _Strict(BaseModel):
@@ -60,14 +40,14 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class Fields(BaseModel):
-    """What both kinds of completion take."""
+class GenerationRequest(BaseModel):
+    """Fields of both kinds of completion."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -80,6 +60,7 @@ class Fields(BaseModel):
 
     @property
     def choices(self) -> int:
+        """Number of answers per prompt."""
         return self.n or 1
 
     @property
@@ -87,60 +68,79 @@ class Fields(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def alternatives(self) -> int | None:
-        """The likeliest tokens to tell beside each; None without logprobs."""
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens reported at each position; None without log-probabilities."""
         raise NotImplementedError
 
     def samplings(self, count: int) -> list[Sampling]:
-        """One for each answer, which draws from the stream `seed` plus its number; without a seed from any."""
+        """Sampling settings of `count` answers: answer i uses seed + i, or a random seed if none is given."""
         first = secrets.randbits(62) if self.seed is None else self.seed
         temperature = 1.0 if self.temperature is None else self.temperature
-        how = temperature, max(self.top_k or 0, 0), self.top_p or 1.0, self.min_p or 0.0
-        return [Sampling(*how, seed=first + number) for number in range(count)]
+        settings = temperature, max(self.top_k or 0, 0), self.top_p or 1.0, self.min_p or 0.0
+        return [Sampling(*settings, seed=first + number) for number in range(count)]
 
     def check(self) -> None:
-        """Refuse what is not supported.
-
-        Raises:
-            BadRequestError: a field is unknown, or has a value that changes what is not changed here.
-        """
+        """Raise an APIError for fields that are unknown or not supported."""
         for name, value in (self.model_extra or {}).items():
-            if name in _IDLE or value is None:
+            if name in _IGNORED or value is None:
                 continue
             if name not in _NEUTRAL:
-                raise BadRequestError(f"{name}: no such field here", name)
+                raise APIError(f"{name}: unknown field", name)
             if value not in _NEUTRAL[name]:
-                raise BadRequestError(f"{name} is not supported here: leave it out", name)
+                raise APIError(f"{name} is not supported: leave it out", name)
         if self.stream_options is not None and not self.stream:
-            raise BadRequestError("stream_options: only with stream", "stream_options")
-        if len(self.stops) > _MOST_STOPS or not all(0 < len(stop) <= _LONGEST_STOP for stop in self.stops):
-            raise BadRequestError(
-                f"stop: at most {_MOST_STOPS} strings of 1 to {_LONGEST_STOP} characters each", "stop"
-            )
+            raise APIError("stream_options needs stream: true", "stream_options")
 
 
-class CompletionFields(Fields):
-    """`POST /v1/completions`."""
+class CompletionRequest(GenerationRequest):
+    """Fields of `POST /v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
-    def alternatives(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or more texts or lists of token ids."""
+        """Texts or lists of token ids."""
         given = self.prompt
-        one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        return [given] if one else list(given)  # type: ignore[list-item, arg-type]
+        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        return [given] if single else list(given)  # type: ignore[list-item, arg-type]
 
 
-class ChatFields(Fields):
-    """`POST /v1/chat/completions`."""
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+
+class Message(BaseModel):
+    """A message of a chat; further fields, such as tool_calls, go to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":  # an assistant may have called tools instead
+            raise ValueError("content is missing")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as the chat template reads it: parts are joined to one text."""
+        message = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        return message
+
+
+class ChatRequest(GenerationRequest):
+    """Fields of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none"] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -148,67 +148,36 @@ class ChatFields(Fields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
-    def alternatives(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def limit(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise BadRequestError("top_logprobs: only with logprobs", "top_logprobs")
+            raise APIError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.tools and self.tool_choice != "none":
-            raise BadRequestError(
-                'tools: calls are not read out of an answer here; with tool_choice "none" the template shows the '
-                "tools to the model, and its answer comes as text",
-                "tools",
-            )
+            raise APIError('tools: tool calls are not parsed; set tool_choice to "none" to get them as text', "tools")
 
-    def asked(self) -> Prompt:
-        """The chat: contents in parts become one text.
-
-        Raises:
-            BadRequestError: a message that is none, or a part that is no text.
-        """
-        messages = [{**message, **_content(number, message)} for number, message in enumerate(self.messages)]
+    def prompt(self) -> Prompt:
+        messages = [message.for_template() for message in self.messages]
         return Prompt(messages, chat=True, tools=self.tools, where="messages")
 
 
-def _content(number: int, message: dict[str, Any]) -> dict[str, str]:
-    if not isinstance(message.get("role"), str):
-        raise BadRequestError(f"messages[{number}]: it has no role", "messages")
-    content: Any = message.get("content")
-    if content is None and message["role"] != "assistant":  # which may have called tools instead
-        raise BadRequestError(f"messages[{number}]: it has no content", "messages")
-    if content is None or isinstance(content, str):
-        return {}
-    texts = [_text(part) for part in content] if isinstance(content, list) else [None]
-    if None in texts:
-        raise BadRequestError(f"messages[{number}]: its content is neither text nor parts of type text", "messages")
-    return {"content": "".join(map(str, texts))}
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
-def _text(part: Any) -> str | None:
-    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return part["text"] if is_text else None
-
-
-AnyFields = TypeVar("AnyFields", bound=Fields)
-
-
-def parse(kind: type[AnyFields], body: bytes) -> AnyFields:
-    """The fields that a body has.
-
-    Raises:
-        BadRequestError: it is no JSON object of them.
-    """
+def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    """Parse and check a JSON body; the first mistake becomes an APIError."""
     try:
-        fields = kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
         param = str(first["loc"][0]) if first["loc"] else None
-        raise BadRequestError(f"{param or 'the body'}: {first['msg']}", param) from None
-    fields.check()
-    return fields
+        raise APIError(f"{where}: {first['msg'].removeprefix('Value error, ')}", param) from None
+    request.check()
+    return request

@@ -1,11 +1,10 @@
-"""The engine in a thread of its own, and the way there and back."""
+"""A thread that runs the engine, and the queues between it and the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,88 +12,81 @@ from functools import partial
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, Scores
 from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.server.errors import APIError
 
 _log = logging.getLogger(__name__)
-
-
-class EngineError(Exception):
-    """The engine failed while the request was in it."""
+_FAILED = "the engine failed: the server's log has the reason"
 
 
 @dataclass
-class News:
-    """What a step gave one of a job's requests."""
+class StepOutput:
+    """New tokens of one request of a job."""
 
     index: int
     tokens: list[int]
-    scores: list[Scores]
+    logprobs: list[Scores]
     finish_reason: str | None
 
 
 @dataclass(eq=False)
 class Job:
-    """The requests of one call, and what comes of them.
+    """The decoding requests of one HTTP request, and the queue of their outputs.
 
     Attributes:
-        seeded: the caller named a seed, so the same text has to come whatever else is in flight.
-        deadline: of `time.monotonic`.
+        requests: one per answer.
+        seeded: the caller gave a seed.
     """
 
     requests: list[Request]
     seeded: bool
-    deadline: float
-    _news: asyncio.Queue[News | Exception] = field(default_factory=asyncio.Queue)
+    _outputs: asyncio.Queue[StepOutput | APIError] = field(default_factory=asyncio.Queue)
 
-    async def next(self) -> News:
-        """Wait for the next step that gives one of them something.
+    async def next_output(self) -> StepOutput:
+        """Wait for the next output; raises an APIError if the engine failed."""
+        output = await self._outputs.get()
+        if isinstance(output, APIError):
+            raise output
+        return output
 
-        Raises:
-            asyncio.TimeoutError: the deadline is over.
-            EngineError: there will be no more.
-        """
-        news = await asyncio.wait_for(self._news.get(), max(0.0, self.deadline - time.monotonic()))
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-    def put(self, news: News | Exception) -> None:
-        self._news.put_nowait(news)
+    def put(self, output: StepOutput | APIError) -> None:
+        self._outputs.put_nowait(output)
 
     def cancel(self) -> None:
-        """What has not ended leaves its slot before the next step."""
+        """Cancel all unfinished requests; their slots are free before the next step."""
         for request in self.requests:
             request.cancel()
 
     @property
-    def left(self) -> int:
-        """Requests that have not ended."""
+    def unfinished(self) -> int:
         return sum(request.finish_reason is None for request in self.requests)
 
 
 class Worker:
-    """Runs an engine: `submit` and what a job gives belong to the event loop's thread, all else to the engine's.
+    """Runs an engine in a thread.
+
+    The event loop's thread calls `submit` and reads the jobs; the engine is used by the worker's thread only.
 
     Args:
-        make: makes the engine; again after it has failed.
+        make_engine: creates the engine, and a new one after a failure.
     """
 
-    def __init__(self, make: Callable[[], Engine]):
-        self._make = make
-        self.engine = make()
-        self._inbox: list[Job] = []
+    def __init__(self, make_engine: Callable[[], Engine]):
+        self._make_engine = make_engine
+        self.engine = make_engine()
+        self._submitted: list[Job] = []
         self._jobs: list[Job] = []
-        self._outbox: list[tuple[Job, News]] = []
+        self._outputs: list[tuple[Job, StepOutput]] = []
         self._stopping = self._broken = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to work for the running event loop."""
+        """Start the thread; outputs go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what is in flight gets no further."""
+        """Stop the thread after its current step."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -110,90 +102,88 @@ class Worker:
 
     @property
     def in_use(self) -> int:
-        """Slots in which a request is."""
+        """Number of slots with a request."""
         return sum(slot.request is not None for slot in self.engine.slots.rows)
 
     @property
     def load(self) -> int:
-        """Requests that have not ended."""
+        """Number of unfinished requests."""
         with self._wake:
-            return sum(job.left for job in [*self._inbox, *self._jobs])
+            return sum(job.unfinished for job in [*self._submitted, *self._jobs])
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return max(0, self.load - self.in_use)
 
-    def submit(self, requests: Sequence[Request], seeded: bool, deadline: float) -> Job:
-        """Let requests of `Engine.request` be decoded.
-
-        Raises:
-            EngineError: there is no engine any more.
-        """
-        job = Job(list(requests), seeded, deadline)
+    def submit(self, requests: Sequence[Request], seeded: bool) -> Job:
+        """Queue requests made by `Engine.request`."""
+        job = Job(list(requests), seeded)
         for index, request in enumerate(requests):
-            request.on_step = partial(self._note, job, index)
+            request.on_step = partial(self._collect, job, index)
         with self._wake:
             if self._broken:
-                raise EngineError("it could not be made anew")
-            self._inbox.append(job)
+                raise APIError(_FAILED, status=500)
+            self._submitted.append(job)
             self._wake.notify()
         return job
 
-    # In the engine's thread.
+    # ---- in the worker's thread
 
-    def _note(self, job: Job, index: int, tokens: list[int], _: int) -> None:
-        """`on_step` of a request."""
+    def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
+        """`on_step` callback of a request."""
         request = job.requests[index]
-        scores = request.scores[-len(tokens) :] if request.scores else []
-        self._outbox.append((job, News(index, tokens, scores, request.finish_reason)))
+        logprobs = request.scores[-len(tokens) :] if request.scores else []
+        self._outputs.append((job, StepOutput(index, tokens, logprobs, request.finish_reason)))
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._inbox or self.engine.busy)
+                self._wake.wait_for(lambda: self._stopping or self._submitted or self.engine.busy)
                 if self._stopping:
                     return
-                arrived, self._inbox = self._inbox, []
-                self._jobs = [job for job in [*self._jobs, *arrived] if job.left]
+                submitted, self._submitted = self._submitted, []
+                self._jobs = [job for job in [*self._jobs, *submitted] if job.unfinished]
             try:
-                for request in (request for job in arrived for request in job.requests):
+                for request in (request for job in submitted for request in job.requests):
                     self.engine.enqueue(request)
-                self._reshape()
+                self._fix_seeded_drafts()
                 self.engine.step()
-            except Exception as error:  # memory that ran out, a device that is gone: no request can go on
-                _log.exception("the engine failed; it begins anew")
-                self._fail(error)
+            except Exception:  # out of memory, or the device is lost: no request can continue
+                _log.exception("the engine failed and is created again")
+                self._restart()
                 if self._broken:
                     return
-            news, self._outbox = self._outbox, []
-            if news:
-                self._loop.call_soon_threadsafe(_deliver, news)
+            outputs, self._outputs = self._outputs, []
+            if outputs:
+                self._loop.call_soon_threadsafe(_deliver, outputs)
 
-    def _reshape(self) -> None:
-        """Draft what suits the requests in flight. Which uniform decides what depends on a draft's shape: where a
-        sampled request has a seed, all draft as that one would alone."""
-        auto = self.engine.drafter
-        if isinstance(auto, AdaptiveDrafter):
+    def _fix_seeded_drafts(self) -> None:
+        """While a sampled request with a seed is in flight, draft as for that request alone.
+
+        Sampled tokens depend on the draft's shape, and the adaptive drafter picks shapes by the load.
+        """
+        adaptive = self.engine.drafter
+        if isinstance(adaptive, AdaptiveDrafter):
             seeded = any(job.seeded and not job.requests[0].sampling.greedy for job in self._jobs)
-            auto.fixed = auto.alone if seeded else None
+            adaptive.fixed = adaptive.alone if seeded else None
 
-    def _fail(self, error: Exception) -> None:
-        """Give up what is in flight, and make another engine. Where there can be none, nothing more is taken."""
-        self._outbox = []
+    def _restart(self) -> None:
+        """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs."""
+        self._outputs = []
         try:
-            self.engine = self._make()
+            self.engine = self._make_engine()
         except Exception:
-            _log.exception("no engine can be made anew: restart the server")
+            _log.exception("the engine can't be created again: restart the server")
             self._broken = True
         with self._wake:
-            lost = self._jobs + (self._inbox if self._broken else [])
-            self._jobs, self._inbox = [], [] if self._broken else self._inbox
-        for job in lost:
+            failed = self._jobs + (self._submitted if self._broken else [])
+            self._jobs, self._submitted = [], [] if self._broken else self._submitted
+        for job in failed:
             job.cancel()
-            self._loop.call_soon_threadsafe(job.put, EngineError(str(error)))
+            self._loop.call_soon_threadsafe(job.put, APIError(_FAILED, status=500))
 
 
-def _deliver(news: list[tuple[Job, News]]) -> None:
-    for job, each in news:
-        job.put(each)
+def _deliver(outputs: list[tuple[Job, StepOutput]]) -> None:
+    for job, output in outputs:
+        job.put(output)

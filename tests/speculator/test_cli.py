@@ -1,6 +1,5 @@
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -8,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import tiny_head, tiny_tokenizer
+from conftest import exit_code, tiny_head, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,7 +17,7 @@ from speculator.cli import generate as command
 from speculator.decoding.request import StopStrings
 from speculator.decoding.streaming import Detokenizer, TextStream, decode
 from speculator.errors import printable
-from speculator.server.answer import Answer
+from speculator.server.answer import AnswerText
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -68,7 +67,7 @@ def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_pa
         assert row["acceptance_length"] is None or row["acceptance_length"] >= 1
 
 
-def test_every_sample_is_a_row_of_its_own(target_folder, text_file, tmp_path):
+def test_every_sample_is_a_row(target_folder, tmp_path):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "def main():", "id": 5}\n{"prompt": "class A"}\n')
     command = ["generate", "--target", str(target_folder), "--prompts", str(prompts), "--output", str(output)]
@@ -85,7 +84,7 @@ def test_every_sample_is_a_row_of_its_own(target_folder, text_file, tmp_path):
     assert several[0]["tokens"] == alone[0]["tokens"]
     assert several[2]["id"] == 5
     assert len({row["text"] for row in several}) == 6
-    drafted = rows("--num_samples", "3", "--batch_size", "4", "--ngram", "--ngram_corpus", str(text_file))
+    drafted = rows("--num_samples", "3", "--batch_size", "4", "--ngram")
     assert [row["tokens"] for row in drafted] == [row["tokens"] for row in several]
 
 
@@ -97,36 +96,13 @@ def test_a_prompt_is_continued_on_the_terminal(target_folder):
     assert "tokens/s" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prompt", "x", "--speculator", "nowhere"], "nowhere"),
-        (["--prompt", "x", "--early_exit", "2"], "has 2, so 1 to 1 can draft"),
-        (["--prompt", ""], "prompt 1 is empty"),
-        (["--prompt", "x\udcff"], "--prompt: character 2 is half of a surrogate pair"),
-        (["--prompt", "x", "--chat"], "no chat template"),
-        (["--prompt", "x", "--draft_model", "nowhere"], "nowhere"),
-    ],
-)
-def test_wrong_input_is_one_line(target_folder, monkeypatch, capsys, flags, message):
-    # Without a network the hub's client tries for a minute.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["generate", "--target", str(target_folder), *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("", "prompt 3 is empty"), ("x\n" * 300, "prompt 3 of 600 tokens leaves no room in the context of 128")],
-)
-def test_all_prompts_are_looked_at_before_the_first_is_answered(target_folder, tmp_path, capsys, prompt, message):
+@pytest.mark.parametrize("prompt", ["", "x\n" * 300])
+def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_path, capsys, prompt):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", prompt, "c")))
     assert main(["generate", "--target", str(target_folder), "--prompts", str(prompts), "--max_new_tokens", "4"]) == 2
     shown = capsys.readouterr()
-    assert message in shown.err
+    assert "prompt 3" in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
 
@@ -136,87 +112,49 @@ TEXT = ["--prompt", "x"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "keyword"),
     [
-        ([], "give --prompt, --prompts or --chat"),
-        ([*TEXT, "--prompts", "in.jsonl"], "not allowed with argument --prompt"),
-        (["--chat", "--prompts", "in.jsonl"], "--chat and --prompts"),
+        ([], "--prompt"),
+        (["--chat", "--prompts", "in.jsonl"], "--chat"),
         (["--chat", "--output", "out.jsonl"], "--output"),
-        ([*TEXT, "--output", "nowhere/out.jsonl"], "no folder nowhere"),
-        ([*TEXT, "--output", "."], "--output . is a folder"),
-        ([*TEXT, "--speculator", ""], "--speculator is empty"),
-        ([*TEXT, "--draft_model", ""], "--draft_model is empty"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        ([*TEXT, "--temperature", "-1"], "temperature"),
+        ([*TEXT, "--output", "nowhere/out.jsonl"], "nowhere"),
+        ([*TEXT, "--speculator", ""], "--speculator"),
         ([*TEXT, "--top_p", "1.5"], "top_p"),
-        ([*TEXT, "--max_new_tokens", "0"], "--max_new_tokens"),
         ([*TEXT, "--seed", str(2**70)], "--seed"),
-        ([*TEXT, "--stop", ""], "--stop"),
-        ([*TEXT, "--target", ".", "--revision", "x"], "revision x: . is on this disk"),
-        ([*TEXT, "--stop", "x\udcff"], "--stop 'x\\udcff': character 2 is half of a surrogate pair"),
-        ([*TEXT, "--output", "pipe"], "--output pipe is a pipe or device"),
-        ([*TEXT, "--output", ""], "--output is empty"),
-        ([*TEXT, "--output", "a\0b"], "there is a NUL in it"),
-        ([*TEXT, "--max_new", "3"], "unrecognized arguments: --max_new"),
-        (["--prompts", "nan.jsonl"], "nan.jsonl, row 2: NaN or Infinity"),
-        ([*TEXT, "--show-drafts"], "--show_drafts: give a drafter"),
-        ([*TEXT, "--ngram", "--show-drafts", "--output", "out.jsonl"], "--show-drafts"),
-        (["--prompts", "in.jsonl", "--ngram", "--show-drafts", "--batch_size", "2"], "--show-drafts"),
-        ([*TEXT, "--rule", "block"], "--rule: give a drafter"),
-        ([*TEXT, "--num_speculative_tokens", "3"], "--num_speculative_tokens: give a drafter"),
-        (
-            [*TEXT, *HEAD, "--ngram", "--rule", "match"],
-            "--rule match does not fit what is drafted; these do: block, rejection",
-        ),
-        ([*TEXT, *HEAD, "--draft_model", "other"], "not allowed with argument --speculator"),
-        ([*TEXT, "--ngram", "--branches", "2,1"], "--ngram copies a chain: it has no --branches"),
+        ([*TEXT, "--target", ".", "--revision", "x"], "revision"),
+        ([*TEXT, "--max_new", "3"], "--max_new"),
+        ([*TEXT, "--show_drafts"], "--show_drafts"),
+        ([*TEXT, "--ngram", "--show_drafts", "--output", "out.jsonl"], "--show_drafts"),
+        (["--prompts", "in.jsonl", "--ngram", "--show_drafts", "--batch_size", "2"], "--show_drafts"),
+        ([*TEXT, *HEAD, "--draft_model", "other"], "not allowed"),
+        ([*TEXT, "--early_exit", "1", "--draft_model", "x"], "not allowed"),
+        ([*TEXT, "--early_exit", "0"], "--early_exit"),
+        ([*TEXT, "--ngram", "--branches", "2,1"], "--branches"),
         ([*TEXT, "--ngram", "--min_confidence", "0.5"], "--min_confidence"),
-        ([*TEXT, "--ngram", "--num_speculative_tokens", "0"], "draft length 0"),
-        ([*TEXT, "--ngram_corpus", "in.jsonl"], "--ngram_corpus: give --ngram"),
-        ([*TEXT, "--ngram", "--ngram_corpus", "nowhere.txt"], "nowhere.txt: No such file"),
-        ([*TEXT, "--ngram", "--ngram_corpus", "."], ".: a folder, not a file"),
-        ([*TEXT, "--num_samples", "0"], "--num_samples 0 is not in 1..10000"),
-        ([*TEXT, "--num_samples", "1000000000", "--temperature", "1"], "--num_samples 1000000000 is not in 1..10000"),
-        ([*TEXT, "--num_samples", "2"], "--num_samples 2 at --temperature 0 would be equal texts"),
-        (["--chat", "--num_samples", "2", "--temperature", "1"], "--num_samples needs --prompt or --prompts"),
-        ([*TEXT, "--early_exit", "0"], "--early_exit 0: at least 1"),
-        ([*TEXT, "--early_exit", "1", "--draft_model", "x"], "not allowed with argument --"),
-        ([*TEXT, *HEAD, "--nodes", "4"], "--nodes: give --branches"),
-        ([*TEXT, *HEAD, "--replacement"], "--replacement: give --branches"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--nodes, --paths: only one"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--replacement"], "--nodes, --replacement: only one"),
-        (
-            [*TEXT, *HEAD, "--branches", "3,2", "--num_speculative_tokens", "2"],
-            "--branches draft no chain: --num_speculative_tokens",
-        ),
-        ([*TEXT, *HEAD, "--branches", "3,x"], "'3,x' is not numbers"),
-        ([*TEXT, *HEAD, "--branches", "3,0"], "at least one child"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "99"], "99 nodes"),
-        ([*TEXT, *HEAD, "--min_confidence", "1.5"], "--min_confidence 1.5"),
-        ([*TEXT, *HEAD, "--rule", "nonsense"], "invalid choice: 'nonsense'"),
-        ([*TEXT, *HEAD, "--rule", "match"], "--rule match does not fit what is drafted; these do: block, rejection"),
-        ([*TEXT, "--ngram", "--rule", "multi_candidate"], "--rule multi_candidate does not fit"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi_candidate_replacement"], "does not fit"),
+        ([*TEXT, "--num_samples", "0"], "--num_samples"),
+        ([*TEXT, "--num_samples", "2"], "--temperature"),
+        (["--chat", "--num_samples", "2", "--temperature", "1"], "--num_samples"),
+        ([*TEXT, *HEAD, "--replacement"], "--branches"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--paths"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--num_speculative_tokens", "2"], "--num_speculative_tokens"),
+        ([*TEXT, *HEAD, "--ngram", "--rule", "match"], "match"),
+        ([*TEXT, "--ngram", "--rule", "multi_candidate"], "multi_candidate"),
+        ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi_candidate_replacement"], "rule"),
     ],
 )
-def test_bad_combinations_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys, flags, message):
+def test_wrong_flags_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys, flags, keyword):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "nan.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "score": NaN}\n')
-    try:
-        code = main(["generate", "--target", "no_target_there", *flags])
-    except SystemExit as error:
-        code = error.code
+    assert exit_code(main, ["generate", "--target", "no_target_there", *flags]) == 2
     shown = capsys.readouterr()
-    assert code == 2
-    assert message in shown.err
+    assert keyword in shown.err
+    assert "no_target_there" not in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
 
 
 @pytest.mark.parametrize("row", ["not JSON", "[1]", '{"text": "x"}', '{"messages": []}', '{"messages": ["hi"]}'])
-def test_a_row_that_is_none_is_named_by_its_line(tmp_path, capsys, row):
+def test_a_wrong_row_is_named_by_its_line(tmp_path, capsys, row):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + row)
     assert main(["generate", "--target", "no_target_there", "--prompts", str(tmp_path / "in.jsonl")]) == 2
     error = capsys.readouterr().err
@@ -257,17 +195,7 @@ def test_flags_reach_the_drafter_and_the_text_stays(
     assert main([*argv, "--speculator", str(head_folder), *flags]) == 0
     assert capsys.readouterr().out == plain
     settings = [
-        "--temperature",
-        "0.9",
-        "--top_k",
-        "7",
-        "--top_p",
-        "0.8",
-        "--min_p",
-        "0.1",
-        "--seed",
-        "5",
-        "--stop",
+        *["--temperature", "0.9", "--top_k", "7", "--top_p", "0.8", "--min_p", "0.1", "--seed", "5", "--stop"],
         "}",
     ]
     assert main([*argv, "--speculator", str(head_folder), *flags, *settings]) == 0
@@ -292,7 +220,7 @@ def test_stop_strings_end_the_text(target_folder, capsys):
 
 
 def llama_like_tokenizer() -> PreTrainedTokenizerFast:
-    """As sentencepiece makes them: a space is a part of its word, unknown characters are byte tokens."""
+    """A tokenizer like sentencepiece's: a space is part of its word, unknown characters are byte tokens."""
     names = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁▁", "é", "<eos>"]
     bpe = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
     bpe.decoder = decoders.Sequence(
@@ -301,11 +229,13 @@ def llama_like_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
 
 
-def test_characters_split_over_tokens_are_streamed_whole():
+def test_characters_of_several_tokens_are_streamed_whole():
     text = "naïve 日本語🙂🙂 Ελλάδα e\u0301 \u200d end"
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(text)["input_ids"]
-    assert "\ufffd" in "".join(decode(tokenizer, [token]) for token in tokens)  # what token by token would show
+    assert "\ufffd" in "".join(
+        decode(tokenizer, [token]) for token in tokens
+    )  # decoded token by token, characters break
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token) for token in tokens]
     assert "".join(pieces) == text == decode(tokenizer, tokens)
@@ -315,8 +245,8 @@ def test_characters_split_over_tokens_are_streamed_whole():
 
 
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), llama_like_tokenizer()], ids=["byte-level", "byte-fallback"])
-def test_pieces_add_up_to_the_whole_text_whatever_the_tokens(tokenizer):
-    """Most such texts are no UTF-8: what is shown must be what decoding them at once gives."""
+def test_pieces_add_up_to_the_whole_text_for_any_tokens(tokenizer):
+    """Most of these texts are not valid UTF-8; the stream must still equal the text decoded at once."""
     draw = random.Random(0)
     late = [tokenizer.eos_token_id, *range(len(tokenizer) - 8, len(tokenizer))]
     for _ in range(300):
@@ -329,7 +259,7 @@ def test_pieces_add_up_to_the_whole_text_whatever_the_tokens(tokenizer):
 
 
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), llama_like_tokenizer()], ids=["byte-level", "byte-fallback"])
-def test_what_follows_a_prompt_is_what_the_whole_text_has_behind_it(tokenizer):
+def test_a_continuation_is_the_rest_of_the_whole_text(tokenizer):
     draw = random.Random(1)
     for _ in range(100):
         ids = tokenizer("".join(draw.choices("ab é", k=60)), add_special_tokens=False)["input_ids"]
@@ -341,13 +271,13 @@ def test_what_follows_a_prompt_is_what_the_whole_text_has_behind_it(tokenizer):
         assert "".join(map(detokenizer.push, new)) + detokenizer.finish() == decode(tokenizer, new, prompt)
 
 
-def test_a_prompt_that_ends_in_byte_tokens_breaks_no_character_behind_it():
+def test_a_prompt_that_ends_in_byte_tokens_breaks_no_character_after_it():
     tokenizer = llama_like_tokenizer()
     for count in range(1, 12):
         prompt, new = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("日" * count, "本語"))
         assert len(prompt) == 3 * count
         assert decode(tokenizer, new, prompt) == "本語"
-        assert Answer(tokenizer, [], prompt).push(new, ended=True) == "本語"
+        assert AnswerText(tokenizer, [], prompt).push(new, ended=True) == "本語"
 
 
 def test_a_stop_string_is_found_in_a_run_of_byte_tokens():
@@ -362,12 +292,12 @@ def test_the_space_before_the_first_new_word_is_kept():
     tokenizer = llama_like_tokenizer()
     a, word = tokenizer.convert_tokens_to_ids(["a", "▁a"])
     assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
-    assert Answer(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
-    assert Answer(tokenizer, []).push([word, word], ended=True) == "a a"
+    assert AnswerText(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
+    assert AnswerText(tokenizer, []).push([word, word], ended=True) == "a a"
 
 
 class Terminal(io.StringIO):
-    """Remembers each write."""
+    """Stdout that is a terminal and records its writes."""
 
     def __init__(self):
         super().__init__()
@@ -410,10 +340,10 @@ def test_on_a_terminal_nothing_steers_it_and_a_pipe_has_the_text_as_it_is(target
         assert shown[0].startswith("\\x1b]0;title\\x07x\\x9b2J")
 
 
-def test_a_text_that_ends_at_the_context_is_said(target_folder, capsys):
+def test_the_summary_reports_texts_that_ended_at_the_context(target_folder, capsys):
     argv = ["generate", "--target", str(target_folder), "--prompt", "x\n" * 60]
     assert main([*argv, "--max_new_tokens", "2000"]) == 0
-    assert "1 text ended at the context of 128 tokens, not at --max_new_tokens 2000\n" in capsys.readouterr().err
+    assert "context of 128 tokens" in capsys.readouterr().err
     assert main([*argv, "--max_new_tokens", "3"]) == 0
     assert "context" not in capsys.readouterr().err
 
@@ -426,7 +356,7 @@ def test_output_goes_through_a_symlink(target_folder, tmp_path):
     assert json.loads((tmp_path / "out.jsonl").read_text())["prompt"] == "x"
 
 
-def test_show_drafts_colours_what_was_drafted(target_folder, monkeypatch, capsys):
+def test_show_drafts_colours_accepted_draft_tokens(target_folder, monkeypatch, capsys):
     tokenizer = tiny_tokenizer()
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     stream = TextStream(tokenizer, lead="> ", colours=True)
@@ -439,7 +369,7 @@ def test_show_drafts_colours_what_was_drafted(target_folder, monkeypatch, capsys
     monkeypatch.undo()
 
     argv = ["generate", "--target", str(target_folder), "--draft_model", str(target_folder), "--prompt", "import"]
-    assert main([*argv, "--show-drafts"]) == 0
+    assert main([*argv, "--show_drafts"]) == 0
     coloured = capsys.readouterr()
     assert main(argv) == 0
     plain = capsys.readouterr()
@@ -465,7 +395,9 @@ def test_chat_with_a_prompt_is_one_user_message(chat_folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--speculator"], ["--draft_model"]])
-def test_a_conversation_remembers_and_reuses(chat_folder, head_folder, monkeypatch, capsys, drafting):
+def test_a_conversation_keeps_its_turns_and_prefills_only_new_tokens(
+    chat_folder, head_folder, monkeypatch, capsys, drafting
+):
     engines = []
 
     class Recorded(Engine):
@@ -493,23 +425,10 @@ def test_a_conversation_remembers_and_reuses(chat_folder, head_folder, monkeypat
     assert 0 < engines[0].processed < read
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}"])
-def test_a_template_that_refuses_the_messages_is_one_line(chat_folder, tmp_path, capsys, template):
-    folder = shutil.copytree(chat_folder, tmp_path / "target")
-    (folder / "chat_template.jinja").write_text(template)
-    assert main(["generate", "--target", str(folder), "--chat", "--prompt", "x"]) == 2
-    error = capsys.readouterr().err
-    assert "chat template refuses the messages" in error
-    assert error.count("\n") == 1
-
-
-def test_heads_that_do_not_fit_are_refused(target_folder, head_folder, tmp_path, capsys):
+def test_a_head_for_another_vocabulary_is_one_line(target_folder, tmp_path, capsys):
     tiny_head().save_pretrained(tmp_path / "other")
     flags = ["generate", "--target", str(target_folder), "--prompt", "x", "--speculator"]
     assert main([*flags, str(tmp_path / "other")]) == 2
-    assert "is for a vocabulary of 32 tokens" in capsys.readouterr().err
-    weights = tmp_path / "cut" / "model.safetensors"
-    tiny_head().save_pretrained(weights.parent)
-    weights.write_bytes(weights.read_bytes()[:100])
-    assert main([*flags, str(weights.parent)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "vocabulary" in error
+    assert error.count("\n") == 1

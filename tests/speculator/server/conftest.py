@@ -1,4 +1,4 @@
-"""A server of a tiny target in float64, which drafts chains of three."""
+"""A server of a tiny target in float64 whose head drafts chains of three tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
 from speculator import HeadDrafter, Target
-from speculator.server.guard import Limits
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +22,8 @@ def drafter(chat_target) -> HeadDrafter:
 
 @pytest.fixture(scope="module")
 def server(chat_target, drafter):
-    """Its URL."""
-    with serving(chat_target, drafter, limits=Limits(queue=8)) as (url, _):
+    """URL of the server."""
+    with serving(chat_target, drafter, max_queue=8) as (url, _):
         yield url
 
 

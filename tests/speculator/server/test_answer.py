@@ -1,4 +1,4 @@
-"""What a stream may show of an answer: whole characters, and nothing of a stop string."""
+"""A stream shows whole characters only and nothing of a stop string."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 from conftest import tiny_tokenizer
 
 from speculator.decoding.streaming import decode
-from speculator.server.answer import Answer
+from speculator.server.answer import AnswerText
 
 TEXTS = [
     "def f(x):\n    return x",
@@ -20,14 +20,14 @@ STOPS = [[], ["aab"], ["b aa", "aabb"], ["本語"], ["🙂🙂", "d"], ["</s>"],
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("stops", STOPS)
-def test_what_was_shown_is_the_beginning_of_the_text_before_the_first_stop(text, stops):
+def test_a_stream_is_a_prefix_of_the_text_before_the_first_stop_string(text, stops):
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(text)["input_ids"]
     places = [place for place in map(text.find, stops) if place >= 0]
     expected = text[: min(places)] if places else text
     draw = random.Random(0)
     for _ in range(20):
-        answer, shown, left = Answer(tokenizer, stops), "", list(tokens)
+        answer, shown, left = AnswerText(tokenizer, stops), "", list(tokens)
         while left:
             count = draw.randint(1, 5)
             part, left = left[:count], left[count:]
@@ -38,9 +38,9 @@ def test_what_was_shown_is_the_beginning_of_the_text_before_the_first_stop(text,
         assert decode(tokenizer, tokens) == text
 
 
-def test_text_that_can_not_become_a_stop_is_shown_at_once():
+def test_text_that_starts_no_stop_string_is_shown_at_once():
     tokenizer = tiny_tokenizer()
-    answer = Answer(tokenizer, ["xyz"])
+    answer = AnswerText(tokenizer, ["xyz"])
     (a, x, y) = (tokenizer(letter)["input_ids"] for letter in "axy")
     assert answer.push(a, False) == "a"
     assert answer.push(x, False) == ""
@@ -49,9 +49,9 @@ def test_text_that_can_not_become_a_stop_is_shown_at_once():
     assert answer.push(x, True) == "x", "the end settles what was held back"
 
 
-def test_half_a_character_at_the_end_is_shown_as_one_that_is_none():
+def test_half_a_character_at_the_end_is_shown_as_a_replacement_character():
     tokenizer = tiny_tokenizer()
     tokens = tokenizer("é")["input_ids"]
     assert len(tokens) == 2
-    answer = Answer(tokenizer, [])
+    answer = AnswerText(tokenizer, [])
     assert answer.push(tokens[:1], True) == "�"

@@ -1,4 +1,4 @@
-"""The fields as OpenAI's own client sends and reads them, at once and one by one, streamed and whole."""
+"""OpenAI's own client, synchronous and asynchronous, streamed and whole."""
 
 import asyncio
 
@@ -7,7 +7,6 @@ from serving_here import serving
 
 from speculator import Sampling, generate
 from speculator.decoding.streaming import decode
-from speculator.server.guard import Limits
 
 openai = pytest.importorskip("openai")
 PROMPT = [5, 6, 7, 8]
@@ -15,11 +14,11 @@ CHAT = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "W
 FIELDS = {"n": 2, "seed": 4, "temperature": 0.9, "top_p": 0.95, "user": "me", "frequency_penalty": 0}
 FIELDS |= {"presence_penalty": 0, "logit_bias": {}, "stop": ["nowhere"]}
 EXTRA = {"top_k": 50, "min_p": 0.001, "return_token_ids": True}
-LAW = Sampling(0.9, 50, 0.95, 0.001)
+SAMPLING = Sampling(0.9, 50, 0.95, 0.001)
 
 
 def expected_of(target, drafter, prompt, count: int) -> list[list[int]]:
-    own = [Sampling(LAW.temperature, LAW.top_k, LAW.top_p, LAW.min_p, seed=seed) for seed in (4, 5)]
+    own = [Sampling(SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p, SAMPLING.min_p, seed=seed) for seed in (4, 5)]
     return generate(target, drafter, [prompt] * 2, own, max_new_tokens=count).tokens
 
 
@@ -110,27 +109,27 @@ def test_chats(caller, chat_target, drafter):
     assert sorted(ended) == sorted(choice.finish_reason for choice in whole.choices)
 
 
-def test_errors_are_those_that_the_client_knows(caller):
+def test_errors_become_the_clients_exceptions(caller):
     def ask(**fields):
         how = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, **fields}
         return caller.call(lambda client: client.completions.create(**how))
 
-    with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+    with pytest.raises(openai.NotFoundError):
         ask(model="other")
-    with pytest.raises(openai.BadRequestError, match="echo is not supported") as raised:
+    with pytest.raises(openai.BadRequestError) as raised:
         ask(echo=True)
     assert raised.value.param == "echo"
-    with pytest.raises(openai.BadRequestError, match="leaves no room in the context"):
+    with pytest.raises(openai.BadRequestError):
         ask(prompt=[1] * 300)
 
 
-def test_a_key_that_is_missing_and_a_queue_that_is_full(chat_target):
-    with serving(chat_target, api_key="secret", slots=1, limits=Limits(queue=0)) as (url, _):
+def test_a_wrong_key_and_a_full_queue_become_the_clients_exceptions(chat_target):
+    with serving(chat_target, api_key="secret", slots=1, max_queue=0) as (url, _):
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0).models.list()
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         how = {"model": "tiny", "prompt": [9], "max_tokens": 200, "temperature": 0, "stream": True}
         with client.completions.create(**how) as stream:
             next(iter(stream))
-            with pytest.raises(openai.RateLimitError, match="too many requests wait"):
+            with pytest.raises(openai.RateLimitError):
                 client.completions.create(**how)

@@ -1,9 +1,8 @@
-"""Many at a time: texts as alone, slots that come free, and what becomes of the others when one goes wrong."""
+"""Concurrent requests: texts, freed slots, and failures of the engine."""
 
 import asyncio
 import contextlib
 import random
-import socket
 import threading
 import time
 
@@ -13,8 +12,6 @@ from conftest import auto_drafter
 from serving_here import serving, tiny_head_for, until
 
 from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, generate
-from speculator.server.app import _Events
-from speculator.server.guard import Limits
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 
@@ -39,7 +36,7 @@ def by_generate(target, drafter, bodies: list[dict]) -> list[list[int]]:
 
 
 async def ask(client: httpx.AsyncClient, body: dict, leave_after: int | None, stream: bool) -> list[int]:
-    """The tokens; with `leave_after`, hang up behind so many events."""
+    """Tokens of an answer; with `leave_after`, disconnect after that many events."""
     body = body | {"return_token_ids": True, "stream": stream}
     if not stream:
         answer = await client.post("/v1/completions", json=body)
@@ -57,7 +54,7 @@ async def ask(client: httpx.AsyncClient, body: dict, leave_after: int | None, st
 
 
 @pytest.mark.parametrize(("count", "at_a_time"), [(40, 20), pytest.param(200, 40, marks=pytest.mark.soak)])
-def test_texts_are_those_of_generate_whoever_comes_and_leaves(chat_target, drafter, count, at_a_time):
+def test_texts_do_not_depend_on_the_other_requests(chat_target, drafter, count, at_a_time):
     bodies = mixes(count, chat_target.vocab_size)
     draw = random.Random(1)
     leaving = [draw.randrange(1, 4) if draw.random() < 0.25 else None for _ in bodies]
@@ -82,7 +79,7 @@ def test_texts_are_those_of_generate_whoever_comes_and_leaves(chat_target, draft
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_is_gone_frees_its_slot(chat_target, stream):
+def test_a_client_that_disconnects_frees_its_slot(chat_target, stream):
     class Slow(Engine):
         def step(self):
             time.sleep(0.02)
@@ -98,14 +95,14 @@ def test_a_client_that_is_gone_frees_its_slot(chat_target, stream):
                 client.post("/v1/completions", json=LONG | {"stream": False})
         steps = len(worker.engine.slots.rows[0].text)
         until(lambda: worker.in_use == 0, 1.0)
-        assert len(worker.engine.slots.rows[0].text) < steps + 20, "it was not decoded to its end"
+        assert len(worker.engine.slots.rows[0].text) < steps + 20
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": [3], "max_tokens": 3})
         assert answer.status_code == 200
         page = httpx.get(f"{url}/metrics").text
         assert 'speculator_answers_total{finish_reason="cancelled"} 1.0' in page
 
 
-def test_those_who_wait_and_leave_are_forgotten(chat_target):
+def test_waiting_requests_of_disconnected_clients_are_dropped(chat_target):
     started, gate = threading.Event(), threading.Event()
 
     class Held(Engine):
@@ -114,12 +111,12 @@ def test_those_who_wait_and_leave_are_forgotten(chat_target):
             gate.wait(20)
             super().prefill()
 
-    with serving(chat_target, slots=1, engine=Held, limits=Limits(queue=2)) as (url, worker):
+    with serving(chat_target, slots=1, engine=Held, max_queue=2) as (url, worker):
         with httpx.Client(base_url=url, timeout=0.3) as client:
             for _ in range(6):
                 with contextlib.suppress(httpx.ReadTimeout):
                     answer = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 3})
-                    assert answer.status_code == 429, "what left is not counted"
+                    assert answer.status_code == 429, "dropped requests do not count"
         until(lambda: worker.load == 0)
         assert started.is_set()
         gate.set()
@@ -127,21 +124,7 @@ def test_those_who_wait_and_leave_are_forgotten(chat_target):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": [5], "max_tokens": 3}).status_code == 200
 
 
-def test_what_takes_too_long_is_cut(chat_target):
-    class Slow(Engine):
-        def step(self):
-            time.sleep(0.05)
-            return super().step()
-
-    with serving(chat_target, slots=1, engine=Slow, limits=Limits(seconds=0.4)) as (url, worker):
-        answer = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": False})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-        streamed = httpx.post(f"{url}/v1/completions", json=LONG).text
-        assert '"code": "timeout"' in streamed.strip().split("\n\n")[-1]
-        until(lambda: worker.in_use == 0)
-
-
-def test_an_engine_that_fails_is_made_anew(chat_target, caplog):
+def test_an_engine_that_fails_is_created_again(chat_target, caplog):
     class Failing(Engine):
         def _begin(self, requests, hidden):
             if any(request.prompt[0] == 13 for request in requests.values()):
@@ -152,7 +135,7 @@ def test_an_engine_that_fails_is_made_anew(chat_target, caplog):
         first = worker.engine
         for stream in (False, True):
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": [13], "max_tokens": 3, "stream": stream})
-            assert "the engine failed" in answer.text
+            assert "server_error" in answer.text
             assert answer.status_code == (200 if stream else 500)
         assert worker.engine is not first
         expected = generate(chat_target, None, [[3, 4]], max_new_tokens=5).tokens[0]
@@ -161,7 +144,7 @@ def test_an_engine_that_fails_is_made_anew(chat_target, caplog):
     assert "the device is gone" in caplog.text
 
 
-def test_where_no_engine_can_be_made_anew_requests_are_refused_at_once(chat_target, caplog):
+def test_requests_fail_at_once_if_the_engine_can_not_be_created_again(chat_target, caplog):
     class Broken(Engine):
         made = 0
 
@@ -178,21 +161,11 @@ def test_where_no_engine_can_be_made_anew_requests_are_refused_at_once(chat_targ
     with serving(chat_target, engine=Broken) as (url, worker):
         for _ in range(2):
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=5)
-            assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the engine failed")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         until(lambda: not worker.alive)
         assert httpx.get(f"{url}/health").status_code == 503
         assert worker.load == 0
     assert "the device is gone for good" in caplog.text
-
-
-def test_one_who_sends_no_end_is_cut_and_harms_nobody(chat_target):
-    with serving(chat_target, limits=Limits(receive_seconds=0.3)) as (url, _):
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            assert httpx.post(f"{url}/v1/completions", json={"prompt": [5], "max_tokens": 3}).status_code == 200
-            connection.settimeout(5)
-            assert b" 504 " in connection.recv(1000)
 
 
 def shapes_taken(monkeypatch) -> list:
@@ -208,7 +181,7 @@ def shapes_taken(monkeypatch) -> list:
     return seen
 
 
-def test_where_drafts_are_chosen_a_seeded_text_is_drafted_for_as_alone(chat_target, monkeypatch):
+def test_adaptive_drafting_drafts_for_a_seeded_request_as_if_it_were_alone(chat_target, monkeypatch):
     auto = auto_drafter(tiny_head_for(chat_target))
     seen = shapes_taken(monkeypatch)
     bodies = mixes(12, chat_target.vocab_size)[:6]
@@ -225,24 +198,8 @@ def test_where_drafts_are_chosen_a_seeded_text_is_drafted_for_as_alone(chat_targ
     assert made == by_generate(chat_target, HeadDrafter(auto.head, auto.alone), bodies)
 
 
-def test_n_gram_lookup_serves_too(chat_target):
+def test_n_gram_lookup_can_be_served(chat_target):
     body = {"prompt": [5, 6, 5, 6, 5], "max_tokens": 20, "temperature": 0, "return_token_ids": True}
     with serving(chat_target, NgramDrafter()) as (url, _):
         tokens = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["token_ids"]
     assert tokens == generate(chat_target, None, [body["prompt"]], max_new_tokens=20).tokens[0]
-
-
-def test_a_reader_who_is_cut_off_is_no_failure_of_the_server():
-    closed = []
-
-    async def events():
-        while True:
-            yield "data: {}\n\n"
-
-    async def send(message):
-        if message["type"] == "http.response.body":
-            raise TimeoutError
-
-    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
-    asyncio.run(_Events(events(), lambda: closed.append(1))(scope, asyncio.Event().wait, send))
-    assert closed

@@ -1,0 +1,191 @@
+"""Responses in OpenAI's format, whole and as events of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from speculator.decoding.request import Scores
+from speculator.decoding.streaming import decode
+from speculator.server.answer import AnswerText
+from speculator.server.schema import GenerationRequest
+from speculator.server.worker import StepOutput
+
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class CompletionWriter:
+    """Response to `POST /v1/completions`.
+
+    Args:
+        request: fields of the request.
+        model: name of the model.
+        tokenizer: tokenizer of the target.
+        prompts: token ids; `request.choices` answers follow each other for every prompt.
+    """
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, request: GenerationRequest, model: str, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
+    ):
+        self.request, self.tokenizer, self.prompts = request, tokenizer, prompts
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        count = len(prompts) * request.choices
+        self.answers = [AnswerText(tokenizer, request.stops, self._tokens_before(index)) for index in range(count)]
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._logprobs: list[list[Scores]] = [[] for _ in range(count)]
+        self._finish_reasons: list[str | None] = [None] * count
+        self._offsets = [0] * count
+        self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+        options = request.stream_options
+        self._stream_usage = options is not None and options.include_usage
+
+    @property
+    def done(self) -> bool:
+        """Every answer has ended."""
+        return all(self._finish_reasons)
+
+    def add(self, output: StepOutput) -> str:
+        """Add the tokens of a step and return their text."""
+        index = output.index
+        text = self.answers[index].push(output.tokens, output.finish_reason is not None)
+        self._tokens[index] += output.tokens
+        self._logprobs[index] += output.logprobs
+        stopped = self.answers[index].stopped
+        self._finish_reasons[index] = "stop" if stopped else _FINISH_REASONS.get(output.finish_reason or "")
+        return text
+
+    def body(self) -> dict[str, Any]:
+        """The whole response."""
+        columns = enumerate(zip(self.answers, self._tokens, self._logprobs, strict=True))
+        choices = [
+            self._choice(index, self.message(answer.text), tokens, logprobs)
+            for index, (answer, tokens, logprobs) in columns
+        ]
+        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
+
+    def opening(self) -> list[str]:
+        """Events before the first token."""
+        return []
+
+    def event(self, output: StepOutput) -> str:
+        """Event with the text of a step; empty if there is nothing to send yet."""
+        text, index = self.add(output), output.index
+        has_tokens = self.request.return_token_ids or self.request.num_logprobs is not None
+        if not (text or has_tokens or self._finish_reasons[index]):
+            return ""
+        return self.choice_event(self._choice(index, self.delta(text), output.tokens, output.logprobs))
+
+    def closing(self) -> list[str]:
+        """Events after the last token."""
+        usage = [self._event({"choices": [], "usage": self.usage()})] if self._stream_usage else []
+        return [*usage, "data: [DONE]\n\n"]
+
+    def usage(self) -> dict[str, int]:
+        prompt, new = sum(map(len, self.prompts)), sum(map(len, self._tokens))
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    # ---- parts that the two kinds of completion write differently
+
+    def message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _tokens_before(self, index: int) -> list[int]:
+        """Tokens that the text of an answer continues."""
+        return self.prompts[index // self.request.choices]
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """Prompt token ids at the top level of a response."""
+        return {}
+
+    def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
+        """Prompt token ids inside a choice."""
+        return {"prompt_token_ids": self.prompts[index // self.request.choices]}
+
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[Scores]) -> dict[str, Any]:
+        texts = [self._token_text(token) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(each.logprob) for each in logprobs],
+            "top_logprobs": [
+                # Reversed: of several tokens with the same text, the most likely one stays.
+                {self._token_text(token): _finite(value) for token, value in reversed(each.top)}
+                for each in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _choice(self, index: int, text: dict[str, Any], tokens: list[int], logprobs: list[Scores]) -> dict[str, Any]:
+        reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
+        choice = {"index": index, **text, "logprobs": reported, "finish_reason": self._finish_reasons[index]}
+        if self.request.return_token_ids:
+            choice |= {"token_ids": tokens}
+            if len(tokens) == len(self._tokens[index]):  # the whole answer, or the first event of a stream
+                choice |= self._choice_prompt_ids(index)
+        return choice
+
+    def choice_event(self, choice: dict[str, Any], **more: Any) -> str:
+        return self._event({"choices": [choice], **({"usage": None} if self._stream_usage else {}), **more})
+
+    def _event(self, content: dict[str, Any]) -> str:
+        return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
+
+    def _token_text(self, token: int) -> str:
+        """Text of a token after a letter: at the start of a text, some tokenizers drop its space."""
+        return decode(self.tokenizer, [token], self._letter, special=True)
+
+
+class ChatWriter(CompletionWriter):
+    """Response to `POST /v1/chat/completions`."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def opening(self) -> list[str]:
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choices = [{"index": index, **first} for index in range(len(self.answers))]
+        return [self.choice_event(choice, **self._prompt_ids()) for choice in choices]
+
+    def _tokens_before(self, index: int) -> list[int]:
+        return []  # an answer starts a new text
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
+
+    def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[Scores]) -> dict[str, Any]:
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self._token_text(token)
+            partial = "\ufffd" in text  # a part of a character: its bytes are not known
+            return {"token": text, "logprob": _finite(value), "bytes": None if partial else list(text.encode())}
+
+        content = [
+            {**entry(token, each.logprob), "top_logprobs": [entry(*pair) for pair in each.top]}
+            for token, each in zip(tokens, logprobs, strict=True)
+        ]
+        return {"content": content}
+
+
+def _finite(value: float) -> float:
+    return max(value, _LOWEST_LOGPROB)
