@@ -46,8 +46,8 @@ class HeadOptions:
     draft_vocab_size: int = 0
     """Number of tokens to draft from, the most frequent ones of the training text; 0 drafts from all."""
     initialise: Literal["random", "target"] = "random"
-    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0). eagle3 always starts
-    from the target's output matrix."""
+    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
+    An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
     """Folder of a trained head to start from, in any checkpoint layout; it must have the shape configured here."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -10,19 +10,21 @@ from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
-from speculator.checkpoints.native import NATIVE
+from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
 from speculator.errors import UserError
+from speculator.heads import ARCHITECTURES
 from speculator.heads.base import Speculator
 from speculator.sealed import MANIFEST, damage
 
 __all__ = [
     "FORMATS",
-    "LAYOUTS",
+    "SERVER_LAYOUTS",
     "Layout",
     "Server",
     "layout_of",
+    "layouts",
     "load",
     "load_any",
     "recognise",
@@ -30,8 +32,13 @@ __all__ = [
     "tensor_shapes",
 ]
 
-LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS, *NATIVE)
-FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
+SERVER_LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS)
+FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
+
+
+def layouts() -> tuple[Layout, ...]:
+    """All layouts: those of servers, and the native one of every registered head."""
+    return (*SERVER_LAYOUTS, *map(native_layout, ARCHITECTURES.values()))
 
 
 def layout_of(name: str, head: Speculator) -> Layout:
@@ -40,7 +47,7 @@ def layout_of(name: str, head: Speculator) -> Layout:
     Raises:
         UserError: there is none.
     """
-    fitting = {layout.name: layout for layout in LAYOUTS if layout.head is type(head)}
+    fitting = {layout.name: layout for layout in layouts() if layout.head is type(head)}
     if name not in fitting:
         raise UserError(f"the {name} layout has no {type(head).__name__}; these have: {', '.join(fitting)}")
     return fitting[name]
@@ -58,13 +65,13 @@ def recognise(folder: str | Path) -> Layout:
     found = config.get("architectures")
     # A list; ArcticTraining's writer of MLP heads makes it a string, of the name that IBM gives them.
     names = found if isinstance(found, list) else [found]
-    for layout in LAYOUTS:
+    for layout in layouts():
         known_by = layout.mark is None or layout.mark in config
         if len(names) == 1 and names[0] in (layout.architecture, *layout.also) and known_by:
             if not isinstance(found, list) and layout.name == "arctic":
                 raise UserError(f"{folder}: architectures is {found!r}, but arctic-inference takes a list of one only")
             return layout
-    known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in LAYOUTS)
+    known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in layouts())
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
-from speculator.checkpoints import LAYOUTS, load_any
+from speculator.checkpoints import layouts, load_any
 from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import write_text
@@ -190,7 +190,7 @@ def _use(head: Speculator, config: SpeculatorConfig) -> list[str]:
     base, adapter = config.base_model_name_or_path or "BASE", config.base_model_adapter
     more = f', adapter="{adapter}"' if adapter else ""
     served = []
-    for layout in LAYOUTS:
+    for layout in layouts():
         if layout.head is type(head) and layout.carries(config):
             served += [f"[{layout.name}]"]
             for server in layout.servers(config, "D"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from inspect import formatannotation, get_annotations
 from typing import Any
 
@@ -11,7 +12,6 @@ from transformers import PreTrainedConfig
 
 from speculator.checkpoints import eagle3
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
-from speculator.heads import ARCHITECTURES
 from speculator.heads.base import Speculator, SpeculatorConfig
 
 _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
@@ -24,7 +24,8 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     return [Server("speculator", True, how)]
 
 
-def _layout(head: type[Speculator]) -> Layout:
+@cache
+def native_layout(head: type[Speculator]) -> Layout:
     own = _own_fields(head.config_class)
     shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
@@ -53,6 +54,3 @@ def _own_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
             if word and word[0] in _JSON:
                 found.setdefault(name, _JSON[word[0]])
     return found
-
-
-NATIVE = tuple(_layout(head) for head in ARCHITECTURES.values())

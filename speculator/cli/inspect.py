@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from speculator.checkpoints import LAYOUTS, load, recognise
+from speculator.checkpoints import layouts, load, recognise
 from speculator.device import dtype_name
 from speculator.errors import OneLineParser
 
@@ -37,6 +37,6 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for name, fact in facts.items():
         print(f"{name:15} {fact}")
-    for other in (other for other in LAYOUTS if other.head is layout.head and other.carries(config)):
+    for other in (other for other in layouts() if other.head is layout.head and other.carries(config)):
         loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
         print(f"{'exports to':15} {other.name}: for {'; '.join(loaders)}")

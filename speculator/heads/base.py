@@ -141,8 +141,9 @@ class Speculator(PreTrainedModel, ABC):
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return named (sum, count) pairs of a training batch.
 
-        "objective" is the scalar to minimise and the number of labels. Each other metric has one entry per draft
-        position; "loss" is needed. The losses are this module's output, as data-parallel wrappers require.
+        "objective" is the scalar to minimise and the number of labels. "loss", "accuracy", "prefix_accuracy" and any
+        other metric have one entry per draft position. Losses are computed in here, because a data-parallel wrapper
+        sees this module's output only.
         """
 
     @abstractmethod

@@ -558,7 +558,7 @@ class GatedSpeculator(MLPSpeculator):
 
 def test_fields_that_a_new_head_declares_are_kept(tmp_path):
     made = GatedSpeculator(GatedConfig(vocab_size=20, emb_dim=12, inner_dim=8, gated=True, width=3))
-    layout = native._layout(GatedSpeculator)
+    layout = native.native_layout(GatedSpeculator)
     save(made, tmp_path / "head", layout)
     again = load(tmp_path / "head", layout).config
     assert (again.gated, again.width, again.name_of_gate) == (True, 3, "sigmoid")
