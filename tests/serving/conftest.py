@@ -1,4 +1,4 @@
-"""Environments of servers, which `make serving` builds; without them these tests are skipped, with the reason."""
+"""Environments of other servers. `make serving` builds them; without them these tests are skipped with the reason."""
 
 import hashlib
 import os
@@ -15,31 +15,31 @@ ROOT = HERE.parents[1]
 
 
 def environment(name: str) -> Path:
-    """The python of a server's environment."""
+    """Path of the python in a server's environment."""
     folder = Path(os.environ["SPECULATOR_SERVING"]).resolve() / name
     if not (folder / "installed").exists():
-        pytest.skip(f"{folder} is not there or not whole: `make serving` builds it, from PyPI")
+        pytest.skip(f"{folder} is missing or incomplete: `make serving` builds it from PyPI")
     return folder / "bin" / "python"
 
 
-def variables(more: dict[str, str]) -> dict[str, str]:
+def environment_variables(more: dict[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **more}
 
 
 @pytest.fixture(scope="session")
-def wanted():
-    """Skips before other fixtures train heads for nothing."""
+def requested():
+    """Skip unless `make serving` runs the tests, before other fixtures train heads."""
     if not os.environ.get("SPECULATOR_SERVING"):
-        pytest.skip("what servers make of exported heads: run by `make serving`")
+        pytest.skip("runs in `make serving` only")
 
 
 @pytest.fixture(scope="session")
-def run_in(wanted):
+def run_in(requested):
     """`run_in(environment, script, *arguments)` runs a script of this folder in a server's environment."""
 
     def run(name: str, script: str, *arguments: object, **more: str) -> str:
         command = [str(environment(name)), str(HERE / script), *map(str, arguments)]
-        done = subprocess.run(command, env=variables(more), capture_output=True, text=True)
+        done = subprocess.run(command, env=environment_variables(more), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 
@@ -47,8 +47,8 @@ def run_in(wanted):
 
 
 @pytest.fixture
-def start_in(wanted, tmp_path):
-    """`start_in(environment, *arguments)` starts python in a server's environment, which ends with the test."""
+def start_in(requested, tmp_path):
+    """`start_in(environment, *arguments)` starts python in a server's environment; it ends with the test."""
     started = []
 
     def start(name: str, *arguments: object, **more: str) -> tuple[subprocess.Popen, Path]:
@@ -56,7 +56,9 @@ def start_in(wanted, tmp_path):
         command = [str(environment(name)), *map(str, arguments)]
         with log.open("wb") as file:
             started.append(
-                subprocess.Popen(command, env=variables(more), stdout=file, stderr=file, start_new_session=True)
+                subprocess.Popen(
+                    command, env=environment_variables(more), stdout=file, stderr=file, start_new_session=True
+                )
             )
         return started[-1], log
 
@@ -71,7 +73,7 @@ def start_in(wanted, tmp_path):
 
 
 def digest_of(name: str, more: tuple[str, ...] = ()) -> str:
-    """Of a name and the sources that a check runs; `more` are folders beside those of all."""
+    """Checksum of a test's name and of the sources that it runs; `more` adds folders."""
     digest = hashlib.sha256(name.encode())
     for folder in ("speculator", "integrations", "tests/serving", *more):
         for file in sorted((ROOT / folder).rglob("*")):
@@ -81,8 +83,8 @@ def digest_of(name: str, more: tuple[str, ...] = ()) -> str:
 
 
 @pytest.fixture
-def say(request):
-    """`say(line)` prints a figure. What passed with these very sources is not run again: its figures are shown."""
+def report(request):
+    """`report(line)` prints a result. A test that passed with the same sources is skipped and shows its results."""
     root = os.environ.get("SPECULATOR_SERVING")
     lines: list[str] = []
     if not root:
@@ -98,15 +100,15 @@ def say(request):
         print(line)
 
     yield show
-    if getattr(request.node, "whole", False):
+    if getattr(request.node, "passed", False):
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.write_text("; ".join(lines))
 
 
 @pytest.fixture
-def train(wanted, request):
-    """`train(flags)` runs train.py and gives the run's folder: kept, and gone on with where it was cut off."""
-    environment("vllm")  # without it there is nothing to serve by
+def train(requested, request):
+    """`train(flags)` runs train.py and returns the run's folder, which is kept; an interrupted run resumes."""
+    environment("vllm")  # skip before training
 
     def run(flags: list[str]) -> Path:
         folder = Path(os.environ["SPECULATOR_SERVING"]).resolve() / "trained"
@@ -124,7 +126,7 @@ def train(wanted, request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.when == "call":
-        item.whole = report.passed
-    return report
+    outcome = yield
+    if outcome.when == "call":
+        item.passed = outcome.passed
+    return outcome

@@ -1,4 +1,4 @@
-"""What the tests with vLLM share: the embedded target, how vLLM is run, and what our decoder accepts."""
+"""Helpers of the tests with vLLM: the bundled target, runs of vLLM, and the steps of our decoder."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 
 def vllm_runs(run_in, folder: Path, runs: list, speculative: dict | None = None, **given) -> list[dict]:
-    """What `vllm_runs.py` gives for these runs: lists of requests that are there at once."""
+    """Run `vllm_runs.py`; a run is a list of requests that are submitted together."""
     inputs = {"target": str(TARGET), "speculative": speculative, "runs": runs, **given}
     (folder / "inputs.json").write_text(json.dumps(inputs))
     run_in("vllm", "vllm_runs.py", folder / "inputs.json", folder / "output.json", **ENVIRONMENT)
@@ -28,7 +28,7 @@ def vllm_runs(run_in, folder: Path, runs: list, speculative: dict | None = None,
 
 
 def draft_from(head, rows: list[list[int]]) -> None:
-    """Give a head a draft vocabulary that has every token of the texts."""
+    """Set a draft vocabulary that contains every token of the texts."""
     if head.draft_tokens is None:
         return
     used = {token for row in rows for token in row}
@@ -37,7 +37,7 @@ def draft_from(head, rows: list[list[int]]) -> None:
 
 
 def our_steps(target, head, length: int, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-    """How many tokens each step of our decoder accepts, of each text: steps that begin within so many new tokens."""
+    """Accepted tokens of each step of our decoder, per text, for steps that start within `counts` new tokens."""
     longer = [count + length + 1 for count in counts]
     made = generate(target, HeadDrafter(head, length), prompts, max_new_tokens=longer, eos_token_ids=())
     kept = []
@@ -54,5 +54,5 @@ def our_steps(target, head, length: int, prompts: list[list[int]], counts: list[
 
 
 def per_position(steps: list[list[int]], length: int) -> list[int]:
-    """How many steps accept each position of a draft."""
+    """Number of steps that accept each position of a draft."""
     return [sum(accepted > position for text in steps for accepted in text) for position in range(length)]

@@ -1,7 +1,7 @@
-"""What the `speculators` library computes with a head; runs in its own environment, without ours.
+"""Logits of a head in the `speculators` library; runs in that library's environment.
 
-Usage: speculators_logits.py HEAD INPUTS OUTPUT. INPUTS holds taps [1, S, nD], tokens [1, S] and documents [1, S]; into
-OUTPUT go the logits of each step and the head as the library saves it.
+Usage: speculators_logits.py HEAD INPUTS OUTPUT. INPUTS holds aux_hidden [1, S, nD], tokens [1, S] and documents [1, S].
+The script writes the logits of each step, and the head as the library saves it, to OUTPUT.
 """
 
 import os
@@ -23,7 +23,7 @@ def main(head: str, inputs: str, output: str) -> None:
     logits = []
     model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out))
     with torch.no_grad():
-        model(given["aux_layers"], given["tokens"], given["documents"], ttt_steps=int(given["steps"]))
+        model(given["aux_hidden"], given["tokens"], given["documents"], ttt_steps=int(given["steps"]))
     model.save_pretrained(Path(output) / "saved")
     save_file({"logits": torch.stack(logits)}, Path(output) / "logits.safetensors")
 

@@ -1,4 +1,4 @@
-"""Heads with every flag set, by this library and by `speculators` 0.9.0: the same logits in every step, to 1e-4."""
+"""EAGLE-3 heads with every option give the same logits here and in `speculators` 0.9.0, to 1e-4."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_the_librarys(tmp_path, base, kind, run_in, say):
+def test_logits_equal_those_of_the_library(tmp_path, base, kind, run_in, report):
     torch.manual_seed(1)
     shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 96, "n_predict": STEPS, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 24, "aux_layers": [2, 4, 5], "draft_vocab_size": 100}
@@ -57,23 +57,25 @@ def test_logits_are_the_librarys(tmp_path, base, kind, run_in, say):
         head.draft_tokens.copy_(torch.randperm(V)[:100].sort().values)
     save(head, tmp_path / "head", layout_of("speculators", head))
     length = 40
-    taps, tokens = torch.randn(1, length, head.fc.in_features), torch.randint(V, (1, length))
+    aux_hidden, tokens = torch.randn(1, length, head.fc.in_features), torch.randint(V, (1, length))
     documents = torch.tensor([[0] * 13 + [1] * (length - 13)])
-    given = {"aux_layers": taps, "tokens": tokens, "documents": documents, "steps": torch.tensor(STEPS)}
+    given = {"aux_hidden": aux_hidden, "tokens": tokens, "documents": documents, "steps": torch.tensor(STEPS)}
     save_file(given, tmp_path / "inputs")
     run_in("speculators", "speculators_logits.py", tmp_path / "head", tmp_path / "inputs", tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
-    # Where the text ends the library goes on with token 0.
+    # The library pads the end of the text with token 0.
     whole = torch.cat([tokens, tokens.new_zeros(1, STEPS - 1)], 1)
 
     def distance(ours: Eagle3Speculator) -> float:
         with torch.no_grad():
-            logits = torch.stack([ours.lm_head(x) for x in ours.unrolled(taps, whole, documents)])
-        # Its window is of rows; of servers, and here, of positions, which advance with the steps.
+            logits = torch.stack([ours.lm_head(x) for x in ours.unrolled(aux_hidden, whole, documents)])
+        # The library's window counts rows; here and in servers it counts positions, which advance with the steps.
         return (logits - theirs)[: 1 if kind == "window" else STEPS].abs().max().item()
 
     assert theirs.std() > 0.3
-    say(f"{kind}: the logits differ by {distance(load_any(tmp_path / 'head')):.1g}, their spread is {theirs.std():.2f}")
+    report(
+        f"{kind}: the logits differ by {distance(load_any(tmp_path / 'head')):.1g}, their spread is {theirs.std():.2f}"
+    )
     assert distance(load_any(tmp_path / "head")) <= 1e-4
     assert distance(load_any(tmp_path / "saved")) <= 1e-4
     wrong = load_any(tmp_path / "head")

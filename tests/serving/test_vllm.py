@@ -1,5 +1,4 @@
-"""vLLM 0.32 with our heads, in both layouts, on the embedded target: its text is plain greedy text, and each token that
-it drafts is the one that we draft there."""
+"""EAGLE-3 heads in vLLM 0.32, in both layouts: greedy text and draft tokens equal ours."""
 
 import pytest
 import torch
@@ -25,13 +24,13 @@ def model():
 
 @pytest.fixture(scope="module")
 def texts(model) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what the target says after each."""
+    """Prompts and the target's greedy continuations."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     made = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        said = model.generate(ids, attention_mask=ids > -1, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
-        made.append((ids[0].tolist(), said[0, ids.shape[1] :].tolist()))
+        answer = model.generate(ids, attention_mask=ids > -1, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
+        made.append((ids[0].tolist(), answer[0, ids.shape[1] :].tolist()))
     return made
 
 
@@ -42,12 +41,12 @@ def aux_hidden_of(model, head: Eagle3Speculator, tokens: list[int]) -> torch.Ten
 
 
 def half_known(model, texts, changes: dict) -> Eagle3Speculator:
-    """A head that has learnt the texts by heart for some steps: some of its drafts are accepted, some are not."""
+    """A head trained on the texts for a few steps, so that some of its drafts are accepted and some are not."""
     torch.manual_seed(0)
     config = Eagle3SpeculatorConfig.for_target(model.config, n_predict=LENGTH, **changes)
     config.base_model_name_or_path = str(TARGET)
     head = Eagle3Speculator(config)
-    rows = [prompt + said for prompt, said in texts]
+    rows = [prompt + answer for prompt, answer in texts]
     draft_from(head, rows)
     head.share_embedding(model.get_input_embeddings().weight)
     head.initialise_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
@@ -68,12 +67,14 @@ def half_known(model, texts, changes: dict) -> Eagle3Speculator:
     return head.eval()
 
 
-def our_drafts(model, head: Eagle3Speculator, prompt: list[int], said: list[int]) -> tuple[list[list[int]], list[int]]:
-    """The draft of each step of a greedy run, and how many tokens of each the text accepts."""
-    text = prompt + said
+def our_drafts(
+    model, head: Eagle3Speculator, prompt: list[int], answer: list[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Draft of each step of a greedy run, and the number of its tokens that the text accepts."""
+    text = prompt + answer
     aux_hidden, form = aux_hidden_of(model, head, text), DraftingForm(head)
     memory = form.cache(1, len(text) + LENGTH)
-    done, end = 0, len(prompt)  # rows read; tokens that the target has read, the next one is text[end]
+    done, end = 0, len(prompt)  # tokens that the head, and the target, have processed
     drafts, accepted = [], []
     while end < len(text):
         new = torch.tensor([text[done + 1 : end + 1]])
@@ -90,7 +91,7 @@ def our_drafts(model, head: Eagle3Speculator, prompt: list[int], said: list[int]
 
 
 @pytest.mark.parametrize("layout", HEADS)
-def test_vllm_drafts_what_we_draft_and_says_what_the_target_says(tmp_path, model, texts, layout, run_in, say):
+def test_text_and_draft_tokens_equal_ours(tmp_path, model, texts, layout, run_in, report):
     head = half_known(model, texts, HEADS[layout])
     save(head, tmp_path / "head", layout_of(layout, head))
     runs = [[{"prompt": prompt, "max_new_tokens": NEW}] for prompt, _ in texts]
@@ -99,10 +100,10 @@ def test_vllm_drafts_what_we_draft_and_says_what_the_target_says(tmp_path, model
     made = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine)
     same = drafted = steps = 0
     per_position, accepted = [0] * LENGTH, [sum(run["accepted"][i] for run in made) for i in range(LENGTH)]
-    for (prompt, said), theirs in zip(texts, made, strict=True):
-        assert theirs["texts"] == [said]
-        ours, counts = our_drafts(model, head, prompt, said)
-        # The last step may end within what it accepts; whether it drafts once more is vLLM's affair.
+    for (prompt, answer), theirs in zip(texts, made, strict=True):
+        assert theirs["texts"] == [answer]
+        ours, counts = our_drafts(model, head, prompt, answer)
+        # The text may end inside the last step; vLLM may draft once more then.
         for mine, (*_, its) in zip(ours, theirs["drafts"], strict=False):
             same, drafted = same + sum(a == b for a, b in zip(mine, its, strict=True)), drafted + len(mine)
         assert abs(len(ours) - len(theirs["drafts"])) <= 1
@@ -110,8 +111,8 @@ def test_vllm_drafts_what_we_draft_and_says_what_the_target_says(tmp_path, model
         for count in counts:
             for position in range(count):
                 per_position[position] += 1
-    say(f"{layout}: text identical; {same} of {drafted} drafted tokens equal in {steps} steps")
-    say(f"accepted per position: vLLM {accepted}, ours {per_position}")
+    report(f"{layout}: text identical; {same} of {drafted} drafted tokens equal in {steps} steps")
+    report(f"accepted per position: vLLM {accepted}, ours {per_position}")
     assert same == drafted
     assert 0 < sum(accepted) < drafted
     assert all(abs(a - b) <= len(texts) for a, b in zip(accepted, per_position, strict=True))

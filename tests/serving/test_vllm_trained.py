@@ -1,4 +1,4 @@
-"""vLLM 0.32 with a head that train.py made: on held-out prompts it accepts at each position what our decoder does."""
+"""A head trained by train.py has the same acceptance per position in vLLM 0.32 and in our decoder."""
 
 import copy
 from itertools import pairwise
@@ -13,7 +13,7 @@ from speculator.__main__ import main
 
 SOURCES = ("train", "data", "eval")
 PROMPTS, NEW, LENGTH = 40, 96, 3
-SETTINGS = {  # over those of configs/quickstart.yaml
+SETTINGS = {  # changes to configs/quickstart.yaml
     "speculator.architecture": "eagle3",
     "speculator.n_predict": LENGTH,
     "speculator.draft_vocab_size": 2000,
@@ -33,12 +33,12 @@ SETTINGS = {  # over those of configs/quickstart.yaml
 
 
 def counted(steps: list[list[int]]) -> list[int]:
-    """Drafts, and how many of them were accepted at each position."""
+    """Number of drafts, then of accepted tokens at each position."""
     return [sum(map(len, steps)), *per_position(steps, LENGTH)]
 
 
 def rates(counts: list[int]) -> list[float]:
-    """How often each position is accepted where the one before it was."""
+    """Acceptance rate of each position, conditional on the position before it."""
     return [after / max(before, 1) for before, after in pairwise(counts)]
 
 
@@ -46,7 +46,7 @@ def within(found: list[float], intervals: list[dict]) -> bool:
     return all(each["low"] <= rate <= each["high"] for rate, each in zip(found, intervals, strict=True))
 
 
-def test_vllm_accepts_what_our_decoder_accepts(tmp_path, run_in, say, train):
+def test_acceptance_per_position_equals_ours(tmp_path, run_in, report, train):
     run = train([f"--{name}={value}" for name, value in SETTINGS.items()])
     flags = ["--speculator", str(run / "speculator"), "--format", "eagle3", "--output", str(tmp_path / "head")]
     assert main(["export", *flags]) == 0
@@ -62,14 +62,14 @@ def test_vllm_accepts_what_our_decoder_accepts(tmp_path, run_in, say, train):
     steps = our_steps(target, head, LENGTH, prompts, [NEW] * PROMPTS)
     ours, counts = counted(steps), [int(theirs["spec_decode_num_drafts"]), *map(int, theirs["accepted"])]
     intervals = [paired_bootstrap(steps, lambda some, i=i: rates(counted(some))[i]) for i in range(LENGTH)]
-    say(f"{same} of {PROMPTS} texts identical; drafts and accepted per position: vLLM {counts}, ours {ours}")
+    report(f"{same} of {PROMPTS} texts identical; drafts and accepted per position: vLLM {counts}, ours {ours}")
     by_position = ", ".join(f"{rate:.3f}" for rate in rates(counts))
-    say(f"acceptance by position: vLLM {by_position}, ours {', '.join(shown(each, '.3f') for each in intervals)}")
+    report(f"acceptance by position: vLLM {by_position}, ours {', '.join(shown(each, '.3f') for each in intervals)}")
     assert len(prompts) == same == PROMPTS
     assert within(rates(counts), intervals)
     assert counts == ours
 
-    # An interval that would hold anything shows nothing: a head fed back otherwise than it was trained is outside.
+    # The intervals are narrow enough to notice a head that feeds back another state than in training.
     wrong = copy.deepcopy(head)
     wrong.config.norm_output = False
     assert not within(rates(counted(our_steps(target, wrong, LENGTH, prompts, [NEW] * PROMPTS))), intervals)

@@ -1,11 +1,10 @@
-"""What vLLM drafts with a head and says; runs in vLLM's own environment, without ours.
+"""Text and drafts of vLLM; runs in vLLM's environment.
 
-Usage: vllm_runs.py INPUTS OUTPUT. INPUTS is JSON: target, engine (settings of vLLM's), speculative (its
-speculative_config, or null) and runs. A run is a list of requests that are there at once: prompt (token ids),
-max_new_tokens, temperature and seed. OUTPUT gets, for each run, the texts, every draft as [position of the last token
-that the target read, the token after it, the draft], what was accepted at each position, and how often a request was
-preempted or found its prefix cached. `expand` in INPUTS replaces a function of vLLM's CPU backend by one that does what
-its name says: see docs/vllm_cpu_temperature.md.
+Usage: vllm_runs.py INPUTS OUTPUT. INPUTS is JSON: target, engine (settings of vLLM), speculative (its
+speculative_config, or null) and runs. A run is a list of requests that are submitted together: prompt (token ids),
+max_new_tokens, temperature and seed. OUTPUT gets for each run the texts, the drafts as [position of the target's last
+token, the next token, the draft], the accepted tokens per position, preemptions and prefix cache hits. `expand` in
+INPUTS replaces a faulty function of vLLM's CPU backend: see docs/vllm_cpu_temperature.md.
 """
 
 import functools
@@ -21,7 +20,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 
 def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):  # noqa: N803
-    """Each request's value once for each of its tokens."""
+    """Repeat each request's value for each of its tokens."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
     output.copy_(values.repeat_interleave(counts))
@@ -44,7 +43,7 @@ def main(inputs: str, output: str) -> None:
     @functools.wraps(propose)
     def logged(self, *args, **kwargs):
         called = signature.bind(self, *args, **kwargs).arguments
-        # The call changes both.
+        # The call changes both in place.
         last = called["token_indices_to_sample"]
         last = (called["common_attn_metadata"].query_start_loc[1:] - 1 if last is None else last).clone()
         positions, following = called["target_positions"][last.long()].tolist(), called["next_token_ids"].tolist()
