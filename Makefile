@@ -1,4 +1,4 @@
-# Everything runs in .venv, made on first use; nothing needs to be there before.
+# Every target runs in .venv, which the first one creates. You need Python only.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -18,7 +18,7 @@ serving: .venv/installed
 		$(MAKE) --no-print-directory $(SPECULATOR_SERVING)/$$part || true; done
 	SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
 
-# torchvision and torchaudio may be of another torch, which breaks the import; nothing here needs them.
+# Remove packages that may come with another version of torch, which breaks the import; no test needs them.
 $(SPECULATOR_SERVING)/%/installed: tests/serving/%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
@@ -39,7 +39,7 @@ check: .venv/installed
 	$(BIN)/lint-imports
 	$(MAKE) test
 
-# What docs/reliability.md says: under an hour on two cores. One part: make soak PART=kills
+# Long tests of docs/reliability.md: under an hour on two cores. Run one part with `make soak PART=kills`.
 soak: .venv/installed
 	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
 

@@ -68,10 +68,8 @@ def damaged_copy(good: Path, damage: Damage, workdir: Path) -> None:
 
 BOTH: dict[str, Damage] = {
     "no config": replaced("config.json", None),
-    "config without keys": replaced("config.json", "{}"),
     "no weights": replaced("model.safetensors", None),
     "cut weights": cut("model.safetensors"),
-    "missing tensor": weights(lambda tensors: tensors.pop(min(tensors))),
     "tensor of another shape": weights(lambda tensors: tensors.update({min(tensors): torch.zeros(3, 5)})),
     "NaN weights": weights(lambda tensors: tensors.update({name: t * torch.nan for name, t in tensors.items()})),
 }
@@ -80,7 +78,6 @@ TARGETS: dict[str, Damage] = {
     "model that is not causal": config(model_type="bert"),
     "code of its own": config(model_type="own", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "e.M"}),
     "another hidden_size": config(hidden_size=64),
-    "unknown activation": config(hidden_act="nonsense"),
     "no tokenizer": replaced("tokenizer.json", None),
     "cut tokenizer": cut("tokenizer.json"),
 }
@@ -91,7 +88,6 @@ TEMPLATES: dict[str, Damage] = {
 }
 HEADS: dict[str, Damage] = {
     **BOTH,
-    "unknown architecture": config(architectures=["Nonsense"]),
     "architecture of a target": config(architectures=["LlamaForCausalLM"]),
     "n_predict 0": config(n_predict=0),
     "another emb_dim": config(emb_dim=33),

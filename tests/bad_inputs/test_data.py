@@ -9,14 +9,12 @@ from bad_inputs.cases import NOT_ROWS, NOT_TEXT, Case, bad_files, flags, table
 
 PREPARE = "data prepare --target TARGET --seq_length 16 --output out"
 GENERATE = "data generate --target TARGET --output out --max_new_tokens 4"
-ANSWER = {"role": "assistant", "content": "Because."}
 
 ROWS = [
     {"body": "x"},
     {"text": 7},
     {"prompt": "x"},
     {"messages": []},
-    {"messages": [{"role": "user", "content": 7}, ANSWER]},
     {"conversations": [{"from": "alien", "value": "x"}]},
     {"input_ids": [1, 10**9]},
     {"input_ids": [1, 2, 3], "loss_mask": [1]},
@@ -33,20 +31,16 @@ SOURCES = [
         {
             "": "required",
             "--sources nowhere.jsonl": "nowhere.jsonl",
-            "--sources org/name": "org/name",
             "--sources TEXT@0": "weight",
             "--sources CHATS --target NO_TEMPLATE": "chat template",
             "--sources TEXT --seq_length 1": "seq_length",
-            "--sources TEXT --target nowhere": "nowhere",
             "--sources TEXT --nonsense": "nonsense",
         },
     ),
 ]
 COMMANDS = [
-    Case("data", "command"),
     Case("data destroy", "destroy"),
     Case("data view TEXT --target TARGET --rows 0", "rows"),
-    Case("data view nowhere.jsonl --target TARGET", "nowhere.jsonl"),
     Case("data view CHATS --target NO_TEMPLATE", "chat template"),
     Case(f"{GENERATE} --prompts bad.jsonl", "bad.jsonl", {"bad.jsonl": '{"prompt": 7}'}),
     *flags(
@@ -57,7 +51,6 @@ COMMANDS = [
             "--prompts PROMPTS --max_new_tokens 0": "max_new_tokens",
             "--prompts PROMPTS --temperature nan": "temperature",
             "--prompts PROMPTS --speculator MLP --num_speculative_tokens 99": "99",
-            "--prompts PROMPTS --server ''": "server",
             "--prompts PROMPTS --server http://127.0.0.1:99999": "99999",
         },
     ),

@@ -19,14 +19,11 @@ FLAGS = [
             "--target nowhere": "nowhere",
             "--speculator nowhere": "nowhere",
             "--suite nowhere.jsonl": "nowhere.jsonl",
-            "--suite org/name:split": "org/name",
             "--temperature nan": "temperature",
-            "--max_prompts 0": "max_prompts",
             "--max_new_tokens many": "max_new_tokens",
             "--prompt_tokens 1000000": "1000000",
             "--batch_size 0": "batch_size",
             "--num_speculative_tokens 99": "99",
-            "--draft_model nowhere": "nowhere",
             "--output TEXT": "text.jsonl",
             "--nonsense": "nonsense",
         },
@@ -38,7 +35,6 @@ ROWS = [
     {"prompt": 7},
     {"prompt": ""},
     {"prompt": "x y " * 500},
-    {"turns": []},
     {"messages": [{"role": "user", "content": 7}]},
 ]
 SUITES = [

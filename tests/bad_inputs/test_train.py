@@ -29,20 +29,16 @@ KEYS = flags(
     RUN,
     {
         "--stage1.max_step 1": "stage1.max_steps",
-        "--stage3.max_steps 1": "stage3",
         "--data.source 1": "data.sources",
         "--stage1.max_steps": "max_steps",
-        "word": "word",
     },
 )
 YAML = {
     **NOT_TEXT,
     "section that is a word": "stage1: quick\n",
-    "duplicate key": "seed: 1\nseed: 2\n",
     "Python object": "output_dir: !!python/object/apply:os.system ['touch hacked']\n",
     "unbalanced": "stage1: {max_steps: 5\n",
     "unknown key": "stage1:\n  max_stepss: 1\n",
-    "text for a number": "seed: many\n",
 }
 CONFIGS = [
     Case(case.command, "", case.files) for case in bad_files(f"train --config run.yaml {RUN[6:]}", "run.yaml", YAML)
@@ -52,7 +48,6 @@ PLACES = [
         RUN,
         {
             "--target.name_or_path nowhere/at/all": "nowhere/at/all",
-            "--target.name_or_path MLP": "mlp",
             "--speculator.warm_start nowhere": "nowhere",
             "--speculator.warm_start LSTM": "lstm",
             "--data.sources [nowhere.jsonl]": "nowhere.jsonl",
