@@ -78,6 +78,27 @@ def test_texts_do_not_depend_on_the_other_requests(chat_target, drafter, count, 
         assert tokens == (expected if left is None else expected[: len(tokens)])
 
 
+def test_prompts_that_are_tokenized_at_the_same_time_do_not_mix(chat_target):
+    tokenizer = chat_target.tokenizer
+    texts = [f"def f{i}(x):" + " x +" * i for i in range(12)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    with serving(chat_target, max_queue=100) as (url, _):
+
+        async def ask_all() -> list[dict]:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                common = {"max_tokens": 1, "return_token_ids": True}
+                bodies = [("/v1/completions", {"prompt": text}) for text in texts]
+                bodies += [("/v1/chat/completions", {"messages": chat}) for chat in chats]
+                answers = await asyncio.gather(*(client.post(path, json=body | common) for path, body in bodies))
+                return [answer.json() for answer in answers]
+
+        made = asyncio.run(ask_all())
+    ids = [answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"] for answer in made]
+    expected = [tokenizer(text)["input_ids"] for text in texts]
+    expected += [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    assert ids == expected
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slot(chat_target, stream):
     class Slow(Engine):
