@@ -108,19 +108,10 @@ def inherited_shape(options: HeadOptions, start: SpeculatorConfig) -> dict[str, 
 
 
 def parameters(options: HeadOptions, target: PreTrainedConfig) -> int:
-    """Number of weights of the configured head, counted without allocating it.
-
-    From the third step on, every step adds the same number.
-    """
-
-    def count(n_predict: int) -> int:
-        with torch.device("meta"):
-            head = head_class(options)(head_config(dataclasses.replace(options, n_predict=n_predict), target))
-        return sum(parameter.numel() for parameter in head.parameters())
-
-    if options.n_predict <= 3:
-        return count(options.n_predict)
-    return count(3) + (options.n_predict - 3) * (count(3) - count(2))
+    """Count the weights of the configured head without allocating it."""
+    with torch.device("meta"):
+        head = head_class(options)(head_config(options, target))
+    return sum(parameter.numel() for parameter in head.parameters())
 
 
 def load_start(options: HeadOptions, target: Target) -> Speculator:

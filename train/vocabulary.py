@@ -1,4 +1,4 @@
-"""The draft vocabulary: the most frequent tokens of the training text, so that an output matrix has fewer rows."""
+"""The draft vocabulary: the most frequent tokens of the training text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:  # [V]
-    """How often each token is one to learn: where a row's loss_mask is 1, or anywhere in rows without one."""
+    """Count the tokens in the loss mask, or all tokens of rows without one."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for table in rows.with_format("arrow").iter(batch_size=1000):
 
@@ -26,14 +26,14 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:  # [V]
 
 
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  # [V] -> [size]
-    """The most frequent tokens in ascending order, those of `always` among them; of equally frequent ones the first."""
+    """Choose the most frequent tokens and those of `always`, in ascending order; ties go to the lower id."""
     ranked = counts.clone()
     ranked[list(always)] = torch.iinfo(counts.dtype).max
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def describe(draft_tokens: Tensor, rows: datasets.Dataset, vocab_size: int) -> str:
-    """How many tokens these are, and which share of a text they make up."""
+    """Describe the size of a draft vocabulary and its share of a text."""
     counts = count_tokens(rows, vocab_size)
     share = counts[draft_tokens].sum() / counts.sum()
     return f"{len(draft_tokens)} of {vocab_size} tokens, {share:.1%} of the text"

@@ -1,4 +1,4 @@
-"""What a head's training form receives and returns."""
+"""The inputs and outputs of a head's training form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training alignment and decoding tied together: a head that knows one text drafts all of it."""
+"""Training and decoding agree: a head trained on one text drafts all of it."""
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ PROMPT = [3, 1, 4, 1, 5]
 def overfit(
     architecture: str, shift: int, shape: Shape | None = None, pruned: bool = False, shift_map: int = 0
 ) -> float:
-    """acceptance_length on the prompt of the one sequence trained on.
+    """Train on one sequence; return the acceptance length on its prompt.
 
-    `shift` misaligns the labels; `pruned` drafts from the tokens of the sequence only, and `shift_map` then makes them
-    others after the training.
+    `shift` misaligns the labels. `pruned` restricts the draft vocabulary to the sequence's tokens, and `shift_map` then
+    replaces them after training.
     """
     target = Target(tiny_model(), tokenizer=None)
     text = PROMPT + generate(target, None, [PROMPT], max_new_tokens=60).tokens[0]
@@ -65,20 +65,20 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_head_overfit_on_the_targets_own_text_drafts_all_of_it(architecture, shape):
+def test_an_overfit_head_drafts_the_whole_text(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape) == 4.0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_labels_one_place_off_would_be_seen(architecture):
+def test_labels_off_by_one_are_detected(architecture):
     assert overfit(architecture, shift=1) < 2.0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_draft_vocabulary_that_holds_the_text_costs_nothing(architecture, shape):
+def test_a_draft_vocabulary_with_all_tokens_of_the_text_loses_nothing(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape, pruned=True) == 4.0
 
 
-def test_a_draft_vocabulary_of_other_tokens_drafts_nothing_and_keeps_the_text():
+def test_a_wrong_draft_vocabulary_keeps_the_text_exact():
     assert overfit("mlp", shift=0, pruned=True, shift_map=1) < 1.5

@@ -1,4 +1,4 @@
-"""The tokens that a head drafts from are counted in its training text; its matrices start from their rows."""
+"""New heads: draft vocabulary, initial weights and warm starts."""
 
 import datasets
 import pytest
@@ -11,7 +11,7 @@ from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train.config import HeadOptions, RunConfig
 from train.initialise import for_rows, new_head
-from train.vocabulary import count_tokens, describe, most_frequent
+from train.vocabulary import count_tokens, most_frequent
 
 ROWS = datasets.Dataset.from_list(
     [
@@ -21,23 +21,19 @@ ROWS = datasets.Dataset.from_list(
 )
 
 
-def test_only_tokens_to_learn_are_counted():
+def test_only_tokens_in_the_loss_mask_are_counted():
     counts = count_tokens(ROWS, VOCAB)
     assert {token: n for token, n in enumerate(counts.tolist()) if n} == {2: 2, 5: 1, 7: 2, 9: 3}
     assert count_tokens(ROWS.remove_columns("loss_mask"), VOCAB).sum() == 12
     assert torch.equal(count_tokens(ROWS.select([1, 0, 1]), VOCAB), counts + count_tokens(ROWS.select([1]), VOCAB))
 
 
-def test_the_most_frequent_are_taken_ties_by_number_and_the_end_of_a_text_always():
+def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_eos():
     counts = count_tokens(ROWS, VOCAB)
     assert most_frequent(counts, 2, []).tolist() == [2, 9]
     assert most_frequent(counts, 3, []).tolist() == [2, 7, 9]
     assert most_frequent(counts, 3, {31}).tolist() == [2, 9, 31]
     assert most_frequent(counts, 6, []).tolist() == [0, 1, 2, 5, 7, 9]
-
-
-def test_the_share_of_the_text_is_told():
-    assert describe(torch.tensor([2, 9]), ROWS, VOCAB) == "2 of 32 tokens, 62.5% of the text"
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +53,10 @@ def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture)
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
 
 
-def test_a_head_records_the_adapter_of_its_target(target):
-    wanted = config()
-    wanted.target.adapter = "org/lora"
-    assert new_head(wanted, target, ROWS).config.base_model_adapter == "org/lora"
-
-
 ATTENTION = {"architecture": "eagle3", "options": {"aux_layers": [0, 1]}}
 
 
-def test_an_attention_head_starts_from_the_targets_output_and_reads_its_embedding(target):
+def test_eagle3_starts_from_the_targets_output_and_shares_its_embedding(target):
     head = new_head(config(**ATTENTION), target, ROWS)
     assert head.draft_tokens.tolist() == [2, 7, 9]
     assert torch.equal(head.lm_head.weight, target.model.get_output_embeddings().weight[[2, 7, 9]])
@@ -76,7 +66,7 @@ def test_an_attention_head_starts_from_the_targets_output_and_reads_its_embeddin
 
 
 @pytest.mark.parametrize("kind", [{}, ATTENTION], ids=["mlp", "eagle3"])
-def test_a_warm_start_takes_the_tokens_along(target, tmp_path, kind):
+def test_a_warm_start_keeps_the_draft_vocabulary(target, tmp_path, kind):
     first = new_head(config(**kind), target, ROWS)
     first.save_pretrained(tmp_path)
     for rows in (ROWS, ROWS.select([0])):  # the second would make other tokens the most frequent ones
@@ -93,14 +83,14 @@ def test_a_warm_start_takes_the_tokens_along(target, tmp_path, kind):
         ({"architecture": "lstm"}, "holds a mlp_speculator, not the lstm_speculator configured"),
     ],
 )
-def test_a_warm_start_from_another_shape_is_refused(target, tmp_path, shape, message):
+def test_a_warm_start_from_another_shape_raises(target, tmp_path, shape, message):
     new_head(config(), target, ROWS).save_pretrained(tmp_path)
     settings = {"n_predict": 2, "draft_vocab_size": 3, "warm_start": str(tmp_path)} | shape
     with pytest.raises(UserError, match=message):
         new_head(RunConfig(speculator=HeadOptions(**settings)), target, ROWS)
 
 
-def test_a_warm_start_from_a_published_accelerator_is_its_weights(target, tmp_path):
+def test_a_warm_start_from_ibms_layout_copies_its_weights(target, tmp_path):
     head = new_head(RunConfig(speculator=HeadOptions(n_predict=2)), target, ROWS)
     save(head, tmp_path / "ibm", layout_of("ibm", head))
     settings = HeadOptions(n_predict=2, warm_start=str(tmp_path / "ibm"))
@@ -110,8 +100,8 @@ def test_a_warm_start_from_a_published_accelerator_is_its_weights(target, tmp_pa
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
-def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(target, tmp_path, layout):
-    """Its heads and rope are its own; its number of steps is not part of its weights."""
+def test_a_warm_start_from_a_servers_layout_keeps_unset_options(target, tmp_path, layout):
+    """Unset options come from the trained head; its number of steps is not part of its weights."""
     shape = {
         "aux_layers": [0, 1],
         "draft_vocab_size": 3,
@@ -137,7 +127,7 @@ def test_a_warm_start_from_a_published_attention_head_has_what_no_setting_says(t
 
 
 @pytest.mark.parametrize(("known", "trained"), [(None, 6), (4, 6), (64, 64)])
-def test_a_head_that_is_trained_further_knows_its_longest_row(known, trained):
+def test_further_training_updates_the_trained_length(known, trained):
     target, head = Target(tiny_model(), None), tiny_head()
     head.config.trained_length = known
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2]}, *ROWS])

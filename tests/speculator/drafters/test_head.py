@@ -1,4 +1,4 @@
-"""A head that drafts step by step says what it says of a whole text at once: its state is carried, branch by branch."""
+"""A recurrent head drafts every branch of a tree from the branch's own state."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from speculator import FixedTree, HeadDrafter, Paths, Tree, UserError
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
-def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
+def test_every_branch_of_a_tree_continues_its_own_state(architecture):
     head = tiny_head(architecture=architecture).double()
     drafter = HeadDrafter(head, Tree((2, 2, 1), nodes=8))
     generator = torch.Generator().manual_seed(0)
@@ -30,10 +30,10 @@ def test_every_branch_of_a_tree_goes_on_from_its_own_state(architecture):
                 torch.testing.assert_close(distributions[level][row, place], whole[level])
 
 
-def test_more_branches_than_tokens_to_draft_from_are_refused():
+def test_more_branches_than_draft_tokens_raise():
     head = tiny_head(draft_tokens=[2, 5, 7])
     for shape in (Tree((3, 2), nodes=4), Paths((2, 3), paths=2), FixedTree([(0,), (1,), (2,)])):
         HeadDrafter(head, shape)
     for shape in (Tree((2, 4), nodes=4), Paths((4, 1), paths=2), FixedTree([(i,) for i in range(4)])):
-        with pytest.raises(UserError, match="the head drafts from 3 tokens only"):
+        with pytest.raises(UserError, match="3 tokens"):
             HeadDrafter(head, shape)

@@ -1,4 +1,4 @@
-"""The attention head's two forms against its equations, written out with one dense mask, and against each other."""
+"""EAGLE-3's training form equals its equations, and its drafting form equals the training form."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def head_of(**changes) -> Eagle3Speculator:
-    """In float64, its norms and biases away from their first values, at which a swap of two would not show."""
+    """A head in float64 with random norms and biases, so that a swap of two would show."""
     torch.manual_seed(0)
     shape = {"vocab_size": V, "emb_dim": D, "inner_dim": 12, "n_predict": STEPS, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 6, "aux_layers": [0, 2, 3], "rms_norm_eps": 1e-5}
@@ -59,14 +59,14 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [7] * 13])
 
 
 def inputs(head: Eagle3Speculator) -> tuple[torch.Tensor, torch.Tensor]:
-    """AuxLayers [2, 13, nD] and tokens [2, 13 + STEPS - 1] of the packed rows whose documents are DOCUMENTS."""
+    """Auxiliary hidden states [2, 13, nD] and tokens [2, 13 + STEPS - 1] of the packed rows whose documents are DOCUMENTS."""
     generator = torch.Generator().manual_seed(1)
     aux_hidden = torch.randn(*DOCUMENTS.shape, head.fc.in_features, generator=generator, dtype=torch.float64)
     return aux_hidden, torch.randint(V, (2, DOCUMENTS.shape[1] + STEPS - 1), generator=generator)
 
 
 def written_out(head: Eagle3Speculator, aux_hidden, tokens, documents) -> torch.Tensor:  # [N, B, S, V_d]
-    """The equations, every step's keys behind one another: query (t, i) has S (i + 1) columns and a mask of them."""
+    """Evaluate the equations with one dense mask: query (t, i) has S (i + 1) columns, the keys of all steps."""
     w, config = dict(head.named_parameters()), head.config
     layer = {name.removeprefix("layers.0."): value for name, value in w.items()}
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -126,8 +126,8 @@ def written_out(head: Eagle3Speculator, aux_hidden, tokens, documents) -> torch.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_form_is_what_the_equations_say_in_blocks_of_any_size(kind, monkeypatch):
-    """Values and every gradient, the aux_hidden' included."""
+def test_training_form_equals_the_equations_for_any_block_size(kind, monkeypatch):
+    """Values and all gradients are compared, those of the auxiliary hidden states included."""
     head = head_of(**KINDS[kind])
     aux_hidden, tokens = inputs(head)
     aux_hidden.requires_grad_(True)
@@ -146,7 +146,7 @@ def test_training_form_is_what_the_equations_say_in_blocks_of_any_size(kind, mon
 
 
 @pytest.mark.parametrize("wanted", [[2, 3, 6, 12], [0], []])
-def test_rows_that_learn_nothing_are_left_out_and_change_nothing(wanted, monkeypatch):
+def test_positions_outside_the_loss_mask_are_skipped_and_change_nothing(wanted, monkeypatch):
     head = head_of()
     aux_hidden, tokens = inputs(head)
     loss_mask = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
@@ -164,14 +164,14 @@ def test_rows_that_learn_nothing_are_left_out_and_change_nothing(wanted, monkeyp
     assert not some[:, ~loss_mask].any()
 
 
-def test_a_batch_of_which_nothing_is_wanted_still_has_a_gradient():
+def test_a_batch_with_an_empty_loss_mask_has_gradients():
     head = head_of()
     aux_hidden, tokens = inputs(head)
     sum(x.sum() for x in head.unrolled(aux_hidden, tokens, DOCUMENTS, DOCUMENTS < 0)).backward()
     assert [name for name, weight in head.named_parameters() if weight.grad is None] == ["lm_head.weight"]
 
 
-def test_training_in_bfloat16_is_nearly_that_in_float32():
+def test_bfloat16_training_is_close_to_float32():
     head = head_of().float()
     head.share_embedding(head.embedding_weight.float())
     aux_hidden, tokens = inputs(head)
@@ -187,7 +187,7 @@ def test_training_in_bfloat16_is_nearly_that_in_float32():
         assert a is None or (a - b).norm() < 0.2 * b.norm()
 
 
-# --- drafting says what training says
+# --- drafting form
 
 LEVELS = [  # of a tree below a row: tokens after the text's own, and the parents in the level before
     ([None, 3], [0, 0]),
@@ -201,7 +201,7 @@ KNOWN: dict[tuple, torch.Tensor] = {}
 
 
 class Rounds:
-    """Decodes the documents of `inputs` as three rows of a batch, and compares every logit with the training form's."""
+    """Decodes the documents of `inputs` in three rows and compares every logit with the training form's."""
 
     def __init__(self, kind: str = "3.1", drafting: DraftingForm | None = None, shift: int = 0):
         self.kind, self.head, self.shift = kind, head_of(**KINDS[kind]), shift
@@ -210,7 +210,7 @@ class Rounds:
         self.texts = [(0, 0, 5), (0, 5, 13), (1, 0, 13)]  # row of the batch, first row, end
 
     def expected(self, text: int, row: int, path: list[int]) -> torch.Tensor:  # [V]
-        """The training form's logits of the last step of a path below a row, in a text that goes on with the path."""
+        """Logits of the training form at the last step of a path that continues the text at a row."""
         place = (self.kind, text, row, *path)
         if place not in KNOWN:
             KNOWN[place] = self._expected(self.texts[text][0], row, path)
@@ -224,7 +224,7 @@ class Rounds:
 
     @torch.no_grad()
     def gap(self, levels=CHAIN, counts=(1,), after=lambda memory, drafted: None) -> float:
-        """The largest difference; `counts` rows are read at a time, of the second text one more."""
+        """Return the largest difference; each round reads `counts` positions, one more of the second text."""
         memory, gap, done = self.drafting.cache(3, capacity=160), 0.0, [begin for _, begin, _ in self.texts]
         turn = 0
         while any(at < end for at, (_, _, end) in zip(done, self.texts, strict=True)):
@@ -261,8 +261,8 @@ class Rounds:
 
 @pytest.mark.parametrize("levels", [CHAIN, LEVELS], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafting_with_a_memory_says_what_training_says(kind, levels):
-    """Every row and step of packed documents; read one row at a time, and several, raggedly."""
+def test_drafting_form_equals_the_training_form(kind, levels):
+    """All rows and steps of packed documents are compared, read one position at a time and several, raggedly."""
     assert Rounds(kind).gap(levels) < 1e-10
     assert Rounds(kind).gap(levels, counts=(3, 1, 2)) < 1e-10
 
@@ -324,7 +324,7 @@ WRONG = {
         *(pytest.param(LEVELS, fault, id=f"tree, {fault}") for fault in WRONG),
     ],
 )
-def test_a_drafting_form_that_is_wrong_is_seen(levels, fault):
+def test_a_wrong_drafting_form_is_detected(levels, fault):
     wrong = dict(WRONG[fault])
     after = {"after": wrong.pop("after")} if "after" in wrong else {}
     if "drafting" in wrong:
@@ -333,7 +333,7 @@ def test_a_drafting_form_that_is_wrong_is_seen(levels, fault):
 
 
 @pytest.mark.parametrize("fault", ["positions not advanced", "another row's key seen", "fed back before the norm"])
-def test_a_training_form_that_is_wrong_is_seen(fault, monkeypatch):
+def test_a_wrong_training_form_is_detected(fault, monkeypatch):
     head = head_of()
     aux_hidden, tokens = inputs(head)
     expected = written_out(head, aux_hidden, tokens, DOCUMENTS)
@@ -358,28 +358,13 @@ def test_a_training_form_that_is_wrong_is_seen(fault, monkeypatch):
     assert all(gap > 1e-3 for gap in gaps[1:])
 
 
-def test_another_documents_keys_would_be_seen_in_training(monkeypatch):
+def test_attention_across_documents_is_detected(monkeypatch):
     monkeypatch.setattr(eagle3, "document_starts", torch.zeros_like)
     monkeypatch.setattr(sys.modules[__name__], "KNOWN", {})
     assert Rounds().gap() > 1e-3
 
 
-def test_text_that_is_taken_back_leaves_nothing():
-    """Reading on from fewer rows is reading from there at first: prefixes that two texts share are read once."""
-    aux_hidden, tokens = inputs(head_of())
-    head = DraftingForm(head_of())
-    with torch.no_grad():
-        memory, fresh = head.cache(1, 20), head.cache(1, 20)
-        head.first(memory, aux_hidden[:1, :9], tokens[:1, :9], torch.tensor([9]))
-        head.next(memory, torch.tensor([[1, 2]]), torch.tensor([[0, 0]]))
-        memory.lengths.fill_(4)
-        head.first(fresh, aux_hidden[:1, :4], tokens[:1, :4], torch.tensor([4]))
-        given = aux_hidden[1:, 4:6], tokens[1:, 4:6], torch.tensor([2])
-        expected = head.first(fresh, *given)
-        torch.testing.assert_close(head.first(memory, *given), expected, atol=1e-12, rtol=0)
-
-
-def test_rows_that_moved_and_grew_read_on_as_they_were():
+def test_moved_and_grown_rows_keep_their_contents():
     aux_hidden, tokens = inputs(head_of())
     head = DraftingForm(head_of())
     with torch.no_grad():
@@ -399,7 +384,7 @@ def test_rows_that_moved_and_grew_read_on_as_they_were():
         torch.testing.assert_close(head.next(part, *turned).flip(0), head.next(alone, *level), atol=1e-12, rtol=0)
 
 
-def test_what_lies_behind_the_longest_text_does_not_move():
+def test_move_copies_only_the_positions_of_the_text():
     memory = HeadCache(2, 2, 3, 20, 4, torch.zeros(1))  # of two layers
     memory.keys[:, 0] = memory.values[:, 0] = 1
     memory.move([0], [1], 5)
@@ -411,7 +396,7 @@ def test_what_lies_behind_the_longest_text_does_not_move():
 # --- the embedding and the config
 
 
-def test_the_targets_embedding_is_read_and_not_kept(tmp_path):
+def test_the_shared_embedding_is_not_saved(tmp_path):
     head = head_of()
     aux_hidden, tokens = inputs(head)
     assert not [name for name in head.state_dict() if "embed" in name]
@@ -425,7 +410,7 @@ def test_the_targets_embedding_is_read_and_not_kept(tmp_path):
     torch.testing.assert_close(again.logits(aux_hidden, tokens), head.logits(aux_hidden, tokens), atol=1e-12, rtol=0)
 
 
-def test_an_embedding_of_its_own_stays_unless_it_is_the_targets(tmp_path):
+def test_an_own_embedding_is_dropped_only_if_it_equals_the_targets(tmp_path):
     head = head_of(own_embedding=True)
     head.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
@@ -462,7 +447,7 @@ def test_default_aux_layers_are_those_of_the_servers():
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "rope of type dynamic"),
     ],
 )
-def test_a_config_that_is_no_head_is_refused(wrong, message):
+def test_an_invalid_config_raises(wrong, message):
     with pytest.raises(ValueError, match=message):
         head_of(**wrong)
 
@@ -479,7 +464,7 @@ def test_every_familys_target_has_a_head(family):
     assert config.rope_parameters["rope_type"] == ("yarn" if family == "gpt_oss" else "default")
 
 
-def test_a_head_has_its_targets_sizes_and_rope():
+def test_a_head_takes_its_targets_sizes_and_rope():
     target = copy.deepcopy(CONFIGS["llama"])
     target.num_hidden_layers, target.rope_parameters = 12, LLAMA3
     config = Eagle3SpeculatorConfig.for_target(target, draft_vocab_size=7)

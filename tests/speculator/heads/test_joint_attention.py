@@ -1,4 +1,4 @@
-"""Flash attention joined with each row's own keys, against blocks of rows; its two operations written out."""
+"""Flash attention combined with own keys equals attention in blocks of rows, with flash attention written out."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NAMES = ["out", "query", "keys", "values", "own keys", "own values"]
 
 
 def seen(bounds, count, left):
-    """[rows, keys] of packed documents, causal, `left` keys before a row's own."""
+    """Mask [rows, keys] of packed documents: causal, with `left` keys before a row's own."""
     place = torch.arange(count)
     document = torch.searchsorted(bounds[1:].long(), place, right=True)
     mask = (place <= place[:, None]) & (document == document[:, None])
@@ -36,7 +36,7 @@ def forward(query, key, value, bounds, _, longest, __, dropout, causal, debug, *
 
 
 def backward(d_out, query, key, value, out, lse, bounds, *given, scale, window_size_left):
-    """By the formulas that flash attention has: nothing but `lse` and `out` tells it of a softmax."""
+    """Flash attention's formulas, which know the softmax through `lse` and `out` only."""
     p = (scores_of(query, key, bounds, window_size_left, scale) - lse[..., None]).exp()
     groups = query.shape[1] // key.shape[1]
     d_p = torch.einsum("qhd,khd->hqk", d_out, value.repeat_interleave(groups, 1))
@@ -53,7 +53,7 @@ def written_out(monkeypatch):
 
 
 def case(step, part, window, device="cpu", dtype=torch.float64, length=11, size=6):
-    """Rows of two texts of several documents, and what attention is given: of H = 4 heads and K = 2."""
+    """Rows of two sequences of several documents, and attention's inputs with H = 4 and K = 2 heads."""
     generator = torch.Generator().manual_seed(3)
     documents = (torch.rand(2, length, generator=generator) < 0.25).cumsum(1)
     wanted = (torch.rand(2 * length, generator=generator) < part).nonzero()[:, 0]
@@ -74,7 +74,7 @@ def results(form, rows, step, given, d_out):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("step", range(4))
-def test_values_and_gradients_are_those_of_blocks(step, part, window, written_out, monkeypatch):
+def test_values_and_gradients_equal_those_of_blocks(step, part, window, written_out, monkeypatch):
     given = case(step, part, window)
     expected = results(BlockedAttention, given[0], step, *given[1:])
     for numbers in (2**25, 5 * 24):  # in pieces of five rows
@@ -84,8 +84,8 @@ def test_values_and_gradients_are_those_of_blocks(step, part, window, written_ou
 
 
 @pytest.mark.parametrize("wrong", ["lse", "out"])
-def test_a_backward_pass_told_of_the_texts_keys_alone_is_wrong(wrong, written_out, monkeypatch):
-    """Of the softmax over them, in place of the joint one."""
+def test_a_backward_pass_that_ignores_the_own_keys_is_detected(wrong, written_out, monkeypatch):
+    """It receives `lse` or `out` of the softmax over the text alone, not the joint one."""
     rows, given, d_out = case(2, 1.0, None)
     expected = results(BlockedAttention, rows, 2, given, d_out)
     alone = {}
@@ -108,7 +108,7 @@ def test_a_backward_pass_told_of_the_texts_keys_alone_is_wrong(wrong, written_ou
     assert gaps[2] > 1e-2
 
 
-def test_a_window_that_is_off_by_one_is_seen(written_out, monkeypatch):
+def test_a_window_off_by_one_is_detected(written_out, monkeypatch):
     rows, given, _ = case(1, 1.0, 4)
     expected = BlockedAttention.apply(rows, 1, *given)
     asked = joint_attention._flash
@@ -118,7 +118,7 @@ def test_a_window_that_is_off_by_one_is_seen(written_out, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 2])  # of two positions: no text is seen in the steps 2 and 3
-def test_a_head_learns_the_same_either_way(window, written_out, monkeypatch):
+def test_a_head_has_equal_gradients_either_way(window, written_out, monkeypatch):
     head = head_of(sliding_window=window)
     aux_hidden, tokens = inputs(head)
     loss_mask = torch.arange(DOCUMENTS.numel()).view_as(DOCUMENTS) % 3 > 0
@@ -127,15 +127,15 @@ def test_a_head_learns_the_same_either_way(window, written_out, monkeypatch):
     apply = FusedAttention.apply
     monkeypatch.setattr(FusedAttention, "apply", lambda *given: calls.append(given[1]) or apply(*given))
 
-    def learnt():
+    def gradients():
         features = torch.stack(head.unrolled(aux_hidden, tokens, DOCUMENTS, loss_mask))
         return features, *torch.autograd.grad(features.pow(3).sum(), weights)
 
-    expected = learnt()
+    expected = gradients()
     assert calls == []
     monkeypatch.setattr(joint_attention, "fused_dtype", lambda *_: torch.float64)
     monkeypatch.setattr("speculator.heads.eagle3.model.fused_dtype", lambda *_: torch.float64)
-    for x, y in zip(learnt(), expected, strict=True):
+    for x, y in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
     assert calls == ([0, 1] if window else list(range(STEPS)))
 
@@ -156,7 +156,7 @@ def test_where_flash_attention_runs(kind, size, dtype, fused):
     assert joint_attention.fused_dtype(torch.empty(1, size, dtype=dtype), kind) == fused
 
 
-def test_under_autocast_it_runs_in_its_dtype():
+def test_flash_attention_runs_in_autocasts_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert joint_attention.fused_dtype(torch.empty(1, 64), "cuda") == torch.bfloat16
 
@@ -171,23 +171,23 @@ class TestOnGPU:
     @pytest.mark.parametrize("window", [None, 50])
     @pytest.mark.parametrize("part", [1.0, 0.5])
     @pytest.mark.parametrize("step", [0, 1, 3])
-    def test_in_bfloat16_it_is_nearly_blocks_in_float32(self, step, part, window):
+    def test_bfloat16_is_close_to_blocks_in_float32(self, step, part, window):
         given = case(step, part, window, "cuda", torch.bfloat16, length=300, size=64)
         found = results(FusedAttention, given[0], step, *given[1:])
         expected = results(BlockedAttention, given[0], step, [x.float() for x in given[1]], given[2].float())
         for name, x, y in zip(NAMES, found, expected, strict=True):
             assert not y.numel() or apart(x, y) < 1e-2, name
 
-    def test_a_head_learns_nearly_the_same_either_way(self, monkeypatch):
-        loss, *gradients = learnt_under_autocast("cuda")
+    def test_a_head_has_close_gradients_either_way(self, monkeypatch):
+        loss, *gradients = gradients_under_autocast("cuda")
         monkeypatch.setattr("speculator.heads.eagle3.model.fused_dtype", lambda *_: None)
         monkeypatch.setattr(FusedAttention, "apply", lambda *_: pytest.fail("flash attention ran"))
-        expected, *others = learnt_under_autocast("cuda")
+        expected, *others = gradients_under_autocast("cuda")
         assert apart(loss, expected) < 1e-2
         assert max(apart(x, y) for x, y in zip(gradients, others, strict=True)) < 5e-2
 
 
-def learnt_under_autocast(device):
+def gradients_under_autocast(device):
     head = head_of(emb_dim=8, head_dim=16).float()
     head.share_embedding(head.embedding_weight.float())
     aux_hidden, tokens = (x.to(device) for x in inputs(head))

@@ -1,4 +1,4 @@
-"""The LSTM head against its equations, written out for one position at a time."""
+"""The LSTM head equals its equations, evaluated in scalars for one position at a time."""
 
 import math
 
@@ -10,7 +10,7 @@ from speculator.heads import LSTMSpeculator, LSTMSpeculatorConfig
 
 
 def head_of(n_predict: int = 4, **changes) -> LSTMSpeculator:
-    """In float64, its norms away from their first values, at which a swap of two would not show."""
+    """A head in float64 with random norms, so that a swap of two would show."""
     torch.manual_seed(0)
     shape = {"vocab_size": 11, "emb_dim": 6, "inner_dim": 5, "n_predict": n_predict, **changes}
     head = LSTMSpeculator(LSTMSpeculatorConfig(**shape)).double()
@@ -83,7 +83,7 @@ def distance(head: LSTMSpeculator, reference: LSTMSpeculator | None = None) -> f
 
 @pytest.mark.parametrize("scale_input", [True, False])
 @pytest.mark.parametrize("sizes", [{}, {"emb_dim": 5}, {"n_predict": 2}, {"emb_dim": 3}], ids=str)
-def test_is_what_the_equations_say(sizes, scale_input):
+def test_logits_equal_the_equations(sizes, scale_input):
     assert distance(head_of(**sizes, scale_input=scale_input)) < 1e-9
 
 
@@ -108,7 +108,7 @@ def exchange(a: str, b: str):
         lambda head: setattr(head, "start", lambda hidden: type(head).start(head, hidden) + 0.01),
     ],
 )
-def test_a_head_that_is_wired_otherwise_is_seen(change):
+def test_wrong_wiring_is_detected(change):
     head, reference = head_of(), head_of()
     change(head)
     assert distance(head, reference) > 1e-4
@@ -126,16 +126,3 @@ def test_stores_each_tensor_once():
     gates = [f"{gate}_proj.{i}.weight" for gate in ("forget", "input", "output", "cell") for i in (0, 1)]
     norms = [f"{part}_ln.0.{kind}" for part in ("cell", "state") for kind in ("weight", "bias")]
     assert sorted(head_of().state_dict()) == sorted([*gates, *norms, "forget_emb.0.weight", "head.0.weight"])
-
-
-def test_first_weights_have_the_spread_of_the_published_recipe():
-    """1 / sqrt(the shorter side)."""
-    head = LSTMSpeculator(LSTMSpeculatorConfig(vocab_size=400, emb_dim=100, inner_dim=300))
-    assert head.forget_proj[0].weight.std().item() == pytest.approx(100**-0.5, rel=0.02)
-    assert head.forget_proj[1].weight.std().item() == pytest.approx(300**-0.5, rel=0.02)
-    assert head.head[0].weight.std().item() == pytest.approx(300**-0.5, rel=0.02)
-
-
-def test_there_is_no_untied_one():
-    with pytest.raises(ValueError, match="no untied LSTM"):
-        LSTMSpeculatorConfig(tie_weights=False)
