@@ -1,6 +1,4 @@
-"""OpenAI's own client, synchronous and asynchronous, streamed and whole."""
-
-import asyncio
+"""The server with OpenAI's own client, streamed and whole."""
 
 import pytest
 from serving_here import serving
@@ -22,58 +20,28 @@ def expected_of(target, drafter, prompt, count: int) -> list[list[int]]:
     return generate(target, drafter, [prompt] * 2, own, max_new_tokens=count).tokens
 
 
-class Sync:
-    def __init__(self, url: str):
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-
-    def call(self, work):
-        return work(self.client)
-
-    def all(self, stream) -> list:
-        return list(stream)
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="any", max_retries=0)
 
 
-class Async:
-    def __init__(self, url: str):
-        self.url = url
-        self.loop = asyncio.new_event_loop()
-        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-
-    def call(self, work):
-        async def run():
-            return await work(self.client)
-
-        return self.loop.run_until_complete(run())
-
-    def all(self, stream) -> list:
-        async def run():
-            return [each async for each in stream]
-
-        return self.loop.run_until_complete(run())
-
-
-@pytest.fixture(params=[Sync, Async])
-def caller(request, server):
-    return request.param(server)
-
-
-def test_models(caller, server):
-    (model,) = caller.call(lambda client: client.models.list()).data
+def test_models(client):
+    (model,) = client.models.list().data
     assert (model.id, model.object) == ("tiny", "model")
-    assert caller.call(lambda client: client.models.retrieve("tiny")).id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_completions(caller, chat_target, drafter):
+def test_completions(client, chat_target, drafter):
     expected = expected_of(chat_target, drafter, PROMPT, 10)
     how = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "logprobs": 2, "extra_body": EXTRA, **FIELDS}
-    whole = caller.call(lambda client: client.completions.create(**how))
+    whole = client.completions.create(**how)
     assert [choice.token_ids for choice in whole.choices] == expected
     assert [choice.text for choice in whole.choices] == [decode(chat_target.tokenizer, row) for row in expected]
     assert whole.object == "text_completion"
     assert whole.usage.completion_tokens == sum(map(len, expected))
     assert [len(choice.logprobs.token_logprobs) for choice in whole.choices] == [len(row) for row in expected]
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    parts = caller.all(caller.call(lambda client: client.completions.create(**how, **options)))
+    parts = list(client.completions.create(**how, **options))
     texts, tokens, ends = ["", ""], [[], []], [None, None]
     for part in parts[:-1]:
         (choice,) = part.choices
@@ -88,19 +56,19 @@ def test_completions(caller, chat_target, drafter):
     assert len({part.id for part in parts}) == 1
 
 
-def test_chats(caller, chat_target, drafter):
+def test_chats(client, chat_target, drafter):
     ids = chat_target.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
     expected = expected_of(chat_target, drafter, ids, 10)
     how = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 10, "logprobs": True, "top_logprobs": 2}
     how |= {"extra_body": EXTRA, "response_format": {"type": "text"}, **FIELDS}
-    whole = caller.call(lambda client: client.chat.completions.create(**how))
+    whole = client.chat.completions.create(**how)
     assert [choice.token_ids for choice in whole.choices] == expected
     texts = [decode(chat_target.tokenizer, row) for row in expected]
     assert [choice.message.content for choice in whole.choices] == texts
     assert whole.choices[0].message.role == "assistant"
     assert whole.usage.prompt_tokens == len(ids)
     assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
-    parts = caller.all(caller.call(lambda client: client.chat.completions.create(**how, stream=True)))
+    parts = list(client.chat.completions.create(**how, stream=True))
     shown = ["", ""]
     for part in parts:
         shown[part.choices[0].index] += part.choices[0].delta.content or ""
@@ -109,10 +77,10 @@ def test_chats(caller, chat_target, drafter):
     assert sorted(ended) == sorted(choice.finish_reason for choice in whole.choices)
 
 
-def test_errors_become_the_clients_exceptions(caller):
+def test_errors_become_the_clients_exceptions(client):
     def ask(**fields):
         how = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, **fields}
-        return caller.call(lambda client: client.completions.create(**how))
+        return client.completions.create(**how)
 
     with pytest.raises(openai.NotFoundError):
         ask(model="other")

@@ -127,10 +127,10 @@ def test_waiting_requests_of_disconnected_clients_are_dropped(chat_target):
     started, gate = threading.Event(), threading.Event()
 
     class Held(Engine):
-        def prefill(self):
+        def step(self):
             started.set()
             gate.wait(20)
-            super().prefill()
+            return super().step()
 
     with serving(chat_target, slots=1, engine=Held, max_queue=2) as (url, worker):
         with httpx.Client(base_url=url, timeout=0.3) as client:
@@ -147,10 +147,10 @@ def test_waiting_requests_of_disconnected_clients_are_dropped(chat_target):
 
 def test_an_engine_that_fails_is_created_again(chat_target, caplog):
     class Failing(Engine):
-        def _begin(self, requests, hidden):
-            if any(request.prompt[0] == 13 for request in requests.values()):
+        def enqueue(self, request):
+            if request.prompt[0] == 13:
                 raise RuntimeError("the device is gone")
-            super()._begin(requests, hidden)
+            return super().enqueue(request)
 
     with serving(chat_target, engine=Failing) as (url, worker):
         first = worker.engine
