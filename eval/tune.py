@@ -237,7 +237,7 @@ def rank_acceptance(
 
     Steps from a token of `eos` on are left out.
     """
-    branches = tuple(min(n, target.vocab_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
+    branches = tuple(min(n, head.config.output_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     hits = [torch.zeros(width) for width in branches]
     reached = [0] * len(branches)
     drafter = HeadDrafter(head, Candidates(branches))

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pyarrow import compute
 from transformers import LlamaConfig, PreTrainedConfig
 
-from speculator.checkpoints import load_any
+from speculator.checkpoints import load_any, recognise
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
@@ -93,6 +93,8 @@ def check_options(options: HeadOptions) -> SpeculatorConfig:
 
     Returns the config of the head for some target.
     """
+    if options.warm_start:
+        recognise(options.warm_start)
     stand_in = LlamaConfig(num_hidden_layers=2**16)
     return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.masking_utils import AttentionMaskInterface
 
 from speculator.errors import UserError, first_line
-from speculator.heads import ARCHITECTURES, Eagle3Speculator, Speculator
+from speculator.heads import ARCHITECTURES, Speculator
 from speculator.heads.training import TokenLosses, TrainingBatch
 from speculator.target.aux_layers import AuxLayers
 from speculator.target.kv_cache import Form, forms
@@ -114,8 +114,7 @@ class Shapes:
         config = head_config(wanted, self.config)
         with torch.device("meta"):
             head = ARCHITECTURES[wanted.architecture](config)
-        if isinstance(head, Eagle3Speculator):
-            head.device_kind = self.kind
+        head.device_kind = self.kind
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         fake_weights(head.train())
         return head
@@ -140,10 +139,7 @@ class Shapes:
     @property
     def remembered(self) -> int:
         """Bytes of a position in the memory of a head that attends, in the target's dtype."""
-        config = self.head.config
-        if not isinstance(self.head, Eagle3Speculator):
-            return 0
-        return 2 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+        return self.head.config.cached_values * self.dtype.itemsize
 
     @cache  # noqa: B019  there is one of these in a process
     def forward(self, length: int) -> Pass:

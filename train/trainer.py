@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import shutil
 from collections.abc import Callable
@@ -189,8 +188,8 @@ class SpeculatorTrainer(Trainer):
         figures = self._take("eval")
         # The loss as trained on; the library would average the batches' means.
         decay = self.loss_weights.head_decay
-        named = itertools.takewhile(figures.__contains__, map("head{}/loss".format, itertools.count()))
-        figures["loss"] = sum(decay**i * figures[name] for i, name in enumerate(named))
+        losses = [value for name, value in figures.items() if name.endswith("/loss")]
+        figures["loss"] = sum(decay**i * loss for i, loss in enumerate(losses))
         self._refuse_unless_finite("the loss", figures["loss"])
         figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})

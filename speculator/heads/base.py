@@ -75,6 +75,11 @@ class SpeculatorConfig(PreTrainedConfig):
         return self.n_predict
 
     @property
+    def cached_values(self) -> int:
+        """Number of values that the head's memory keeps for every token of a row."""
+        return 0
+
+    @property
     def min_training_length(self) -> int:
         """Fewest tokens of a training row; shorter rows are padded."""
         return 2
@@ -129,6 +134,8 @@ class Speculator(PreTrainedModel, ABC):
     base_model_prefix = "speculator"
     main_input_name = "hidden"
     draft_tokens: Tensor | None
+    device_kind: str | None = None
+    """Kind of device that a traced training step assumes; None: the head's own."""
 
     def __init__(self, config: SpeculatorConfig):
         super().__init__(config)

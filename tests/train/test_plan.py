@@ -250,7 +250,7 @@ def test_of_a_target_that_writes_its_own_prompts_all_that_it_writes_counts(targe
     assert made.tokens()["stage2"] == 800 * row
     assert made.disk()["generated rows, at most"] == 5 * 20 * row
     short = Plan(
-        replace(config, data=replace(config.data, self=replace(config.data.self_source, turns=1))),
+        replace(config, data=replace(config.data, self_source=replace(config.data.self_source, turns=1))),
         made.shapes.config,
         CPU,
     )

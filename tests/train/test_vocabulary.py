@@ -10,7 +10,7 @@ from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train.config import HeadOptions, RunConfig
-from train.initialise import for_rows, new_head
+from train.initialise import check_options, for_rows, new_head
 from train.vocabulary import count_tokens, most_frequent
 
 ROWS = datasets.Dataset.from_list(
@@ -88,6 +88,11 @@ def test_a_warm_start_from_another_shape_raises(target, tmp_path, shape, message
     settings = {"n_predict": 2, "draft_vocab_size": 3, "warm_start": str(tmp_path)} | shape
     with pytest.raises(UserError, match=message):
         new_head(RunConfig(speculator=HeadOptions(**settings)), target, ROWS)
+
+
+def test_a_missing_warm_start_is_found_before_the_target_is_loaded(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        check_options(HeadOptions(warm_start=str(tmp_path / "nowhere")))
 
 
 def test_a_warm_start_from_ibms_layout_copies_its_weights(target, tmp_path):

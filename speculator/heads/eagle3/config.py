@@ -94,6 +94,10 @@ class Eagle3SpeculatorConfig(UnrolledConfig):
     def max_speculative_tokens(self) -> None:
         return None
 
+    @property
+    def cached_values(self) -> int:
+        return 2 * self.num_key_value_heads * self.head_dim
+
     def starts_from_target(self, requested: bool) -> bool:
         return True
 

@@ -47,8 +47,6 @@ class Eagle3Speculator(UnrolledHead):
     """One attention layer over the target's auxiliary hidden states. Modules are named as in the `speculators` layout."""
 
     config_class = Eagle3SpeculatorConfig
-    device_kind: str | None = None
-    """Kind of device that a traced training step assumes; None: the head's own."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__(config)

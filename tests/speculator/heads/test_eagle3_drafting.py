@@ -91,7 +91,7 @@ def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, h
     limits = [12, 5, 9, 12, 7]
     first = engine.generate(PROMPTS, max_new_tokens=limits)
     assert first.tokens == [tokens[:n] for tokens, n in zip(plain.tokens, limits, strict=True)]
-    # A second turn goes on from what the slots hold.
+    # A second turn reuses the prefixes in the slots.
     turns = [prompt + said + [1, 2] for prompt, said in zip(PROMPTS, first.tokens, strict=True)]
     before = engine.processed
     second = engine.generate(turns, max_new_tokens=8)
