@@ -113,7 +113,7 @@ def measure(
 def decoded(engine: Engine, requests: Sequence[Request], whole: bool = False) -> tuple[int, float, int]:
     """Tokens, seconds and rows' steps of decoding these requests: of the steps in which every slot decodes; or `whole`:
     of all, prefills included."""
-    slots, began = len(engine.slots.rows), engine.prefill_seconds
+    slots, began = len(engine.scheduler.slots), engine.prefill_seconds
 
     def so_far() -> tuple[int, float, int]:
         tokens = sum(max(0, len(request.tokens) - 1) for request in requests)  # the first is the prefill's

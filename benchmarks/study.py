@@ -34,7 +34,7 @@ from eval.metrics import acceptance
 from eval.suites import Suite, from_text
 from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate
 from speculator.checkpoints import load_any
-from speculator.drafters.shapes import Shape
+from speculator.decoding.drafter import Shape
 from speculator.errors import OneLineParser, UserError, run_command
 from speculator.files import write_text
 from speculator.heads import Eagle3Speculator, MLPSpeculatorConfig, Speculator

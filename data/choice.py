@@ -15,10 +15,10 @@ from typing import Any
 from torch import uint8
 
 from data.batches import awaited, begun
+from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
-from speculator.drafters.shapes import Shape
 from speculator.drafters.tuned import LONGEST_CHAIN, described, shape_from_json, shape_to_json, tuned_shapes
 from speculator.errors import UserError
 from speculator.heads import Speculator
@@ -208,7 +208,7 @@ def _clock(
     engine: Engine, requests: Sequence[tuple[list[int], Sampling]], most: int, how: dict[str, Any]
 ) -> tuple[int, float]:
     """Decode until there are so many tokens, or a slot is empty; gives them, and the seconds of the steps."""
-    began, slots = engine.decode_seconds, len(engine.slots.rows)
+    began, slots = engine.decode_seconds, len(engine.scheduler.slots)
     asked = [engine.submit(prompt, sampling, **how) for prompt, sampling in requests]
     tokens, going = 0, True
     while going:

@@ -121,7 +121,7 @@ def sampled_twice(
 
 def _continuations(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> Generation:
     """At least `count` short continuations of one prompt, each from a stream of its own, in whole batches."""
-    rows, batch = Generation([], []), len(engine.slots.rows)
+    rows, batch = Generation([], []), len(engine.scheduler.slots)
     for start in range(0, count, batch):
         own = replace(sampling, seed=sampling.seed + start)
         generation = engine.generate([prompt] * batch, own, max_new_tokens=_TOKENS, eos_token_ids=())

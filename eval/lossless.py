@@ -28,12 +28,12 @@ from eval.timing import as_loaded
 from speculator import Drafter, Target, generate
 from speculator.cli import drafting
 from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Shape
 from speculator.decoding.scheduler import common_prefix
 from speculator.decoding.verify import RULES
 from speculator.device import dtype_name
 from speculator.drafters import HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.shapes import Shape
 from speculator.drafters.tuned import automatic
 from speculator.errors import OneLineParser, refuse_below
 from speculator.files import check_file, write_json
@@ -76,12 +76,12 @@ class Recorder(Drafter):
         self.num_speculative_tokens = drafter.num_speculative_tokens if drafter else 0
         self.nodes = drafter.nodes if drafter else 0
         self.rules = drafter.rules if drafter else tuple(RULES)
-        self.room = drafter.room if drafter else 0
+        self.scratch_positions = drafter.scratch_positions if drafter else 0
         self.shape = drafter.shape if drafter else None
 
     @property
-    def widest(self):
-        return self.drafter.widest if self.drafter else 0
+    def max_nodes(self):
+        return self.drafter.max_nodes if self.drafter else 0
 
     def choose(self, requests):
         return self.drafter.choose(requests) if self.drafter else None
@@ -94,9 +94,9 @@ class Recorder(Drafter):
         self.drafter = self.drafter and self.drafter.open(slots, capacity)
         return self
 
-    def lend(self, cache):
+    def attach_cache(self, cache):
         if self.drafter:
-            self.drafter.lend(cache)
+            self.drafter.attach_cache(cache)
 
     def grow(self, capacity):
         if self.drafter:

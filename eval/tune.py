@@ -26,9 +26,10 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows
 from eval.timing import Engines
 from speculator import Candidates, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, load_head
 from speculator.cli import drafting
+from speculator.decoding.drafter import Shape
 from speculator.drafters.corpus import LONGEST
 from speculator.drafters.costs import StepSeconds, isotonic, measure, measure_table, timed_steps
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.shapes import Chain
 from speculator.drafters.tuned import (
     LONGEST_CHAIN,
     SIZES,

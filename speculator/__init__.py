@@ -1,4 +1,4 @@
-"""Draft heads that make a language model generate faster without changing what it says."""
+"""Draft heads and lossless speculative decoding for causal language models."""
 
 # ruff: noqa: F401  the imports are for type checkers: `__all__` names them
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     )
     from speculator.target.model import Target
 
-# A name is imported when it is first asked for: torch and transformers take seconds, which `--help` need not wait for.
-_HOMES = {
+# Names are imported at first use: importing torch and transformers takes seconds, which would delay `--help`.
+_MODULES = {
     "checkpoints.loading": ["load_head"],
     "custom_generate": ["speculative"],
     "decoding.draft": ["Draft"],
@@ -69,13 +69,13 @@ _HOMES = {
     "decoding.sampling": ["Sampling"],
     "target.model": ["Target"],
 }
-__all__ = [name for names in _HOMES.values() for name in names]
+__all__ = [name for names in _MODULES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            value = getattr(import_module(f"speculator.{home}"), name)
+            value = getattr(import_module(f"speculator.{module}"), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module 'speculator' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""transformers' own `model.generate` with drafts: `model.generate(ids, custom_generate=speculative(drafter))`."""
+"""Speculative decoding inside transformers: `model.generate(ids, custom_generate=speculative(drafter))`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from speculator.target.attention import ATTENTION, own_attention
 from speculator.target.linear import pack_linears, unpack_linears
 from speculator.target.model import Target
 
-# In the order in which `Sampling` applies them, with the name that it has for each.
+# In the order in which `Sampling` applies them, with its name for each.
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-# What `generate` makes of the prompt itself; anything else would change what the model computes.
-_OWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+# Inputs that `generate` derives from the prompt; any other would change what the model computes.
+_PROMPT_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
 
 
 def speculative(
@@ -50,26 +50,24 @@ def speculative(
     rule: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Callable[..., Tensor]:
-    """A function for `custom_generate` of transformers' `generate`: the same text or distribution, in fewer passes.
+    """Make a function for `custom_generate`: same output distribution as `generate`, fewer forward passes.
 
-    Taken over from the call: max_new_tokens and max_length, EOS and pad ids, do_sample with temperature, top_k, top_p
-    and min_p, attention_mask, num_return_sequences, and stop strings as
-    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`, looked for in the new text. Sampling is seeded from
-    torch's generator. A row also ends at the model's context length. transformers hands a custom function neither
-    `streamer` nor `assistant_model`: they do nothing.
+    These settings of the call apply: max_new_tokens, max_length, EOS and pad ids, do_sample with temperature, top_k,
+    top_p and min_p, attention_mask, num_return_sequences. Pass stop strings as
+    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`. Sampling is seeded from torch's generator. A row also
+    ends at the model's context length. transformers does not pass `streamer` and `assistant_model` on, so they have no
+    effect. Other settings (beams, penalties, constraints, other criteria, scores) raise a UserError.
 
     Args:
-        drafter: a drafter, a head, which drafts a chain of all it has, or a head's folder, which drafts as tuned (see
-            `speculator.drafters.tuned.tuned_drafter`).
-        rule: the accept rule; default: the drafter's own.
-        tokenizer: needed for stop strings alone.
+        drafter: a drafter; a head, which drafts a chain of n_predict tokens; or a head's folder, which drafts as tuned
+            (see `speculator.drafters.tuned.tuned_drafter`).
+        rule: accept rule; default: the drafter's own.
+        tokenizer: required for stop strings only.
 
-    The function gives [B, S + new] as `generate` does: the prompts as they came, then the new tokens, padded on the
-    right. It raises UserError for whatever else the call asks for: beams, penalties, constraints, other criteria or
-    processors, scores. The model is given back as it came; copies of its weights for fast products on a CPU
-    (`speculator.target.linear`) stay with the function.
+    The function returns [B, S + new], as `generate` does. The model is restored after each call; on a CPU, the function
+    keeps packed copies of its weights (`speculator.target.linear`).
     """
-    lent = _Lent(tokenizer)
+    borrowed = _BorrowedModel(tokenizer)
 
     def decode(
         model: PreTrainedModel,
@@ -84,10 +82,10 @@ def speculative(
         eos, stop_strings, max_length = _ends(stopping_criteria)
         mask = _mask(input_ids, model_kwargs)
         prompts = [row[kept].tolist() for row, kept in zip(input_ids, mask, strict=True)]
-        with lent.target(model) as target:
+        with borrowed.target(model) as target:
             generation = generate(
                 target,
-                lent.drafter(drafter, sampling, len(prompts), auto=rule is None),
+                borrowed.drafter(drafter, sampling, len(prompts), auto=rule is None),
                 prompts,
                 sampling,
                 rule=rule,
@@ -100,10 +98,10 @@ def speculative(
     return decode
 
 
-class _Lent:
-    """The user's model as a `Target`, between one call and the next: made once, and the model is as it was in between.
+class _BorrowedModel:
+    """The user's model as a `Target`, created once and in use during calls only.
 
-    What is kept is memory alone: the copies of the weights that fast products need.
+    Between calls the model is as the user left it, and only packed copies of its weights are kept.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
@@ -115,7 +113,7 @@ class _Lent:
 
     @contextmanager
     def target(self, model: PreTrainedModel) -> Iterator[Target]:
-        """A `Target` freezes a model, packs its matrices and changes its attention: undone at the end."""
+        """Freeze the model, pack its matrices and change its attention; undo all of it at the end."""
         if self._target is None or self._target.model is not model:
             self._target, self._copies, self._head, self._drafters = None, {}, None, {}
         attention = own_attention(model)
@@ -137,7 +135,7 @@ class _Lent:
                 module.training = True
 
     def drafter(self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, auto: bool) -> Drafter:
-        """The drafter as given; a head's folder drafts as was tuned for this temperature and batch size."""
+        """Return the drafter; a head's folder gives the one tuned for this temperature and batch size."""
         assert self._target is not None
         if not isinstance(given, str | Path | Speculator):
             return given
@@ -162,7 +160,7 @@ def _refuse_other_modes(config: GenerationConfig) -> None:
 
 
 def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Sampling:
-    """The call's settings, refusing what the draft and the target can't both be put through."""
+    """Convert the call's logits processors, which must apply to draft and target alike."""
     for processor in processors:
         if type(processor) not in _WARPERS:
             raise UserError(
@@ -181,7 +179,7 @@ def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Samp
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
-    """EOS ids, stop strings and the greatest length, prompt and padding included."""
+    """Return EOS ids, stop strings and the maximum length, prompt and padding included."""
     eos: set[int] = set()
     strings: list[str] = []
     lengths: list[int] = []
@@ -200,12 +198,12 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
 
 
 def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] bool
-    """Where the prompts are no padding, refusing inputs besides the prompts."""
+    """Return the mask of prompt tokens, padding excluded. Raises UserError for inputs besides the prompts."""
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         raise UserError("speculative decoding has a cache of its own: past_key_values can't be given")
     for name, value in model_kwargs.items():
-        if name not in _OWN_INPUTS and value is not None:
+        if name not in _PROMPT_INPUTS and value is not None:
             raise UserError(f"speculative decoding reads input_ids and attention_mask alone, not {name}")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()

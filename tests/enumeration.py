@@ -224,7 +224,7 @@ def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
     return find
 
 
-def and_walk_breaks(find: Callable[[World, Case], Breaks], rests: Callable) -> Callable[[World, Case], Breaks]:
+def then_match_breaks(find: Callable[[World, Case], Breaks], rests: Callable) -> Callable[[World, Case], Breaks]:
     """Those of a rule over the draft's own part, then of the draws: from what it leaves, and from p anywhere."""
 
     def bounds(probs: torch.Tensor) -> set[float]:
@@ -475,7 +475,7 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
             table = {case.path(node): p[0, node + 1] for node in range(-1, len(tokens))}
             find = BREAKS[name]
             if draft.own is not None:
-                case.own, find = draft.own.tokens.shape[1], and_walk_breaks(find, RESTS[name])
+                case.own, find = draft.own.tokens.shape[1], then_match_breaks(find, RESTS[name])
             breaks = find(World(p.shape[-1], draft.depth, table, {}), case)
             breaks += [set() for _ in range(len(tokens) + 1 - len(breaks))]
             cells = list(product(*(_cells(each) for each in breaks)))

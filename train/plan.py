@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self
 from eval.validation import NEW_TOKENS
-from speculator.decoding.engine import AHEAD, CHUNK
+from speculator.decoding.engine import PREFILL_CHUNK, RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
 from speculator.tables import gigabytes, markdown_table
@@ -211,11 +211,11 @@ class Plan:
             size: bytes of a number of the head's; default: of the target's.
         """
         shapes, bucket = self.shapes, BUCKETS.get(self.place.kind, 1)
-        positions = ceil((prompt + min(new, AHEAD) + 2 * (1 + depth) + bucket) / bucket) * bucket
-        if new > AHEAD:  # it grows by half, and for a moment both are held
+        positions = ceil((prompt + min(new, RESERVED_NEW_TOKENS) + 2 * (1 + depth) + bucket) / bucket) * bucket
+        if new > RESERVED_NEW_TOKENS:  # it grows by half, and for a moment both are held
             positions = ceil((prompt + new) * (1.5 + 1))
         length = next(iter(self.lengths.values()))
-        chunk = shapes.forward(length).bytes / length * rows * min(CHUNK, prompt)
+        chunk = shapes.forward(length).bytes / length * rows * min(PREFILL_CHUNK, prompt)
         logits = rows * (1 + depth) * shapes.config.vocab_size * (shapes.dtype.itemsize + 3 * 4)
         drafts = rows * depth * shapes.config.vocab_size * (size or shapes.dtype.itemsize)
         kept = rows * positions * (shapes.position + (shapes.remembered if depth else 0))

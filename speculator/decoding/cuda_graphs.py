@@ -1,17 +1,17 @@
-"""CUDA graphs: work on a device that is captured once and replayed, so that one launch stands for thousands.
+"""CUDA graphs: device work that is captured once and replayed, so that one launch stands for thousands.
 
-A replay runs the captured kernels on the addresses that they had at capture, and no Python. So what is captured must
-ask the device nothing, take every number that changes from tensors that stay in place, and have shapes that the key of
-the capture decides.
+A replay runs the captured kernels on the addresses that they had at capture, and no Python. So captured work must never
+wait for the device, must read every changing number from tensors that stay in place, and must have shapes that the key
+of the capture determines.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -21,71 +21,88 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 DEVICES = ("cuda",)
-"""Kinds of devices whose work can be captured."""
-
+"""Device types whose work can be captured."""
+MAX_GRAPHS = 64
+"""Graphs that one engine keeps; the least recently used is freed. Keys are rows x cache bucket x sampling x shape."""
 
 enabled = True
-"""Whether anything is captured: off for the process once a graph was refused, or did not do what its function does."""
-_PROVING = 2
+"""Set to False for the rest of the process when a capture fails or a replay gives a wrong result."""
+_CHECKED_REPLAYS = 2
 _TOLERANCE = 1e-2
-"""Between the states that a function and its graph leave, which may round otherwise; whole numbers must be equal."""
+"""Between the floating-point results of a function and of its graph, which may round differently."""
+
+
+@dataclass
+class _Entry(Generic[Result]):
+    """Calls with one key so far, and its graph with the result that a replay fills."""
+
+    calls: int = 0
+    graph: Any = None
+    result: Result | None = None
 
 
 class Captured(Generic[Result]):
     """A function whose work is captured once per key.
 
-    A key's first call runs as it is, which warms up and counts as any other. The second is captured, and that graph
-    proves itself: for `_PROVING` calls the function runs too, from the same state, and what both give and leave is
-    compared. All later calls are replays. The result is what the capture returned: its tensors are overwritten by every
-    replay. Where a capture is refused or a replay differs, the function's own result stands, nothing is captured any
-    more in this process, and a warning says so.
+    A key's first call runs eagerly, as a warm-up. The second is captured. In the first `_CHECKED_REPLAYS` replays the
+    function also runs eagerly from the same state, and both results are compared. Later calls only replay. The result
+    is the one returned during capture: every replay overwrites its tensors. If a capture fails or a replay differs, the
+    eager result is used, capturing is switched off for the process, and a warning is issued.
 
     Args:
-        work: the function; what it is called with at later replays of a key is ignored.
-        pool: the memory that it shares with other captures, which must not run at the same time.
+        work: the function. A replay ignores its arguments.
+        pool: memory pool shared with captures that never run at the same time.
 
     Attributes:
-        prepared: calls so far, of all functions, that did not replay alone: their time is not a step's.
+        prepared: calls so far, of all functions, that did more than replay; their time is not that of a step.
     """
 
     prepared = 0
 
     def __init__(self, work: Callable[..., Result], pool: Any):
         self.work, self.pool = work, pool
-        self._graphs: dict[Hashable, tuple[Any, Result]] = {}
-        self._calls: Counter[Hashable] = Counter()
+        self._entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
 
     def __call__(
         self,
         key: Hashable,
-        state: Sequence[Tensor],  # what the function updates in place
-        *given: Any,
+        state: Sequence[Tensor],  # updated in place by the function
+        *arguments: Any,
     ) -> Result:
         if not enabled:
-            return self.work(*given)
-        self._calls[key] += 1
-        if self._calls[key] > 1 + _PROVING:
-            graph, result = self._graphs[key]
-            graph.replay()
-            return result
+            return self.work(*arguments)
+        entry = self._entries.setdefault(key, _Entry())
+        self._entries.move_to_end(key)
+        entry.calls += 1
+        if entry.calls > 1 + _CHECKED_REPLAYS:
+            entry.graph.replay()
+            return entry.result  # type: ignore[return-value]
         Captured.prepared += 1
-        if self._calls[key] == 1:
-            return warm_up(self.work, *given)
-        return self._prove(key, state, *given)
+        if entry.calls == 1:
+            self._evict()
+            return warm_up(self.work, *arguments)
+        return self._check(entry, state, *arguments)
 
-    def _prove(self, key: Hashable, state: Sequence[Tensor], *given: Any) -> Result:
+    def _evict(self) -> None:
+        """Free the least recently used graphs. Their memory in the pool serves the next captures."""
+        while len(self._entries) > MAX_GRAPHS:
+            _, entry = self._entries.popitem(last=False)
+            if entry.graph is not None:
+                entry.graph.reset()
+
+    def _check(self, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
+        """Run eagerly and by the graph, from the same state, and compare."""
         before = [tensor.clone() for tensor in state]
-        expected = self.work(*given)
+        expected = self.work(*arguments)
         after = [tensor.clone() for tensor in state]
         eager = [tensor.clone() for tensor in tensors(expected)]
         _restore(state, before)
         try:
-            if key not in self._graphs:
-                self._graphs[key] = capture(self.work, self.pool, *given)
-            graph, result = self._graphs[key]
-            graph.replay()
-            if _alike([*tensors(result), *state], [*eager, *after]):
-                return result
+            if entry.graph is None:
+                entry.graph, entry.result = capture(self.work, self.pool, *arguments)
+            entry.graph.replay()
+            if _all_close([*tensors(entry.result), *state], [*eager, *after]):
+                return entry.result  # type: ignore[return-value]
             reason = "a replay differed from the step that was captured"
         except RuntimeError as error:
             reason = str(error.__context__ or error)
@@ -99,7 +116,7 @@ def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def _alike(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+def _all_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(
         torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE) if x.is_floating_point() else torch.equal(x, y)
         for x, y in zip(a, b, strict=True)
@@ -113,7 +130,7 @@ def _switch_off(reason: str) -> None:
 
 
 def tensors(result: Any) -> Iterator[Tensor]:
-    """Those of a tensor, a tuple of results, or a dataclass of them."""
+    """Yield the tensors in a tensor, a tuple of results, or a dataclass of them."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple):
@@ -125,14 +142,13 @@ def tensors(result: Any) -> Iterator[Tensor]:
 
 
 def capturable(target: Any, drafter: Any | None) -> bool:
-    """Whether steps run as graphs: on a device that can, where neither the target's code nor the drafter needs the
-    host."""
-    able = target.device.type in DEVICES and target.capturable and (drafter is None or drafter.capturable)
-    return able and enabled
+    """Whether steps can be captured: the device supports it, and neither target nor drafter waits for the device."""
+    on_device = enabled and target.device.type in DEVICES
+    return on_device and target.capturable and (drafter is None or drafter.capturable)
 
 
 def warm_up(work: Callable[..., Result], *given: Any) -> Result:
-    """Run on a side stream, as torch asks for before a capture: libraries set themselves up at their first call."""
+    """Run on a side stream, as torch requires before a capture: libraries initialise themselves in their first call."""
     side = _stream("warm-up", torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -142,10 +158,10 @@ def warm_up(work: Callable[..., Result], *given: Any) -> Result:
 
 
 def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, Result]:
-    """A graph of what the function launches, which does not run yet, and the result that a replay fills."""
+    """Capture what the function launches, without running it. Returns the graph and the result that a replay fills."""
     graph, stream = torch.cuda.CUDAGraph(), _stream("capture", torch.cuda.current_device())
-    # A capture that fails may leave its stream the current one. Other threads may go on using the device: a data
-    # loader's, a process group's.
+    # A failed capture may leave its stream the current one. Other threads (data loader, process group) may use the
+    # device meanwhile.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -156,28 +172,28 @@ def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, R
 
 @cache
 def _stream(use: str, device: int) -> torch.cuda.Stream:
-    """One for each use and device: libraries keep workspaces for every stream that they have seen."""
+    """One stream per use and device: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device)
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Streams, captures and replays are those of this device."""
+    """Make this device the current one for streams, captures and replays."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def new_pool(device: torch.device) -> Any:
-    """Memory for captures that never run at the same time."""
+    """Create a memory pool for captures that never run at the same time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def asks_device(work: Callable[[], Any], device: torch.device) -> bool:
-    """Whether the host waits for an answer of the device in this work, seen by running it."""
+    """Run the work and return whether the host waits for the device in it."""
     with Asked() as asked:
         work()
     if asked.names or device.type != "cuda":
         return bool(asked.names)
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")  # also sees what kernels do among themselves
+    torch.cuda.set_sync_debug_mode("error")  # also catches waits inside operators
     try:
         work()
     except RuntimeError:
@@ -188,7 +204,7 @@ def asks_device(work: Callable[[], Any], device: torch.device) -> bool:
 
 
 class Asked(TorchDispatchMode):
-    """Notes the operations that move a number between the device and the host: no graph can hold one."""
+    """Records the operations that move a number between device and host: a graph can't contain them."""
 
     _ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "lift_fresh", "unique")
 
@@ -198,7 +214,7 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # in inference mode an operation that is made of others comes whole
+        with self:  # in inference mode composite operations are not decomposed
             result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)

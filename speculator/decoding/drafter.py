@@ -1,4 +1,4 @@
-"""The seam between the engine and whoever drafts, and the one between a draft's shape and its probabilities."""
+"""The interface of whatever proposes tokens, and of the shapes and logits that drafts are built from."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from speculator.target.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from speculator.decoding.request import Request
-    from speculator.drafters.shapes import Shape
 
 Sequences = Sequence[Sequence[int]]
-"""Sequences on the host, prompt and new tokens, row by row: a drafter that reads text asks the device nothing. A row's list
-stays the same object, and grows, as long as its request lasts."""
+"""Prompt and new tokens of each row, on the host. A request's list stays the same object and grows."""
 Self = TypeVar("Self", bound="Drafter")
 
 
 class Drafter:
-    """Who proposes. A new one needs the attributes and `propose`; what it remembers of the rows it keeps by the others.
+    """Proposes tokens for the target to verify.
 
-    The engine works with what `open` gives, whose memory has a row for each of its slots. `prefill` and `commit` tell
-    of every token that a row holds, with the target's hidden states; a step runs over the first rows.
+    The engine calls `open` once, `prefill` for every prompt chunk, then `propose` and `commit` in every step.
+    A drafter that keeps no per-row state sets the attributes and implements `propose` only.
 
     Attributes:
-        name: how a report names it: "head", "model", "ngram", or another of your own.
-        num_speculative_tokens: G, the most tokens of one draft that can be accepted: the depth of a tree.
+        name: name in reports: "head", "model", "ngram", or your own.
+        num_speculative_tokens: G, the longest path that one draft can contain.
         nodes: the most tokens that one `propose` drafts: G for a chain, more for a tree.
-        rules: the accept rules that fit its drafts (`speculator.decoding.verify.RULES`); the first is the default; none where it differs from draft to draft. Exact are, of
-            a chain, "block" and "rejection", with `probs` or without; "match" of a chain or tree without `probs`;
-            "multi_candidate" of a tree whose siblings are drawn without replacement, "multi_candidate_replacement" of
-            one whose siblings are drawn independently.
-        capturable: whether drafting needs nothing of the host, neither the sequences nor an answer from the device:
-            `propose` and `commit` may then be replayed from a CUDA graph without being called.
-        version: how often the tensors that it keeps were replaced by others: graphs from before read the old ones.
-        taps: the target's taps that it reads (`speculator.target.aux_layers`), ascending; none: it reads the last hidden state.
-        overlap: positions at the end of a reused prefix which it must be given again.
-        room: positions behind a text that it may write to in the target's cache.
+        rules: accept rules that keep the output exact for every draft; the first is the default. Empty if the rule
+            depends on the shape that is drafted.
+            A chain allows "block" and "rejection", with `Draft.probs` or without;
+            a chain or tree without `probs` allows "match";
+            a tree allows "multi_candidate" if siblings are drawn without replacement, "multi_candidate_replacement" if
+            they are drawn independently.
+        capturable: `propose` and `commit` never read a value back from the device and ignore `sequences`, so CUDA
+            graphs can replay them.
+        version: changes when the tensors in `buffers` are replaced; older graphs are then invalid.
+        aux_layers: target layers whose hidden states the drafter reads, ascending; empty: the final hidden state.
+        overlap: positions at the end of a reused prefix that `prefill` must see again.
+        scratch_positions: positions after a row's tokens that the drafter may write in the target's cache.
+        shape: shape of the next draft, if the drafter drafts in several shapes.
     """
 
     name: str
@@ -52,89 +53,117 @@ class Drafter:
     version: int = 0
     aux_layers: Sequence[int] = ()
     overlap: int = 0
-    room: int = 0
+    scratch_positions: int = 0
     shape: Any = None
-    """What a head or a model drafts; None where a drafter has a form of its own."""
 
     def choose(self, requests: Sequence[Request]) -> Any:
-        """The shape of the next step's draft, for the rows of these requests: by what was decoded of them."""
+        """Return the shape of the next step's draft for the rows of these requests."""
         return self.shape
 
     def forget(self) -> None:
-        """What it drafts from now on does not depend on what was decoded before."""
+        """Drop everything that was derived from earlier requests."""
 
     def reshape(self, shape: Shape) -> None:
-        """Draft another shape from the next step on."""
+        """Draft in another shape from the next step on."""
         self.shape, self.num_speculative_tokens, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
         self.capturable = shape.capturable
 
     def open(self: Self, slots: int, capacity: int) -> Self:
-        """A copy with memory of its own, for so many rows of so many tokens."""
+        """Return a copy with memory for `slots` rows of `capacity` tokens."""
         return copy(self)
 
-    def lend(self, cache: KVCache) -> None:
-        """The target's cache, with the rows to draft for selected. The verify pass overwrites what is written there."""
+    def attach_cache(self, cache: KVCache) -> None:
+        """Receive the target's cache; rows to draft for are selected in it. Verification overwrites what is written."""
 
     def grow(self, capacity: int) -> None:
-        """Have room for rows of so many tokens: what the target's cache has now, which grows by half at a time."""
+        """Make room for rows of `capacity` tokens."""
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Row destination[i] becomes what row source[i] was, as far as the first `longest` tokens go.
-
-        Rows change places so, or one is copied to others.
-        """
+        """Copy the state of row source[i], at most `longest` tokens, to row destination[i], all at once."""
 
     def prefill(
-        self,
-        start: int,  # the first of R neighbouring rows
-        sequences: Sequences,  # their prompts
-        begins: Sequence[int],  # how much of each is in its row already
-        hidden: Tensor,  # [R, W, D] the target's hidden states of what follows, from the left, or [R, W, nD] its taps
-        counts: Sequence[int],  # of how many tokens
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
-        """Take in a chunk of prompts. A row's memory beyond its first `begins` tokens is another text's."""
+        """Process a chunk of R prompts. A row's state after its first `begins` tokens belongs to an older sequence.
 
-    def propose(
-        self,
-        pending: Tensor,  # [R] the newest token of each row: sampled, not yet processed by the target
-        sampling: RowSampling,
-        u: Tensor,  # [R, nodes] for the draft's own sampling
-        sequences: Sequences,  # they end with the pending token; that of a row which is not decoding is empty
-    ) -> Draft:
-        """Draft what may follow `pending` in the first R rows: greedily at temperature 0, as its shape says above."""
+        Args:
+            start: the first of R neighbouring rows.
+            sequences: the prompts.
+            begins: tokens of each prompt before the chunk.
+            hidden: [R, W, D] target hidden states of the chunk, left-aligned, or [R, W, nD] auxiliary hidden states.
+            counts: tokens of each prompt in the chunk.
+        """
+
+    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+        """Draft continuations of the pending token of each row; at temperature 0 without sampling.
+
+        Args:
+            pending: [R] newest token of each row, sampled but not yet processed by the target.
+            sampling: per-row temperature and filters.
+            u: [R, nodes] random numbers for the draft's own sampling.
+            sequences: tokens of each row, the pending token last; empty for idle rows.
+        """
         raise NotImplementedError
 
-    def commit(
-        self,
-        tokens: Tensor,  # [R, G+1] what the target processed on the accepted path, the pending token first
-        hidden: Tensor,  # [R, G+1, D] or [R, G+1, nD]
-        counts: Tensor,  # [R] how many of them, from the left, became part of the text; 0 where a row is not decoding
-    ) -> None:
-        """Learn what became part of the text."""
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        """Update per-row state with the accepted tokens.
+
+        Args:
+            tokens: [R, G+1] tokens on the accepted path, the pending token first.
+            hidden: [R, G+1, D] their hidden states, or [R, G+1, nD] auxiliary hidden states.
+            counts: [R] number of accepted tokens, the pending token included; 0 for idle rows.
+        """
 
     @property
-    def widest(self) -> int:
-        """The most tokens that a draft may come to have, whatever is chosen."""
+    def max_nodes(self) -> int:
+        """The most tokens that a draft can have in any shape."""
         return self.nodes
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """If `capturable`: the tensors, but keys and values, that last from one step to the next, updated in place."""
+        """Tensors, without keys and values, that persist between steps and are updated in place."""
         return ()
 
 
 class LogitsSource(Protocol):
-    """A model that gives next-token logits along a draft that is being built, level by level."""
+    """A model that gives next-token logits along a draft, level by level."""
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
-        """Logits of what may follow the pending token."""
+        """Logits of the token after the pending one."""
         ...
 
     def next(
         self,
         level: int,  # 1 for the children of the first drafted tokens
         tokens: Tensor,  # [B, f] the newest level
-        parents: Tensor,  # [B, f] the place of each one's parent in the level before
+        parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
-        """Logits of what may follow each token of the newest level."""
+        """Logits of the children of the newest level."""
+        ...
+
+
+class Shape(Protocol):
+    """How a draft is built from next-token distributions.
+
+    Attributes:
+        depth: the longest path of a draft.
+        levels: depth that the logits source drafts; a lookup path may go deeper.
+        nodes: tokens of a draft.
+        width: the most children of a token.
+        offered: the most tokens among which the `nodes` are chosen: what a draft model processes.
+        rules, capturable: see `Drafter`.
+    """
+
+    depth: int
+    levels: int
+    nodes: int
+    width: int
+    offered: int
+    rules: tuple[str, ...]
+    capturable: bool
+
+    def draft(
+        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
+    ) -> Draft:
+        """Build a draft; see `Drafter.propose`."""
         ...

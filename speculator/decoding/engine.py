@@ -1,11 +1,8 @@
-"""The engine: requests in a fixed number of slots, decoded together, step by step.
+"""The engine: requests in, tokens out.
 
-A slot is a row of the KV cache. Between steps a finished request leaves its slot and a waiting one joins, in the free
-slot whose text it goes on with, or in another; prompts are prefilled in chunks, and what a prompt begins with is copied
-where another row has read it. The rows that decode are the first ones, so a step costs what they cost. Plain decoding
-is the same engine without a drafter, so a measured speedup compares like with like.
-
-Longer than other files: a step, and all that happens between two of them on the device, is read here in one piece.
+A slot is a row of the KV cache. Between two steps finished requests leave their slots, waiting requests are admitted,
+and a chunk of their prompts is prefilled. Decoding rows come first in the cache, so a step runs over those alone.
+Plain decoding is the same engine without a drafter.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -24,66 +21,73 @@ from torch import Tensor
 from speculator.decoding import cuda_graphs
 from speculator.decoding.cuda_graphs import Captured
 from speculator.decoding.draft import Draft, gather_at, take_at
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter, Sequences, Shape
+from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.request import (
     Generation,
     Request,
-    Scores,
     StopStrings,
-    check_count,
+    as_token_set,
+    check_max_new_tokens,
     check_prompts,
-    check_tokens,
-    each_sampling,
+    max_logprobs,
+    sampling_per_row,
 )
 from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
-from speculator.decoding.scheduler import DECODING, JOINING, Slots
+from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import RULES, greedy, match
-from speculator.drafters.shapes import Shape
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache, bucketed
 from speculator.target.model import Target
 
-CHUNK = 512
-"""Tokens of a prompt that are prefilled at a time."""
-AHEAD = 1024
-"""New tokens of a request that its slot has room for when it joins; more only when it has come to so many."""
+PREFILL_CHUNK = 512
+"""Prompt tokens of a row per prefill pass."""
+RESERVED_NEW_TOKENS = 1024
+"""New tokens for which a slot has room at admission; the cache grows if a request needs more."""
+_MIN_STEPS_TO_CAPTURE = 64
+"""Steps from which `generate` captures CUDA graphs. A graph costs about ten eager steps, and is used for 256 tokens."""
 
 
 @dataclass
 class Verified:
-    """A verify pass: what went through the target on the accepted path, and what follows it."""
+    """Result of a verify step.
 
-    tokens: Tensor  # [R, depth + 1] the pending token and the path
-    hidden: Tensor  # [R, depth + 1, D] or the taps that the drafter reads
-    accepted: Tensor  # [R] of the path's tokens
-    following: Tensor  # [R] the token after them
-    report: Tensor  # [R, depth + 4] for the host: the path, drafted (the draft's depth), accepted, copied (of these,
-    # from the lookup's path of a mixed draft), following
+    Attributes:
+        tokens: [R, G+1] the pending token and the accepted path; later columns are arbitrary.
+        hidden: [R, G+1, D] hidden states of `tokens`, or the auxiliary hidden states that the drafter reads.
+        accepted: [R] number of accepted draft tokens.
+        next_token: [R] token after the accepted path.
+        report: [R, G+4] for the host: the path, the draft's depth, `accepted`, accepted tokens of a lookup path in a
+            hybrid draft, `next_token`.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    accepted: Tensor
+    next_token: Tensor
+    report: Tensor
 
 
 class Engine:
     """Decodes requests: `submit` some, then `run`, or `step` by step.
 
-    A request's text does not depend on its batch-mates nor on when it joined, up to near-ties of rounded numbers: its
-    uniforms are a function of (its seed, its length, their place in the step). A sampled one does where a drafter
-    chooses its drafts for all rows together (`AdaptiveDrafter`). Requests join in the order submitted.
+    A completion does not depend on the other requests of its batch, up to near-ties of rounded logits: random numbers
+    are a function of the request's seed, the sequence length and an index. A sampled completion does depend on them if
+    the drafter picks one shape for all rows (`AdaptiveDrafter`). Requests are admitted in the order submitted.
 
     Args:
-        target: the model that decides.
-        drafter: who proposes; None decodes plainly.
+        target: the model whose distribution is kept.
+        drafter: proposes tokens; None: plain decoding.
         slots: requests that are decoded at a time.
-        rule: a name from `speculator.decoding.verify.RULES` that fits the drafter; by default the drafter's own. At temperature
-            0 all are the greedy rule.
-        chunk: tokens of each prompt that are prefilled at a time; beside decoding rows, tokens of all together.
-        capacity: tokens that a slot has room for from the start; it grows where a request needs more.
-        capture: on a CUDA device, run steps as graphs where target and drafter can be captured.
-
-    Raises:
-        UserError: the rule is unknown, or does not fit the drafter; no slots, or no tokens in a chunk.
+        rule: accept rule (`speculator.decoding.verify.RULES`); default: the drafter's first. At temperature 0
+            every rule is greedy decoding.
+        chunk: prompt tokens of a row per prefill pass. While other rows decode, it limits the tokens of all rows.
+        capacity: tokens for which a slot has room from the start; it grows with the requests.
+        capture: on a CUDA device, replay steps as CUDA graphs if target and drafter allow it.
 
     Attributes:
-        processed: tokens that went through prefills so far.
-        prefill_seconds, decode_seconds: so far.
+        num_prefilled_tokens: prompt tokens processed so far.
+        prefill_seconds, decode_seconds: wall-clock time spent so far.
     """
 
     cache: KVCache
@@ -96,49 +100,48 @@ class Engine:
         *,
         slots: int = 8,
         rule: str | None = None,
-        chunk: int = CHUNK,
+        chunk: int = PREFILL_CHUNK,
         capacity: int = 0,
         capture: bool = True,
     ):
-        refuse((slots < 1, f"{slots} slots"), (chunk < 1, f"chunks of {chunk} tokens"))
-        self._rule, self._capture = rule, capture
-        fitting = drafter.rules if drafter else tuple(RULES)
+        if slots < 1 or chunk < 1:
+            raise UserError(f"slots and chunk must be integers >= 1, got {slots} and {chunk}")
+        allowed = drafter.rules if drafter else tuple(RULES)
         if rule is not None and rule not in RULES:
-            raise UserError(f"no accept rule {rule!r}: there are {', '.join(RULES)}")
-        if rule is not None and rule not in fitting:
-            fit = f"these do: {', '.join(fitting)}" if fitting else "it picks a rule for each draft"
-            raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter; {fit}")
-        rule = rule or (fitting or tuple(RULES))[0]
+            raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
+        if rule is not None and rule not in allowed:
+            choices = f"choose one of {', '.join(allowed)}" if allowed else "it picks a rule for each draft"
+            raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter; {choices}")
         if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
-            raise UserError("min_confidence: the processes of a target in shards could end a draft at different tokens")
-        self.target, self.drafter, self.accept, self.chunk = target, drafter, RULES[rule], chunk
-        self.slots = Slots(slots)
+            raise UserError(
+                "min_confidence is not supported for a sharded target: its processes could draft differently"
+            )
+        self.target, self.drafter, self.chunk = target, drafter, chunk
+        self._rule, self._capture = rule, capture
+        self.accept = RULES[rule or (allowed or tuple(RULES))[0]]
+        self.scheduler = Scheduler(slots)
         self.waiting: deque[Request] = deque()
-        self.processed, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
+        self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
         self.pending = torch.zeros(slots, dtype=torch.long, device=target.device)
-        """[slots] the newest token of each decoding row: sampled, not yet processed by the target."""
-        self.alive = torch.ones(slots, dtype=torch.bool, device=target.device)
-        """[slots] whether a row decodes; in captured steps others go along."""
-        self._capacity = capacity and capacity + self._slack
+        """[slots] newest token of each decoding row: sampled, not yet processed by the target."""
+        self.active = torch.ones(slots, dtype=torch.bool, device=target.device)
+        """[slots] False for idle rows, which take part in captured steps."""
+        self._max_tokens = capacity
+        """Tokens of a sequence for which every slot has room."""
         self._decoding: list[Request] = []
-        self.selected_pending, self.selected_alive = self.pending[:0], self.alive[:0]  # views: of the selected rows
-        self._samplings: dict[Hashable, RowSampling] = {}
+        self.selected_pending, self.selected_active = self.pending[:0], self.active[:0]  # views: the selected rows
+        self._captured_samplings: dict[Hashable, RowSampling] = {}
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
-        self._most_logprobs: int | None = None
-        self._scores: list[list[Scores]] | None = None
+        self._num_logprobs: int | None = None
+        self._token_logprobs: list[list[TokenLogprobs]] | None = None
         self._pool = cuda_graphs.new_pool(target.device)
-        self._stepping = self.capturable_method("_step")
+        self._decode = self.capturable_method("decode_rows")
 
-    # ---- requests
+    # ---- requests in
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling | None = None,
-        **how: Any,
-    ) -> Request:
-        """Let a request wait for a slot; see `request`."""
-        return self.enqueue(self.request(prompt, sampling, **how))
+    def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **settings: Any) -> Request:
+        """Make a request and queue it; see `request` for the settings."""
+        return self.enqueue(self.request(prompt, sampling, **settings))
 
     def request(
         self,
@@ -151,60 +154,23 @@ class Engine:
         logprobs: int | None = None,
         on_step: Callable[[list[int], int], None] | None = None,
     ) -> Request:
-        """A request for `enqueue`; see `generate` for what it takes and raises, `Request` for what it gives."""
+        """Validate the settings (see `generate`) and make a `Request` for `enqueue`."""
         (tokens,) = check_prompts(self.target, [prompt])
         room = self.target.context_length - len(tokens)
-        limit, at_limit = min((check_count(max_new_tokens), "length"), (room, "context"), key=itemgetter(0))
-        eos = self.target.eos_token_ids if eos_token_ids is None else check_tokens(eos_token_ids)
+        requested = check_max_new_tokens(max_new_tokens)
+        limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
+        eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
         if stop is not None:
             eos = {*eos, *stop.tokens}
-        return Request(tokens, sampling or Sampling(), limit, at_limit, eos, stop, on_step, logprobs)
+        return Request(tokens, sampling or Sampling(), limit, limit_reason, eos, stop, on_step, logprobs)
 
     def enqueue(self, request: Request) -> Request:
-        """Let a request wait that is known to be right."""
-        self._capacity = max(self._capacity, len(request.prompt) + min(request.limit, AHEAD) + self._slack)
+        """Queue a request made by `request`."""
+        room = len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS)
+        self._max_tokens = max(self._max_tokens, room)
         self.waiting.append(request)
         return request
-
-    @property
-    def _width(self) -> int:
-        """Tokens of a row in a step at most: the pending one and the draft."""
-        return 1 + (self.drafter.widest if self.drafter else 0)
-
-    @property
-    def _slack(self) -> int:
-        """Positions behind a text's end: a captured step also writes, and commits, behind rows that have ended."""
-        return max(2 * self._width, self.drafter.room if self.drafter else 0)
-
-    def reshape(self, shape: Shape) -> None:
-        """Let the head draft another shape from the next step on.
-
-        A greedy text stays as it is. A sampled one is drawn by other uniforms from then on.
-        """
-        assert self.drafter is not None
-        self.accept = RULES[self._rule or (shape or self.drafter).rules[0]]
-        if shape is self.drafter.shape:
-            return
-        before = self._slack
-        self.drafter.reshape(shape)
-        self._capacity += max(0, self._slack - before)
-        capturing = self._capture and cuda_graphs.capturable(self.target, self.drafter)
-        if capturing != self.capturing:
-            self.capturing, self._decoding = capturing, []  # other tensors hold the settings
-
-    def forget(self) -> None:
-        """Forget the sequences of free slots: what follows does not depend on what was decoded before.
-
-        Raises:
-            RuntimeError: some request has not ended.
-        """
-        self.slots.release()
-        if self.busy:
-            raise RuntimeError("requests are in flight")
-        self.slots = Slots(len(self.slots.rows))
-        if self.drafter:
-            self.drafter.forget()
 
     @torch.inference_mode()
     def generate(
@@ -217,153 +183,233 @@ class Engine:
         eos_token_ids: int | Collection[int] | None = None,
         on_step: Callable[[int, list[int], int], None] | None = None,
     ) -> Generation:
-        """Submit all and run; see the function `generate`."""
+        """Submit all prompts and run; see the function `generate`."""
         prompts = check_prompts(self.target, prompts)
-        settings = each_sampling(sampling or Sampling(), len(prompts))
-        counts = max_new_tokens if isinstance(max_new_tokens, list | tuple) else [max_new_tokens] * len(prompts)
-        limits = [check_count(count) for count in counts]
+        samplings = sampling_per_row(sampling or Sampling(), len(prompts))
+        limits = list(max_new_tokens) if isinstance(max_new_tokens, list | tuple) else [max_new_tokens] * len(prompts)
         if len(limits) != len(prompts):
-            raise UserError(f"{len(limits)} numbers of new tokens for {len(prompts)} prompts")
-        began = self.prefill_seconds, self.decode_seconds
-        requests: list[Request] = []
+            raise UserError(f"max_new_tokens: got {len(limits)} numbers for {len(prompts)} prompts")
+        prefill_before, decode_before = self.prefill_seconds, self.decode_seconds
+        requests = []
+        for row, (prompt, row_sampling, limit) in enumerate(zip(prompts, samplings, limits, strict=True)):
+            callback = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
+            settings = {"max_new_tokens": limit, "stop_strings": stop_strings, "eos_token_ids": eos_token_ids}
+            requests.append(self.request(prompt, row_sampling, on_step=callback, **settings))  # type: ignore[arg-type]
         try:
-            for row, (prompt, own, count) in enumerate(zip(prompts, settings, limits, strict=True)):
-                how = {"max_new_tokens": count, "stop_strings": stop_strings, "eos_token_ids": eos_token_ids}
-                callback = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
-                requests.append(self.submit(prompt, own, on_step=callback, **how))  # type: ignore[arg-type]
+            for request in requests:
+                self.enqueue(request)
             self.run()
-        finally:  # if this was interrupted
+        finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
         return Generation(
             [request.tokens for request in requests],
             [request.steps for request in requests],
-            self.prefill_seconds - began[0],
-            self.decode_seconds - began[1],
+            self.prefill_seconds - prefill_before,
+            self.decode_seconds - decode_before,
             [request.finish_reason for request in requests],
         )
 
     @property
     def busy(self) -> bool:
-        """Whether some request has not left its slot, or waits for one."""
-        return bool(self.waiting) or any(slot.request for slot in self.slots.rows)
+        """Whether a request waits or is in a slot."""
+        return bool(self.waiting) or any(slot.request for slot in self.scheduler.slots)
 
     def run(self) -> None:
-        """Go on until every request has ended."""
+        """Step until all requests have finished."""
         while self.step():
             pass
 
+    def forget(self) -> None:
+        """Drop the sequences of free slots and the drafter's history, as if nothing had been decoded."""
+        self.scheduler.release()
+        if self.busy:
+            raise RuntimeError("requests are in flight")
+        self.scheduler = Scheduler(len(self.scheduler.slots))
+        if self.drafter:
+            self.drafter.forget()
+
+    # ---- one step
+
     @torch.inference_mode()
     def step(self) -> bool:
-        """Let waiting requests join, prefill a chunk, and take one step; tells whether anything is left to do."""
+        """Advance every decoding row by one verification step. Returns whether anything is left to do.
+
+        Host work is here; `decode_rows` is the device's part, which CUDA graphs can replay.
+        """
         started = time.perf_counter()
-        self.slots.release()
-        self.admit()
-        self.grow()
-        self.prefill()
-        decoding = time.perf_counter()
-        self.prefill_seconds += decoding - started
-        sequences = self.ready()
+        self.scheduler.release()  # slots of finished requests become free
+        self.admit()  # and go to waiting requests
+        self.grow()  # the cache has room for all of them
+        self.prefill()  # one chunk of the prompts that are not in the cache yet
+        prefilled = time.perf_counter()
+        self.prefill_seconds += prefilled - started
+        sequences = self.select_decoding_rows()
         if sequences:
-            # The step's one copy to the host.
-            self.tell(self._stepping(sequences).tolist(), self._scores)
-            self.decode_seconds += time.perf_counter() - decoding
+            report = self._decode(sequences)
+            self.append_tokens(report.tolist(), self._token_logprobs)  # the step's one copy to the host
+            self.decode_seconds += time.perf_counter() - prefilled
         return self.busy
 
-    # ---- between steps
+    def decode_rows(self, sequences: Sequences) -> Tensor:  # [R, G+4], see `Verified.report`
+        """Draft, verify, accept and commit for the selected rows: device work only.
+
+        With p the target's distribution and q the draft's (2211.17192):
+            draft    x_1 .. x_G ~ q
+            verify   one forward pass gives p_1 .. p_{G+1}
+            accept   a prefix or path x_1 .. x_n by the accept rule, so that the output distribution is exactly p
+            sample   the next token from what the rule leaves of p_{n+1}
+            commit   the pending token and x_1 .. x_n; the next token becomes the pending one
+        """
+        draft, u = self.draft(sequences)
+        verified = self.verify(draft, u)
+        self.commit(verified)
+        return verified.report
+
+    def draft(self, sequences: Sequences) -> tuple[Draft, Tensor]:
+        """Return the draft and the random numbers [R, n+1] for `verify`.
+
+        The random numbers of a row at sequence length t, by index: 0..n-1 sample the n draft tokens, n..2n-1 test them,
+        2n samples the next token. `match` uses index 0 at t, t+1, ..., exactly as plain steps do.
+        """
+        nodes = self.drafter.nodes if self.drafter else 0
+        if self.sampling.greedy:
+            u = self.sampling.temperature.new_zeros(len(self.selected_pending), 2 * nodes + 1)  # unused
+        elif self.accept is match:
+            positions = self.cache.selected[:, None] + torch.arange(nodes + 1, device=self.target.device)
+            seeds = self.sampling.seeds[:, None].expand_as(positions)
+            first = uniforms(seeds.flatten(), positions.flatten(), 1).view_as(positions)
+            u = torch.cat([first[:, :nodes], first], 1)  # the draft is deterministic and uses none
+        else:
+            u = uniforms(self.sampling.seeds, self.cache.selected, 2 * nodes + 1)
+        if self.drafter is None:
+            return Draft.none(self.selected_pending), u
+        return self.drafter.propose(self.selected_pending, self.sampling, u[:, :nodes], sequences), u[:, nodes:]
+
+    def verify(self, draft: Draft, u: Tensor) -> Verified:
+        """Run the target over the pending token and the draft, and accept a path.
+
+        Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
+        after it. The accepted path ends at position `last`; its keys and values move to the front of the draft's.
+        """
+        draft.tokens, draft.parents, draft.lengths = self.target.broadcast(draft.tokens, draft.parents, draft.lengths)
+        tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
+        with self.target.aux_layers.recorded(self._aux_layers) as states:
+            hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
+        logits, hidden = self.target.logits(hidden), states(hidden)
+
+        if self.sampling.greedy:
+            last, next_token = greedy(logits.argmax(-1), draft)
+        elif not draft.tokens.shape[1]:  # a plain step samples from p[0], whatever the rule
+            last = draft.lengths
+            next_token = draw(self.sampling.probs(logits)[:, 0], u[:, 0 if self.accept is match else -1])
+        else:
+            last, residual = self.accept(self.sampling.probs(logits), draft, u)
+            next_token = draw(residual, u[:, -1])
+        last, next_token = self.target.broadcast(last, next_token)
+
+        drafted, accepted, from_lookup = draft.lengths, last, torch.zeros_like(last)
+        if draft.parents is not None:  # a tree: gather the accepted path
+            path = draft.path(last)
+            self.cache.gather(path)
+            tokens, hidden = tokens.gather(1, path), gather_at(hidden, path)
+            drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
+            if draft.own is not None:
+                from_lookup = (path > draft.own.lengths[:, None]).sum(-1)
+            if self._num_logprobs is not None:
+                logits = gather_at(logits, path)
+        if self._num_logprobs is not None:  # such a step is not captured
+            new_tokens = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])
+            self._token_logprobs = token_logprobs(logits, new_tokens, self._num_logprobs)
+        columns = (drafted, accepted, from_lookup, next_token)
+        report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
+        return Verified(tokens, hidden, accepted, next_token, report)
+
+    def commit(self, verified: Verified) -> None:
+        """Keep the pending token and the accepted ones in the cache and in the drafter."""
+        counts = verified.accepted + 1
+        if self.capturing:
+            counts = counts * self.selected_active
+        self.cache.commit(counts)  # rejected positions become free; nothing is copied
+        self.selected_pending.copy_(verified.next_token)
+        if self.drafter:
+            self.drafter.commit(verified.tokens, verified.hidden, counts)
+
+    # ---- host work around a step
 
     def admit(self) -> None:
-        """Give waiting requests the free slots."""
-        if any(request.finish_reason for request in self.waiting):  # cancelled
-            self.waiting = deque(request for request in self.waiting if not request.finish_reason)
+        """Give free slots to waiting requests."""
         if not self.waiting:
             return
-        slots = len(self.slots.rows)
         if not hasattr(self, "cache"):
-            self.cache = self.target.cache(slots, self._capacity)
+            slots = len(self.scheduler.slots)
+            self.cache = self.target.cache(slots, self._max_tokens + self._spare_positions)
             if self.drafter:
                 self.drafter = self.drafter.open(slots, self.cache.capacity)
-                self.drafter.lend(self.cache)
-        self.slots.admit(self.waiting, self._overlap)
+                self.drafter.attach_cache(self.cache)
+        self.scheduler.admit(self.waiting, self._overlap)
 
     def grow(self) -> None:
-        """Have room for the sequences in the slots: they may be longer than was foreseen when they joined."""
-        sequences = [slot.text for slot in self.slots.rows if slot.request]
+        """Make room for the sequences in the slots and for the current shape of the drafts."""
+        sequences = [slot.sequence for slot in self.scheduler.slots if slot.request]
         if not sequences:
             return
-        longest = max(map(len, sequences)) + self._slack
-        if longest > self._capacity:
-            self._capacity = longest + AHEAD
-        if self.cache.grow(self._capacity):
+        longest = max(map(len, sequences))
+        if longest > self._max_tokens:
+            self._max_tokens = longest + RESERVED_NEW_TOKENS
+        if self.cache.grow(self._max_tokens + self._spare_positions):
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
-            # torch captures nothing into a pool whose graphs were all freed.
+            # Graphs read the old buffers. A new pool, because torch captures nothing into a pool without graphs.
             self._pool = cuda_graphs.new_pool(self.target.device)
-            self._stepping = self.capturable_method("_step")
-
-    def _arrange(self) -> None:
-        source, to = self.slots.arrange()
-        if to:
-            longest = max(len(self.slots.rows[row].text) for row in to)
-            self._move(source, to, longest)
-            self.pending[to] = self.pending[source]
-
-    def _move(self, source: list[int], to: list[int], longest: int) -> None:
-        """Rows go to others, or their first `longest` tokens do."""
-        self.cache.move(source, to, longest)
-        if self.drafter:
-            self.drafter.move(source, to, longest)
-
-    def _follow(self) -> None:
-        """Give prompts the beginnings that other rows have read."""
-        source, to, longest = self.slots.follow(self._overlap)
-        if to:
-            self._move(source, to, longest)
-
-    @property
-    def _overlap(self) -> int:
-        return self.drafter.overlap if self.drafter else 0
+            self._decode = self.capturable_method("decode_rows")
 
     def prefill(self) -> None:
-        """Process a chunk of the prompts that are not in the cache yet, and draw the first token of those that end.
+        """Process a chunk of the prompts that are not in the cache yet, and sample the first token of complete ones.
 
-        Beside decoding rows at most max(chunk, decoding rows x tokens of a row in a step) tokens in all.
+        While other rows decode, a chunk has at most max(chunk, tokens of the decoding rows in a step) tokens.
         """
-        self._follow()
-        rows = self.slots.of(JOINING)
+        source, destination, longest = self.scheduler.share_prefixes(self._overlap)
+        if destination:
+            self._move(source, destination, longest)
+        rows = self.scheduler.rows_in(PREFILLING)
         if not rows:
             return
         if rows[-1] - rows[0] >= len(rows):
-            self._arrange()
-            rows = self.slots.of(JOINING)
-        decoding = self.slots.count(DECODING)
-        budget = max(self.chunk, decoding * self._width) if decoding else None
-        rows, width = self.slots.next_chunk(rows, self.chunk, budget)
-        part = [self.slots.rows[row] for row in rows]
-        sequences, begins = [slot.text for slot in part], [slot.known for slot in part]
-        # Rows are padded to the widest: behind the longest of them that still has to fit the cache.
+            self._sort_rows()
+            rows = self.scheduler.rows_in(PREFILLING)
+        decoding = self.scheduler.count(DECODING)
+        budget = max(self.chunk, decoding * self._tokens_per_step) if decoding else None
+        rows, width = self.scheduler.next_chunk(rows, self.chunk, budget)
+        slots = [self.scheduler.slots[row] for row in rows]
+        sequences, begins = [slot.sequence for slot in slots], [slot.num_computed_tokens for slot in slots]
+        # Rows are padded to the widest chunk, which must fit the cache after the row with the most tokens.
         width = min(width, self.cache.capacity - bucketed(max(begins), self.target.device))
-        chunks = [list(text[begin : begin + width]) for text, begin in zip(sequences, begins, strict=True)]
+        chunks = [list(tokens[begin : begin + width]) for tokens, begin in zip(sequences, begins, strict=True)]
         counts = [len(chunk) for chunk in chunks]
         device = self.target.device
         tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
-        lasts = torch.tensor(counts, device=device) - 1
+        last = torch.tensor(counts, device=device) - 1
         self.cache.select(rows[0], rows[-1] + 1, max(begins))
         self.cache.truncate(torch.tensor(begins))
         with self.target.aux_layers.recorded(self._aux_layers) as states:
             hidden = self.target.extend(self.cache, tokens)
-        self.cache.commit(lasts + 1)
+        self.cache.commit(last + 1)
         if self.drafter:
             self.drafter.prefill(rows[0], sequences, begins, states(hidden), counts)
-        for slot, count in zip(part, counts, strict=True):
-            slot.known += count
-        self.processed += sum(counts)
-        ended = {row: slot.request for row, slot in zip(rows, part, strict=True) if slot.known == len(slot.text)}
-        if ended:
-            self._begin(ended, take_at(hidden, lasts)[[row - rows[0] for row in ended]])
+        for slot, count in zip(slots, counts, strict=True):
+            slot.num_computed_tokens += count
+        self.num_prefilled_tokens += sum(counts)
+        complete = {
+            row: slot.request
+            for row, slot in zip(rows, slots, strict=True)
+            if slot.request and slot.num_computed_tokens == len(slot.sequence)
+        }
+        if complete:
+            self._sample_first_tokens(complete, take_at(hidden, last)[[row - rows[0] for row in complete]])
 
-    def _begin(self, requests: dict[int, Any], hidden: Tensor) -> None:
-        """Draw the first new token of rows from their prompts' last states [R, D]."""
+    def _sample_first_tokens(self, requests: dict[int, Request], hidden: Tensor) -> None:
+        """Sample each row's first new token from the prompt's last hidden state [R, D]."""
         sampling = RowSampling([request.sampling for request in requests.values()], hidden.device)
         logits = self.target.logits(hidden)
         if sampling.greedy:
@@ -372,149 +418,111 @@ class Engine:
             first = draw(sampling.probs(logits), uniforms(sampling.seeds, torch.zeros_like(sampling.seeds), 1)[:, 0])
         (first,) = self.target.broadcast(first)
         self.pending[list(requests)] = first
-        most = most_logprobs(requests.values())
-        scores = None if most is None else score(logits[:, None], first[:, None], most)
-        for place, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
-            self.slots.rows[row].phase = DECODING
+        num_top = max_logprobs(requests.values())
+        logprobs = None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)
+        for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
+            self.scheduler.slots[row].phase = DECODING
             if not request.finish_reason:
-                request.take([token], scores=None if scores is None else scores[place])
+                request.append([token], logprobs=None if logprobs is None else logprobs[i])
 
-    def ready(self) -> list[Sequence[int]]:
-        """Select the rows that decode, for a step; gives their sequences. Nothing to do: none."""
-        self.slots.release()
-        count = self.slots.count(DECODING)
+    def select_decoding_rows(self) -> list[Sequence[int]]:
+        """Select the decoding rows for the next step and return their sequences (an empty list if idle)."""
+        self.scheduler.release()
+        count = self.scheduler.count(DECODING)
         if not count:
             return []
-        if any(slot.phase != DECODING for slot in self.slots.rows[:count]):
-            self._arrange()
-        part = self.slots.rows[:count]
-        sequences = [slot.text for slot in part]
-        requests = [slot.request for slot in part if slot.request]
+        if any(slot.phase != DECODING for slot in self.scheduler.slots[:count]):
+            self._sort_rows()
+        slots = self.scheduler.slots[:count]
+        sequences = [slot.sequence for slot in slots]
+        requests = [slot.request for slot in slots if slot.request]
         if self.drafter:
             self.reshape(self.drafter.choose(requests))
-        # A power of two, so that few graphs are captured; the rows beyond `count` are computed and left out.
-        rows = min(len(self.slots.rows), 1 << (count - 1).bit_length()) if self.capturing else count
+        # Captured steps have a power of two rows, so that graphs are few; the rows from `count` on are idle.
+        rows = min(len(self.scheduler.slots), 1 << (count - 1).bit_length()) if self.capturing else count
         self.cache.select(0, rows, max(map(len, sequences)) - 1)
-        self._scores = None  # here, as a captured step is not called
+        self._token_logprobs = None
         if requests != self._decoding or rows != len(self.selected_pending):
             self._decoding = requests
-            self.selected_pending, self.selected_alive = self.pending[:rows], self.alive[:rows]
-            sampling = [request.sampling for request in requests]
-            self.sampling = RowSampling(sampling + sampling[:1] * (rows - count), self.target.device)
-            self._most_logprobs = most_logprobs(requests)
-            if self.capturing:  # graphs read the settings where they were
-                same = self._samplings.setdefault((rows, *self.sampling.kind), self.sampling)
-                same.copy_(self.sampling)
-                self.sampling = same
-                self.selected_alive.copy_(torch.arange(rows) < count)
+            self.selected_pending, self.selected_active = self.pending[:rows], self.active[:rows]
+            samplings = [request.sampling for request in requests]
+            self.sampling = RowSampling(samplings + samplings[:1] * (rows - count), self.target.device)
+            self._num_logprobs = max_logprobs(requests)
+            if self.capturing:  # graphs read the settings from tensors that stay in place
+                in_place = self._captured_samplings.setdefault((rows, *self.sampling.kind), self.sampling)
+                in_place.copy_(self.sampling)
+                self.sampling = in_place
+                self.selected_active.copy_(torch.arange(rows) < count)
         return [*sequences, *[[] for _ in range(rows - count)]]
 
-    # ---- one step of the selected rows: draft, verify, keep, tell
+    def append_tokens(self, report: list[list[int]], logprobs: list[list[TokenLogprobs]] | None = None) -> None:
+        """Append a step's tokens to the requests; a request may finish."""
+        for i, (request, row) in enumerate(zip(self._decoding, report, strict=False)):
+            *path, drafted, accepted, from_lookup, next_token = row
+            if not request.finish_reason:  # an `on_step` of this step may have cancelled it
+                row_logprobs = None if logprobs is None else logprobs[i]
+                request.append([*path[:accepted], next_token], drafted, row_logprobs, from_lookup)
 
-    def _step(self, sequences: Sequences) -> Tensor:  # [R, depth + 4], see `Verified.report`
-        draft, u = self.draft(sequences)
-        verified = self.verify(draft, u)
-        self.keep(verified)
-        return verified.report
+    def reshape(self, shape: Shape) -> None:
+        """Draft in another shape from the next step on.
 
-    def draft(self, sequences: Sequences) -> tuple[Draft, Tensor]:
-        """What the drafter proposes, and the uniforms [R, n + 1] for `verify`.
-
-        A row's uniforms at this length are numbered: 0..n-1 draw the draft's n tokens, n..2n-1 test them, 2n draws the
-        token after them. A walk takes number 0 at this length and at those that follow, as plain steps do.
+        Greedy completions do not change. Sampled ones use other random numbers from then on.
         """
-        nodes = self.drafter.nodes if self.drafter else 0
-        if self.sampling.greedy:
-            u = self.sampling.temperature.new_zeros(len(self.selected_pending), 2 * nodes + 1)  # nobody draws
-        elif self.accept is match:
-            places = self.cache.selected[:, None] + torch.arange(nodes + 1, device=self.target.device)
-            seeds = self.sampling.seeds[:, None].expand_as(places)
-            own = uniforms(seeds.flatten(), places.flatten(), 1).view_as(places)
-            u = torch.cat([own[:, :nodes], own], 1)  # a walk's draft draws nothing
-        else:
-            u = uniforms(self.sampling.seeds, self.cache.selected, 2 * nodes + 1)
-        if self.drafter is None:
-            return Draft.none(self.selected_pending), u
-        return self.drafter.propose(self.selected_pending, self.sampling, u[:, :nodes], sequences), u[:, nodes:]
-
-    def verify(self, draft: Draft, u: Tensor) -> Verified:
-        """One forward pass over the pending token and its draft, whose accepted path comes to lie first in the cache.
-
-        The logits at position j (0: the pending token, i + 1: draft token i) give p[j], the target's distribution of
-        the token after it. The rule accepts a path that ends at position `last`, and the next token is drawn from what
-        it leaves of p[last]: p itself behind a whole draft, norm((p - q)_+) after a refusal.
-        """
-        form = self.target.broadcast(draft.tokens, draft.parents, draft.lengths)
-        draft.tokens, draft.parents, draft.lengths = form
-        tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
-        with self.target.aux_layers.recorded(self._aux_layers) as states:
-            hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
-        logits, hidden = self.target.logits(hidden), states(hidden)
-        if self.sampling.greedy:
-            last, following = greedy(logits.argmax(-1), draft)
-        elif not draft.tokens.shape[1]:  # every rule leaves p
-            own = u[:, 0 if self.accept is match else -1]
-            last, following = draft.lengths, draw(self.sampling.probs(logits)[:, 0], own)
-        else:
-            last, rest = self.accept(self.sampling.probs(logits), draft, u)
-            following = draw(rest, u[:, -1])
-        last, following = self.target.broadcast(last, following)
-        drafted, accepted, copied = draft.lengths, last, torch.zeros_like(last)
-        if draft.parents is not None:
-            path = draft.path(last)
-            self.cache.gather(path)
-            tokens = tokens.gather(1, path)
-            hidden = gather_at(hidden, path)
-            drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
-            if draft.own is not None:
-                copied = (path > draft.own.lengths[:, None]).sum(-1)
-            if self._most_logprobs is not None:
-                logits = gather_at(logits, path)
-        if self._most_logprobs is not None:  # such a step is not captured
-            given = tokens.roll(-1, 1).scatter(1, accepted[:, None], following[:, None])
-            self._scores = score(logits, given, self._most_logprobs)
-        columns = (drafted, accepted, copied, following)
-        report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
-        return Verified(tokens, hidden, accepted, following, report)
-
-    def keep(self, verified: Verified) -> None:
-        """The pending token and the accepted ones are part of the text: the cache and the drafter learn of it."""
-        counts = verified.accepted + 1
-        if self.capturing:
-            counts = counts * self.selected_alive
-        self.cache.commit(counts)
-        self.selected_pending.copy_(verified.following)
-        if self.drafter:
-            self.drafter.commit(verified.tokens, verified.hidden, counts)
-
-    def tell(self, report: list[list[int]], scores: list[list[Scores]] | None = None) -> None:
-        """The host's part: sequences grow, and may end."""
-        for place, (request, row) in enumerate(zip(self._decoding, report, strict=False)):
-            *path, drafted, accepted, copied, following = row
-            if not request.finish_reason:  # another's `on_step` may have cancelled it
-                own = None if scores is None else scores[place]
-                request.take([*path[:accepted], following], drafted, own, copied)
-
-    @property
-    def _aux_layers(self) -> Sequence[int]:
-        return self.drafter.aux_layers if self.drafter else ()
+        assert self.drafter is not None
+        self.accept = RULES[self._rule or (shape or self.drafter).rules[0]]
+        if shape is self.drafter.shape:
+            return
+        self.drafter.reshape(shape)
+        capturing = self._capture and cuda_graphs.capturable(self.target, self.drafter)
+        if capturing != self.capturing:
+            self.capturing, self._decoding = capturing, []  # select the rows again: other tensors hold the settings
 
     def capturable_method(self, method: str) -> Callable[..., Any]:
-        """One of this class's methods as steps run it: as a graph where they are captured."""
-        work, own = Captured(getattr(type(self), method), self._pool), weakref.ref(self)
+        """Return a method of this class that is replayed as a CUDA graph if steps are captured."""
+        work, engine_reference = Captured(getattr(type(self), method), self._pool), weakref.ref(self)
 
-        def run(*given: Any) -> Any:
-            engine = own()
+        def run(*arguments: Any) -> Any:
+            engine = engine_reference()
             assert engine is not None
-            if not engine.capturing or engine._most_logprobs is not None:
-                return work.work(engine, *given)
+            if not engine.capturing or engine._num_logprobs is not None:
+                return work.work(engine, *arguments)
             state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
                 drafting = engine.drafter and (engine.drafter.shape, engine.drafter.version)
                 key = (len(engine.selected_pending), engine.cache.longest, engine.sampling.kind, drafting)
-                return work(key, state, engine, *given)
+                return work(key, state, engine, *arguments)
 
         return run
+
+    def _sort_rows(self) -> None:
+        source, destination = self.scheduler.sort_by_phase()
+        if destination:
+            self._move(source, destination, max(len(self.scheduler.slots[row].sequence) for row in destination))
+            self.pending[destination] = self.pending[source]
+
+    def _move(self, source: list[int], destination: list[int], longest: int) -> None:
+        """Copy the first `longest` tokens of rows to other rows."""
+        self.cache.move(source, destination, longest)
+        if self.drafter:
+            self.drafter.move(source, destination, longest)
+
+    @property
+    def _tokens_per_step(self) -> int:
+        """The most tokens of a row in a verification: the pending one and the draft."""
+        return 1 + (self.drafter.max_nodes if self.drafter else 0)
+
+    @property
+    def _spare_positions(self) -> int:
+        """Positions after a sequence that a step may write. A captured step also commits tokens of idle rows."""
+        return max(2 * self._tokens_per_step, self.drafter.scratch_positions if self.drafter else 0)
+
+    @property
+    def _overlap(self) -> int:
+        return self.drafter.overlap if self.drafter else 0
+
+    @property
+    def _aux_layers(self) -> Sequence[int]:
+        return self.drafter.aux_layers if self.drafter else ()
 
 
 @torch.inference_mode()
@@ -531,32 +539,30 @@ def generate(
     eos_token_ids: int | Collection[int] | None = None,
     on_step: Callable[[int, list[int], int], None] | None = None,
 ) -> Generation:
-    """Continue prompts. Whatever drafts, the text's distribution is the target's own.
+    """Generate completions whose distribution is exactly the target's, with any drafter.
 
     Args:
-        target: the model that decides.
-        drafter: who proposes; None decodes plainly.
-        prompts: token ids, one list or 1-D tensor a row, none empty.
-        sampling: temperature and its kin, greedy by default: one for each prompt, or one for all, of which prompt r
-            then draws from the stream `seed + r`.
-        rule: see `Engine`.
-        max_new_tokens: the most new tokens, one number for all prompts or one for each; a text also ends at the
-            target's context length.
-        max_batch_size: rows at a time; default: all.
-        stop_strings: a text ends with the token that completes one of them.
-        eos_token_ids: tokens that end a text, by default the target's own; none for measurements of equal length.
-        on_step: called with (row, new tokens, how many of them were drafted) as they come, the prefill's first.
-
-    Raises:
-        UserError: no prompt, an empty prompt, one that fills the target's context or holds what is no token of it; a
-            rule that is unknown or does not fit the drafter; not one setting for each prompt; no new token asked for.
+        target: the model whose distribution is kept.
+        drafter: proposes tokens; None: plain decoding.
+        prompts: token ids, one non-empty list or 1-D tensor per prompt.
+        sampling: temperature and filters, one for each prompt or one for all (default: greedy). With one for all,
+            prompt r uses the seed `seed + r`.
+        rule: accept rule; see `Engine`.
+        max_new_tokens: the most new tokens, one number for all prompts or one for each. The target's context length
+            also ends a completion.
+        max_batch_size: prompts that are decoded at a time; default: all.
+        stop_strings: a completion ends with the token that completes one of them.
+        eos_token_ids: tokens that end a completion; default: the target's own.
+        on_step: called with (row, new tokens, how many of them were drafted) after every step, prefill included.
     """
     if max_batch_size is not None and max_batch_size < 1:
-        raise UserError(f"max_batch_size {max_batch_size} is not at least 1")
+        raise UserError(f"max_batch_size must be an integer >= 1, got {max_batch_size}")
     prompts = check_prompts(target, prompts)
     slots = min(len(prompts), max_batch_size or len(prompts))
-    # A single call is over before captures pay.
-    engine = Engine(target, drafter, slots=slots, rule=rule, capture=False)
+    limits = max_new_tokens if isinstance(max_new_tokens, list | tuple) else [max_new_tokens] * len(prompts)
+    # At worst every draft is accepted as a whole.
+    steps = sum(map(check_max_new_tokens, limits)) / slots / (1 + (drafter.num_speculative_tokens if drafter else 0))
+    engine = Engine(target, drafter, slots=slots, rule=rule, capture=steps >= _MIN_STEPS_TO_CAPTURE)
     return engine.generate(
         prompts,
         sampling,
@@ -565,24 +571,3 @@ def generate(
         eos_token_ids=eos_token_ids,
         on_step=on_step,
     )
-
-
-def most_logprobs(requests: Iterable[Request]) -> int | None:
-    """The most alternatives that one of them asks for beside its tokens' log-probabilities; None where none does."""
-    return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
-
-
-def score(
-    logits: Tensor,  # [R, T, V]
-    tokens: Tensor,  # [R, T]
-    most: int,
-) -> list[list[Scores]]:
-    """Of each token its log-probability under the target at temperature 1, and the likeliest alternatives."""
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    own = logprobs.gather(-1, tokens[:, :, None])[:, :, 0].tolist()
-    best = logprobs.topk(min(most, logits.shape[-1]))
-    columns = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
-    return [
-        [Scores(value, list(zip(ids, values, strict=True))) for value, ids, values in zip(*row, strict=True)]
-        for row in columns
-    ]

@@ -1,4 +1,4 @@
-"""One text to be continued: its settings, its stop conditions, and what came of it."""
+"""A request: a prompt, its settings and its completion."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import decode, last
 from speculator.errors import UserError
@@ -17,60 +18,48 @@ from speculator.target.model import Target
 
 @dataclass
 class Step:
-    """One row's part in one verify pass."""
+    """One row's part of one verification step.
+
+    Attributes:
+        drafted: depth of the draft.
+        accepted: accepted draft tokens.
+        emitted: tokens that were appended: accepted + 1, or fewer if the completion ended.
+        copied: accepted tokens that came from the lookup path of a hybrid draft.
+    """
 
     drafted: int
     accepted: int
     emitted: int
-    """Tokens that reached the text: accepted + 1, or fewer where the text's end cut the step."""
     copied: int = 0
-    """Of the accepted ones those of a path that a lookup found, beside a model's own draft."""
 
     @property
     def cut(self) -> bool:
         return self.emitted <= self.accepted
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The log-probability of a token under the target, before temperature and its kin.
-
-    Attributes:
-        top: the likeliest tokens there, with theirs.
-    """
-
-    logprob: float
-    top: list[tuple[int, float]]
-
-
 def acceptance_length(steps: Iterable[Step]) -> float:
-    """Mean of accepted + 1 over the steps that nothing cut; nan where there was none."""
-    whole = [step.accepted + 1 for step in steps if not step.cut]
-    return sum(whole) / len(whole) if whole else float("nan")
+    """Mean of accepted + 1 over the steps that were not cut; nan if there are none."""
+    lengths = [step.accepted + 1 for step in steps if not step.cut]
+    return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
 class StopStrings:
-    """Tells whether a text has just come to one of the strings.
+    """Tests whether a completion has just reached a stop string.
 
     Attributes:
-        tokens: the special tokens that spell one of them: a text's words are without these.
-
-    Raises:
-        UserError: one of them is empty or no string, or there is no tokenizer.
+        tokens: special tokens that spell a stop string; decoded text does not contain them.
     """
 
     def __init__(self, strings: str | Sequence[str], tokenizer):
         strings = [strings] if isinstance(strings, str) else strings
-        if not isinstance(strings, Sequence) or not all(isinstance(string, str) for string in strings):
-            raise UserError(f"stop strings are {strings!r:.60}")
-        if not all(strings):
-            raise UserError("a stop string is empty")
+        if not isinstance(strings, Sequence) or not all(isinstance(string, str) and string for string in strings):
+            raise UserError(f"stop_strings must be non-empty strings, got {strings!r:.60}")
         if tokenizer is None:
-            raise UserError("stop strings need the target's tokenizer")
+            raise UserError("stop_strings need the target's tokenizer")
         self.strings, self.tokenizer = list(strings), tokenizer
         special = ((number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.tokens = {number for number, content in special if content in strings}
-        # A token is a byte of text at least; some room for tokens that decode to nothing.
+        # A token is at least one byte of text; 8 more for tokens that decode to nothing.
         self.window = max(len(string.encode()) for string in strings) + 8
 
     def ends(self, tokens: Sequence[int]) -> bool:
@@ -80,83 +69,84 @@ class StopStrings:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its continuation.
+    """A prompt and its completion.
 
     Attributes:
         prompt: token ids.
-        sampling: its `seed` is the request's own stream.
-        limit: the most new tokens; `at_limit` is why there are no more.
-        eos: tokens that end the text.
-        stop: strings that do.
-        on_step: called with (new tokens, how many of them were drafted) as they come, the prefill's first.
-        logprobs: how many alternatives to give in `scores` with each new token; None: no scores.
-        text: prompt and new tokens.
-        steps: the verify passes, the prefill left out.
-        scores: of the new tokens, where they are asked for.
-        finish_reason: "eos", "stop", "length", "context" or "cancelled"; None while it goes on.
+        sampling: temperature, filters and the seed of the request.
+        max_new_tokens: limit of the completion.
+        limit_reason: finish reason if the limit is reached: "length" or "context".
+        eos: tokens that end the completion.
+        stop: stop strings.
+        on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
+        logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
+        sequence: prompt and new tokens.
+        steps: verification steps, prefill excluded.
+        token_logprobs: log-probabilities of the new tokens, if requested.
+        finish_reason: "eos", "stop", "length", "context" or "cancelled"; None while unfinished.
     """
 
     prompt: Sequence[int]
     sampling: Sampling
-    limit: int
-    at_limit: str = "length"
+    max_new_tokens: int
+    limit_reason: str = "length"
     eos: Collection[int] = ()
     stop: StopStrings | None = None
     on_step: Callable[[list[int], int], None] | None = None
     logprobs: int | None = None
-    text: list[int] = field(init=False)
+    sequence: list[int] = field(init=False)
     steps: list[Step] = field(default_factory=list)
-    scores: list[Scores] = field(default_factory=list)
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def __post_init__(self):
-        self.text = list(self.prompt)
+        self.sequence = list(self.prompt)
 
     @property
     def tokens(self) -> list[int]:
         """The new tokens, EOS included."""
-        return self.text[len(self.prompt) :]
+        return self.sequence[len(self.prompt) :]
 
     def cancel(self) -> None:
-        """End it here, from any thread or from `on_step`; its slot is free before the next step."""
+        """End the request, from any thread or from `on_step`. Its slot is free before the next step."""
         self.finish_reason = self.finish_reason or "cancelled"
 
-    def take(
+    def append(
         self,
         tokens: Sequence[int],
         drafted: int | None = None,
-        scores: Sequence[Scores] | None = None,
+        logprobs: Sequence[TokenLogprobs] | None = None,
         copied: int = 0,
     ) -> None:
-        """Append what a step gave, up to the text's end; `drafted` is None for the prefill's token."""
-        begin, start, accepted = len(self.text), len(self.prompt), len(tokens) - 1
+        """Append a step's tokens up to the completion's end; `drafted` is None for the prefill's token."""
+        begin, start, accepted = len(self.sequence), len(self.prompt), len(tokens) - 1
         for token in tokens:
-            self.text.append(token)
+            self.sequence.append(token)
             if token in self.eos:
                 self.finish_reason = "eos"
-            elif self.stop is not None and self.stop.ends(self.text[start:]):
+            elif self.stop is not None and self.stop.ends(self.sequence[start:]):
                 self.finish_reason = "stop"
-            elif len(self.text) - start >= self.limit:
-                self.finish_reason = self.at_limit
+            elif len(self.sequence) - start >= self.max_new_tokens:
+                self.finish_reason = self.limit_reason
             if self.finish_reason:
                 break
-        taken = self.text[begin:]
-        if self.logprobs is not None and scores is not None:
-            self.scores += [replace(each, top=each.top[: self.logprobs]) for each in scores[: len(taken)]]
+        new = self.sequence[begin:]
+        if self.logprobs is not None and logprobs is not None:
+            self.token_logprobs += [replace(token, top=token.top[: self.logprobs]) for token in logprobs[: len(new)]]
         if drafted is not None:
-            self.steps.append(Step(drafted, accepted, len(taken), copied))
+            self.steps.append(Step(drafted, accepted, len(new), copied))
         if self.on_step:
-            self.on_step(taken, min(accepted, len(taken)))
+            self.on_step(new, min(accepted, len(new)))
 
 
 @dataclass
 class Generation:
-    """What one call of `generate` made, in the order of the prompts.
+    """Completions in the order of the prompts.
 
     Attributes:
-        tokens: the new tokens of each row, EOS included, the prompt not.
-        steps: the verify passes of each row, the prefill left out.
-        prefill_seconds, decode_seconds: wall clock of all prefills and of all steps.
+        tokens: new tokens of each row, EOS included.
+        steps: verification steps of each row, prefill excluded.
+        prefill_seconds, decode_seconds: wall-clock time of all prefills and of all steps.
         finish_reasons: see `Request`.
     """
 
@@ -168,30 +158,31 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """Over all rows."""
+        """Acceptance length over all rows."""
         return acceptance_length(step for row in self.steps for step in row)
 
 
-def each_sampling(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
-    """One for each row: of one for all, row r draws from the stream `seed + r`."""
+def max_logprobs(requests: Iterable[Request]) -> int | None:
+    """The most alternatives that one of the requests asks for; None if none asks for log-probabilities."""
+    return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
+
+
+def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
+    """Settings of each row; with one for all, row r has the seed `seed + r`."""
     if isinstance(sampling, Sampling):
         return [replace(sampling, seed=sampling.seed + row) for row in range(rows)]
     if len(sampling) != rows:
-        raise UserError(f"{len(sampling)} sampling settings for {rows} prompts")
+        raise UserError(f"sampling: got {len(sampling)} settings for {rows} prompts")
     return list(sampling)
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """The prompts as lists, refusing those that can't be continued.
-
-    Raises:
-        UserError: there is none, or one is empty, as long as the target's context, or no list of its tokens.
-    """
+    """Return the prompts as lists. Raises UserError for a prompt that the target can't continue."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
-        raise UserError(f"prompts are lists of token ids, not {prompts!r:.40}")
+        raise UserError(f"prompts must be lists of token ids, got {prompts!r:.40}")
     if not len(prompts):
-        raise UserError("no prompt to continue")
-    lists = [_tokens(number, prompt) for number, prompt in enumerate(prompts, start=1)]
+        raise UserError("no prompts given")
+    lists = [_as_list(number, prompt) for number, prompt in enumerate(prompts, start=1)]
     for number, prompt in enumerate(lists, start=1):
         if not prompt:
             raise UserError(f"prompt {number} is empty: give it at least one token")
@@ -199,14 +190,12 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
             token = min(prompt) if min(prompt) < 0 else max(prompt)
             raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
         if len(prompt) >= target.context_length:
-            raise UserError(
-                f"prompt {number} of {len(prompt)} tokens leaves no room in the context of {target.context_length}"
-            )
+            raise UserError(f"prompt {number} has {len(prompt)} tokens; the context length is {target.context_length}")
     return lists
 
 
-def _tokens(number: int, prompt: Any) -> list[int]:
-    """A prompt as a list: what a tokenizer gives, a list, tuple, array or tensor of integers."""
+def _as_list(number: int, prompt: Any) -> list[int]:
+    """Convert a prompt: a list, tuple, range, array or tensor of integers."""
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
         if isinstance(listed, list | tuple | range) and not any(isinstance(token, bool) for token in listed):
@@ -216,24 +205,16 @@ def _tokens(number: int, prompt: Any) -> list[int]:
     raise UserError(f"prompt {number} is not a list of token ids: {prompt!r:.40}")
 
 
-def check_tokens(token_ids: int | Iterable[int]) -> set[int]:
-    """One token or several, as transformers takes EOS.
-
-    Raises:
-        UserError: they are no integers.
-    """
+def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
+    """Convert one EOS token or several, as transformers accepts them."""
     try:
         return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
     except TypeError:
-        raise UserError(f"eos_token_ids are token ids, not {token_ids!r:.40}") from None
+        raise UserError(f"eos_token_ids must be token ids, got {token_ids!r:.40}") from None
 
 
-def check_count(max_new_tokens: Any) -> int:
-    """The number, if it is one.
-
-    Raises:
-        UserError: it is no number of new tokens.
-    """
+def check_max_new_tokens(max_new_tokens: Any) -> int:
+    """Return the number. Raises UserError for anything but a positive integer."""
     if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be an integer from 1 on, got {max_new_tokens!r:.40}")
+        raise UserError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r:.40}")
     return max_new_tokens

@@ -1,4 +1,4 @@
-"""From logits to a distribution, from a distribution to a token, with counter-based randomness."""
+"""Sampling: logits to distribution, distribution to token, with counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from torch import Tensor
 
 from speculator.errors import UserError, refuse
 
-# Logits are divided by a temperature in float32, which has neither the quotient below nor the temperature above.
-_LOWEST, _HIGHEST = 1e-30, 1e30
-_FIRST = 2048  # tokens that are looked at for top-p before all of them are
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
+_TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits. The same settings shape the target's distribution p and a drafter's q.
+    """Settings of one request. They shape both the target's distribution p and the draft's q.
 
     Attributes:
-        temperature: 0 for greedy decoding; so is one below 1e-30, which float32 logits can't be divided by.
+        temperature: 0 (or below 1e-30): greedy decoding.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens with this much probability.
-        min_p: keep tokens at least this share as likely as the likeliest.
-        seed: of the row's own stream of uniforms.
-
-    Raises:
-        UserError: a value out of range, or of another kind.
+        top_p: keep the smallest set of likeliest tokens with this total probability.
+        min_p: keep tokens with at least this fraction of the likeliest token's probability.
+        seed: seed of the request's random numbers.
     """
 
     temperature: float = 0.0
@@ -44,7 +40,10 @@ class Sampling:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise UserError(f"{name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r:.40}")
         refuse(
-            (not 0 <= self.temperature <= _HIGHEST, f"temperature must be in 0..{_HIGHEST:g}, got {self.temperature}"),
+            (
+                not 0 <= self.temperature <= _MAX_TEMPERATURE,
+                f"temperature must be in 0..{_MAX_TEMPERATURE:g}, got {self.temperature}",
+            ),
             (self.top_k < 0, f"top_k must not be negative, got {self.top_k}"),
             (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (not 0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
@@ -53,31 +52,29 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < _LOWEST
+        return self.temperature < _MIN_TEMPERATURE
 
     def probs(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
-        """What a token is drawn from, in float32 at least; at temperature 0 all on the likeliest token."""
+        """Distribution of the next token, in float32 or wider; one-hot at temperature 0."""
         return RowSampling([self], logits.device).probs(logits.view(1, -1, logits.shape[-1])).view(logits.shape)
 
 
 class RowSampling:
-    """The settings of the rows of a batch, side by side.
+    """Settings of all rows of a batch, as tensors.
 
-    Args:
-        rows: one `Sampling` a row.
-        device: where the logits will be.
+    Attributes:
+        greedy: every row is at temperature 0, so the likeliest token is taken and no distribution is computed.
+        kind: everything that the host decides by; settings of one kind differ in their tensors only.
     """
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
         self.rows = list(rows)
         self.greedy = all(row.greedy for row in rows)
-        """Every row is at temperature 0: no distribution is needed, the likeliest token decides."""
         self._some_greedy = any(row.greedy for row in rows)
         most = max(row.top_k for row in rows)
-        self._most = most and 1 << (most - 1).bit_length()  # so many are sorted; a graph for each number is too many
+        self._most = most and 1 << (most - 1).bit_length()  # rounded up, so that CUDA graphs are few
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
         self.kind = (self.greedy, self._some_greedy, self._most, self._top_p, self._min_p)
-        """What the host decides by: settings of one kind differ in their tensors alone."""
 
         def column(values: Iterable[float]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None, None]
@@ -90,13 +87,13 @@ class RowSampling:
         self.at_zero = column(row.greedy for row in rows).bool()
 
     def copy_(self, other: RowSampling) -> None:
-        """Take over settings of the same kind, in place."""
+        """Copy settings of the same kind, in place."""
         self.rows = other.rows
         for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero"):
             getattr(self, name).copy_(getattr(other, name))
 
     def probs(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
-        """What each row's tokens are drawn from: temperature, then top-k, top-p and min-p, as transformers."""
+        """Distribution of each row's next token: temperature, then top-k, top-p and min-p, as in transformers."""
         if logits.dim() == 2:
             return self.probs(logits[:, None])[:, 0]
         given = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -108,7 +105,7 @@ class RowSampling:
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
             logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
         if self._top_p:
-            logits = logits.masked_fill(_outside(logits.softmax(-1), self.top_p), -torch.inf)
+            logits = logits.masked_fill(_removed_by_top_p(logits.softmax(-1), self.top_p), -torch.inf)
         probs = logits.softmax(-1)
         if self._min_p:
             probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0)
@@ -119,25 +116,25 @@ class RowSampling:
         return probs
 
 
-def _outside(
+def _removed_by_top_p(
     probs: Tensor,  # [..., V]
     top_p: Tensor,  # [..., 1]
     first: int | None = None,
 ) -> Tensor:  # [..., V] bool
-    """Which tokens are not in the smallest set of likeliest ones with so much probability; with 1 all of them are.
+    """Mask of the tokens that top-p removes; `top_p` 1 removes none.
 
-    Sorting a vocabulary is slow on a CPU, where the few likeliest tokens are mostly enough; elsewhere the host would
-    have to ask whether they are.
+    On a CPU the likeliest tokens usually suffice, and sorting the vocabulary is slow. On other devices the host would
+    have to wait to learn whether they do.
     """
     size = probs.shape[-1]
-    first = first or (_FIRST if probs.device.type == "cpu" else size)
+    first = first or (_TOP_P_CANDIDATES if probs.device.type == "cpu" else size)
     ordered, index = probs.topk(first) if first < size else probs.sort(descending=True)
     beyond = (ordered.cumsum(-1) - ordered) >= top_p
     outside = torch.ones_like(probs, dtype=torch.bool).scatter_(-1, index, beyond) & (top_p < 1)
     if first < size:
         short = (ordered.sum(-1) < top_p[..., 0]) & (top_p[..., 0] < 1)
         if short.any():
-            outside[short] = _outside(probs[short], top_p.expand(*short.shape, 1)[short], size)
+            outside[short] = _removed_by_top_p(probs[short], top_p.expand(*short.shape, 1)[short], size)
     return outside
 
 
@@ -150,20 +147,20 @@ def _shr(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: every input bit moves every output bit."""
+    """Finaliser of splitmix64: every input bit affects every output bit."""
     x = (x ^ _shr(x, 30)) * -4658895280553007687
     x = (x ^ _shr(x, 27)) * -7723592293110705685
     return x ^ _shr(x, 31)
 
 
 def uniforms(
-    seeds: Tensor,  # [B] one per row
-    positions: Tensor,  # [B] committed length at the start of the step: grows every step
+    seeds: Tensor,  # [B]
+    positions: Tensor,  # [B] sequence lengths at the start of the step
     count: int,
 ) -> Tensor:  # [B, count] float64 in [0, 1)
-    """A function of (row seed, position, slot): no state, so a row draws the same beside any batch-mates."""
-    slots = torch.arange(count, device=seeds.device)
-    bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + slots + _GAMMA)
+    """Random numbers as a function of (seed, position, index): stateless, so batch-mates do not affect them."""
+    index = torch.arange(count, device=seeds.device)
+    bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + index + _GAMMA)
     return _shr(bits, 11).double() * 2.0**-53
 
 
@@ -171,9 +168,9 @@ def draw(
     probs: Tensor,  # [B, V] need not be normalised
     uniform: Tensor,  # [B]
 ) -> Tensor:  # [B]
-    """One token a row by inversion: the first whose cumulative distribution exceeds `uniform` times the total."""
+    """Sample one token per row: the first whose cumulative probability exceeds `uniform` times the total."""
     cumulative = probs.double().cumsum(-1)
     total = cumulative[:, -1]
-    # Rounding can put the product at the total, which no bound exceeds.
-    place = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, place[:, None], right=True)[:, 0].clamp(max=cumulative.shape[-1] - 1)
+    # Rounding can make the product equal to the total, which no cumulative value exceeds.
+    threshold = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(max=cumulative.shape[-1] - 1)

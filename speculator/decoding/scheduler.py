@@ -1,200 +1,210 @@
-"""Which request is in which row of the cache: what joins, what leaves, who is prefilled next. The host's part alone."""
+"""Which request is in which slot: admission, prefix sharing, chunked prefill. Host-side bookkeeping only."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from speculator.decoding.request import Request
 
-DECODING, JOINING, FOLLOWING, FREE = range(4)
-"""Decoding; being prefilled; waiting for the beginning of a prompt that another row is reading; free."""
+DECODING, PREFILLING, WAITING_FOR_PREFIX, FREE = range(4)
+"""Phases of a slot, in the order of the rows. WAITING_FOR_PREFIX: another slot is prefilling the prompt's prefix."""
 _BLOCK = 8
-"""Tokens. Prompts that begin alike are found by the hashes of their beginnings of one, two, ... blocks."""
-_FEW = 1024
+"""Tokens per block: prompts with a common prefix are found by the hashes of their first block, first two blocks, ..."""
+_MIN_TABLE_SIZE = 1024
 
 
+@dataclass(eq=False)
 class Slot:
-    """A row of the cache: the text that it holds or held, and how many of its tokens have their keys there."""
+    """A row of the KV cache.
 
-    def __init__(self) -> None:
-        self.text: Sequence[int] = ()
-        self.known = 0
-        self.request: Request | None = None
-        self.phase = FREE
-        self.turn = 0
-        """When it was last prefilled, copied from or left: the first in line, and the first to go, has the least."""
-        self.following: tuple[Slot, Sequence[int], int] | None = None
-        """(slot, its text, n): this one waits until that slot has the first n tokens of the text, and copies their keys
-        and values."""
-
-
-class Slots:
-    """The slots in the order of their rows.
-
-    Args:
-        count: of slots.
+    Attributes:
+        sequence: tokens that the row holds or held; of a request, its prompt and completion.
+        num_computed_tokens: leading tokens of `sequence` whose keys and values are in the row.
+        last_used: logical time of the last admission, prefill, copy or release.
+        prefix_source: (slot, its sequence, n) from which the first n tokens are copied once they are computed.
     """
 
-    def __init__(self, count: int):
-        self.rows = [Slot() for _ in range(count)]
-        self._turn = 0
-        self._beginnings: dict[int, tuple[Slot, Request]] = {}
-        """By hash: a slot and the request whose prompt begins so; void when that is in the slot no longer."""
-        self._most_beginnings = _FEW
+    sequence: Sequence[int] = ()
+    num_computed_tokens: int = 0
+    request: Request | None = None
+    phase: int = FREE
+    last_used: int = 0
+    prefix_source: tuple[Slot, Sequence[int], int] | None = None
+
+
+class Scheduler:
+    """The slots, in the order of their rows."""
+
+    def __init__(self, num_slots: int):
+        self.slots = [Slot() for _ in range(num_slots)]
+        self._time = 0
+        self._prefixes: dict[int, tuple[Slot, Request]] = {}
+        """Slot and request whose prompt starts with the blocks of a hash; stale once the slot has another request."""
+        self._max_prefixes = _MIN_TABLE_SIZE
 
     def count(self, phase: int) -> int:
-        return sum(slot.phase == phase for slot in self.rows)
+        return sum(slot.phase == phase for slot in self.slots)
 
-    def of(self, phase: int) -> list[int]:
-        """The rows in a phase."""
-        return [row for row, slot in enumerate(self.rows) if slot.phase == phase]
+    def rows_in(self, phase: int) -> list[int]:
+        return [row for row, slot in enumerate(self.slots) if slot.phase == phase]
 
     @property
-    def joining(self) -> bool:
-        """Whether some prompt is not read yet."""
-        return any(slot.phase in (JOINING, FOLLOWING) for slot in self.rows)
+    def prefilling(self) -> bool:
+        """Whether some admitted prompt is not computed yet."""
+        return any(slot.phase in (PREFILLING, WAITING_FOR_PREFIX) for slot in self.slots)
 
     def release(self) -> None:
-        """Free the slots whose requests have ended; what they hold stays for a prompt that begins alike."""
-        for slot in self.rows:
+        """Free the slots of finished requests. Their tokens stay, for prompts with the same prefix."""
+        for slot in self.slots:
             if slot.request is not None and slot.request.finish_reason:
                 if slot.phase == DECODING:
-                    slot.known = len(slot.request.text) - 1  # all but the newest token
-                slot.text, slot.request, slot.phase = slot.request.text, None, FREE
-                slot.turn, self._turn = self._turn, self._turn + 1
+                    slot.num_computed_tokens = len(slot.request.sequence) - 1  # the newest token is still pending
+                slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
+                slot.last_used, self._time = self._time, self._time + 1
 
     def admit(self, waiting: deque[Request], overlap: int) -> None:
-        """Give waiting requests the free slots: to each the one with the longest common prefix, if that is all but a
-        few tokens of what the slot holds, or half of it and no slot is unused; else an unused one, or the one whose
-        last use is the longest ago, which copies the prefix.
+        """Give waiting requests the free slots.
 
-        Of a prefix the last `overlap` tokens are processed again, and of a prompt at least the last token: its state
-        gives the first new one. Where a prompt that has been read, or is being read, shares more, the request follows:
-        its row gets that from the other's. It waits for no less than half of what it would have to process.
+        A request gets the free slot that shares the longest prefix with it, if the prefix is nearly all of that slot or
+        half of it while no slot is unused. Otherwise it gets an unused or the least recently used slot, into which the
+        prefix is copied. If another prompt in flight shares more, the request waits for that prefix, provided that the
+        wait saves half of its prefill.
+
+        Args:
+            waiting: requests in the order submitted; admitted ones are removed.
+            overlap: tokens at the end of a reused prefix that are computed again. The last token of a prompt always is:
+                its hidden state gives the first new token.
         """
-        free = [slot for slot in self.rows if slot.phase == FREE]
-        fresh = deque(slot for slot in free if not slot.known)
-        used = [slot for slot in free if slot.known]
-        while waiting and (fresh or used):
+        free = [slot for slot in self.slots if slot.phase == FREE]
+        unused = deque(slot for slot in free if not slot.num_computed_tokens)
+        used = [slot for slot in free if slot.num_computed_tokens]
+        while waiting and (unused or used):
             request = waiting.popleft()
             if request.finish_reason:  # cancelled
                 continue
-            best, known = None, 0
+            best, shared = None, 0
             for slot in used:
-                shared = min(common_prefix(slot.text, request.prompt), slot.known)
-                if shared > known:
-                    best, known = slot, shared
-                if known >= len(request.prompt) - 1:
+                length = min(common_prefix(slot.sequence, request.prompt), slot.num_computed_tokens)
+                if length > shared:
+                    best, shared = slot, length
+                if shared >= len(request.prompt) - 1:
                     break
-            blocks = _hashes(request.prompt)
-            following = self._following(request, known, blocks)
-            if best is not None and best.known - known <= (_BLOCK if fresh else known):
+            hashes = _block_hashes(request.prompt)
+            prefix_source = self._find_prefix_source(request, shared, hashes)
+            if best is not None and best.num_computed_tokens - shared <= (_BLOCK if unused else shared):
                 slot = best
-            else:  # another text would be lost
-                slot = fresh.popleft() if fresh else min(used, key=lambda each: each.turn)
+            else:  # do not overwrite the other tokens of the best slot
+                slot = unused.popleft() if unused else min(used, key=lambda candidate: candidate.last_used)
                 if best is not None and slot is not best:
-                    if known >= _BLOCK and following is None:
-                        following, best.turn = (best, best.text, known), self._turn
-                    known = 0
+                    if shared >= _BLOCK and prefix_source is None:
+                        prefix_source, best.last_used = (best, best.sequence, shared), self._time
+                    shared = 0
             if slot in used:
                 used.remove(slot)
-            slot.known = _reused(known, request.prompt, overlap)
-            slot.request, slot.text, slot.turn, slot.following = request, request.text, self._turn, following
-            slot.phase = FOLLOWING if following else JOINING
-            self._note(slot, request, blocks)
+            slot.num_computed_tokens = _reusable(shared, request.prompt, overlap)
+            slot.request, slot.sequence, slot.last_used = request, request.sequence, self._time
+            slot.prefix_source, slot.phase = prefix_source, WAITING_FOR_PREFIX if prefix_source else PREFILLING
+            self._register_prefixes(slot, request, hashes)
 
-    def _following(self, request: Request, known: int, blocks: list[int]) -> tuple[Slot, Sequence[int], int] | None:
-        """Whose prompt has the most of this one, if that is enough more than `known`."""
-        most, seen = len(request.prompt) - 1, set()
-        for block in reversed(blocks):
-            slot, other = self._beginnings.get(block, (None, None))
+    def _find_prefix_source(
+        self, request: Request, num_computed: int, hashes: list[int]
+    ) -> tuple[Slot, Sequence[int], int] | None:
+        """Find the slot whose prompt shares the longest prefix, if that saves enough compared with `num_computed`."""
+        longest, seen = len(request.prompt) - 1, set()
+        for prefix in reversed(hashes):
+            slot, other = self._prefixes.get(prefix, (None, None))
             if slot is None or other is None or slot.request is not other or slot in seen:
                 continue
             seen.add(slot)
-            shared = min(common_prefix(other.prompt, request.prompt), most)
-            if shared > known and (shared <= slot.known or 2 * (shared - known) > most - known):
-                return slot, slot.text, shared
+            shared = min(common_prefix(other.prompt, request.prompt), longest)
+            ready = shared <= slot.num_computed_tokens
+            if shared > num_computed and (ready or 2 * (shared - num_computed) > longest - num_computed):
+                return slot, slot.sequence, shared
         return None
 
-    def _note(self, slot: Slot, request: Request, blocks: list[int]) -> None:
-        """That a slot's prompt begins so; who came first stays."""
-        for block in blocks:
-            other = self._beginnings.get(block)
-            if other is None or other[0].request is not other[1]:
-                self._beginnings[block] = slot, request
-        if len(self._beginnings) > self._most_beginnings:
-            valid = {block: each for block, each in self._beginnings.items() if each[0].request is each[1]}
-            self._beginnings, self._most_beginnings = valid, max(_FEW, 2 * len(valid))
+    def _register_prefixes(self, slot: Slot, request: Request, hashes: list[int]) -> None:
+        """Add a prompt's prefixes to the table; the first request with a prefix keeps it."""
+        for prefix in hashes:
+            entry = self._prefixes.get(prefix)
+            if entry is None or entry[0].request is not entry[1]:
+                self._prefixes[prefix] = slot, request
+        if len(self._prefixes) > self._max_prefixes:
+            valid = {prefix: entry for prefix, entry in self._prefixes.items() if entry[0].request is entry[1]}
+            self._prefixes, self._max_prefixes = valid, max(_MIN_TABLE_SIZE, 2 * len(valid))
 
-    def follow(self, overlap: int) -> tuple[list[int], list[int], int]:
-        """Let those be prefilled whose leader has read what they share, or is gone.
+    def share_prefixes(self, overlap: int) -> tuple[list[int], list[int], int]:
+        """Start the prefill of slots whose prefix source is computed, or gone.
 
-        Returns rows, whose first tokens are to be copied, where each of them goes, and the most tokens of one.
+        Returns:
+            source rows, destination rows, and the longest prefix to copy.
         """
-        source, to, longest = [], [], 0
-        places = {slot: row for row, slot in enumerate(self.rows)}
-        for row in self.of(FOLLOWING):
-            slot = self.rows[row]
-            assert slot.following is not None
-            leader, text, shared = slot.following
-            there, place = leader.text is text, places[leader]
-            read = leader.known >= shared and place not in to  # what it is given now is there after all have moved
-            if there and not read and leader.request:
+        source, destination, longest = [], [], 0
+        rows = {slot: row for row, slot in enumerate(self.slots)}
+        for row in self.rows_in(WAITING_FOR_PREFIX):
+            slot = self.slots[row]
+            assert slot.prefix_source is not None
+            other, sequence, shared = slot.prefix_source
+            present = other.sequence is sequence
+            # All rows are copied at once: a row that is a destination now can't be a source yet.
+            computed = other.num_computed_tokens >= shared and rows[other] not in destination
+            if present and not computed and other.request:
                 continue
-            slot.phase, slot.following = JOINING, None
-            if there and read:
-                source.append(place)
-                to.append(row)
+            slot.phase, slot.prefix_source = PREFILLING, None
+            if present and computed:
+                source.append(rows[other])
+                destination.append(row)
                 longest = max(longest, shared)
-                slot.known = _reused(shared, slot.text, overlap)
-        return source, to, longest
+                slot.num_computed_tokens = _reusable(shared, slot.sequence, overlap)
+        return source, destination, longest
 
-    def arrange(self) -> tuple[list[int], list[int]]:
-        """Decoding rows first, then those being prefilled, then free ones: a pass runs over neighbours.
+    def sort_by_phase(self) -> tuple[list[int], list[int]]:
+        """Move decoding slots to the first rows, then those being prefilled, then free ones.
 
-        Returns rows and where each of them goes; the others stay.
+        A forward pass runs over neighbouring rows. Returns source and destination rows; the other rows stay.
         """
-        wanted = sorted(slot.phase for slot in self.rows)
-        to = [row for row, (slot, phase) in enumerate(zip(self.rows, wanted, strict=True)) if slot.phase != phase]
-        source = sorted(to, key=lambda row: self.rows[row].phase)
-        for row, slot in zip(to, [self.rows[row] for row in source], strict=True):
-            self.rows[row] = slot
-        return source, to
+        phases = sorted(slot.phase for slot in self.slots)
+        destination = [row for row, slot in enumerate(self.slots) if slot.phase != phases[row]]
+        source = sorted(destination, key=lambda row: self.slots[row].phase)
+        for row, slot in zip(destination, [self.slots[row] for row in source], strict=True):
+            self.slots[row] = slot
+        return source, destination
 
-    def next_chunk(self, rows: list[int], widest: int, budget: int | None) -> tuple[list[int], int]:
-        """Which of neighbouring rows are prefilled next, and how many tokens of each at most.
+    def next_chunk(self, rows: list[int], max_width: int, budget: int | None) -> tuple[list[int], int]:
+        """Choose which of neighbouring rows are prefilled next, and how many tokens of each at most.
 
-        With a `budget` of tokens in all: who has waited longest, and as many of its neighbours as that leaves room for.
+        With a `budget` of tokens, take the row that has waited longest and as many of its neighbours as fit.
         """
-        widths = [min(widest, len(self.rows[row].text) - self.rows[row].known) for row in rows]
+        remaining = [len(self.slots[row].sequence) - self.slots[row].num_computed_tokens for row in rows]
+        widths = [min(max_width, tokens) for tokens in remaining]
         start, stop = 0, len(rows)
         if budget is not None:
-            start = min(range(len(rows)), key=lambda i: self.rows[rows[i]].turn)
+            start = min(range(len(rows)), key=lambda i: self.slots[rows[i]].last_used)
             stop = start + 1
             while stop < len(rows) and (stop + 1 - start) * max(widths[start : stop + 1]) <= budget:
                 stop += 1
         for row in rows[start:stop]:
-            self.rows[row].turn = self._turn
-        self._turn += 1
+            self.slots[row].last_used = self._time
+        self._time += 1
         return rows[start:stop], max(widths[start:stop])
 
 
-def _reused(shared: int, prompt: Sequence[int], overlap: int) -> int:
-    """How many tokens of a prefix are not processed again."""
+def _reusable(shared: int, prompt: Sequence[int], overlap: int) -> int:
+    """Number of tokens of a shared prefix that need not be computed again."""
     return max(0, min(shared, len(prompt) - 1) - overlap)
 
 
-def _hashes(prompt: Sequence[int]) -> list[int]:
-    """Of its first block, its first two, ..."""
-    found, last = [], 0
+def _block_hashes(prompt: Sequence[int]) -> list[int]:
+    """Hashes of the first block, the first two blocks, ..."""
+    hashes, last = [], 0
     for end in range(_BLOCK, len(prompt) + 1, _BLOCK):
         last = hash((last, *prompt[end - _BLOCK : end]))
-        found.append(last)
-    return found
+        hashes.append(last)
+    return hashes
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that two sequences share at their start."""
+    """Length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

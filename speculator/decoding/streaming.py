@@ -1,4 +1,4 @@
-"""Text from tokens as they come: pieces that never change afterwards, coloured by who gave the token."""
+"""Incremental detokenization: text pieces that never change afterwards, coloured by the token's origin."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from transformers import PreTrainedTokenizerBase
 from speculator.errors import safe, show
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
-LEGEND = f"{_GREEN}green{_PLAIN}: draft tokens that the target accepted; uncoloured: tokens that it gave itself"
+LEGEND = f"{_GREEN}green{_PLAIN}: accepted draft tokens; uncoloured: tokens sampled from the target"
 
 
-_BEFORE = 16
-"""Tokens before a text that are decoded with it, where these are many."""
-_INSIDE = re.compile(r"<0x[89AB][0-9A-F]>")
-"""A byte token that begins no character."""
+_MAX_CONTEXT = 16
+"""Preceding tokens that are decoded together with new ones."""
+_CONTINUATION_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")
+"""Name of a byte token inside a UTF-8 character."""
 
 
 def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) -> Sequence[int]:
-    """The last `count` tokens of a text, or up to three more, so that they do not begin inside a character: of a run of
-    byte tokens with half a character in it tokenizers decode nothing.
+    """The last `count` tokens, or up to three more so that the first does not start inside a UTF-8 character.
+
+    Tokenizers decode nothing from byte tokens that start inside a character.
     """
     start = max(0, len(tokens) - count)
     for begin in range(start, max(-1, start - 4), -1):
         name = tokenizer.convert_ids_to_tokens(int(tokens[begin])) if tokens else None
-        if not (isinstance(name, str) and _INSIDE.fullmatch(name)):
+        if not (isinstance(name, str) and _CONTINUATION_BYTE.fullmatch(name)):
             return tokens[begin:]
     return tokens[start:]
 
@@ -34,23 +35,22 @@ def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) 
 def decode(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], before: Sequence[int] = (), special: bool = False
 ) -> str:
-    """The text of new tokens.
+    """Decode new tokens.
 
     Args:
-        tokenizer: of the target.
-        tokens: the new ones.
-        before: those that the text goes on from, of which the last count. Some tokenizers drop the space at the start
-            of a text, so " Paris" is "Paris" behind nothing; a chat's answer begins so.
-        special: show special tokens too.
+        tokenizer: the target's tokenizer.
+        tokens: the new tokens.
+        before: tokens before them. Some tokenizers drop a leading space, so " Paris" becomes "Paris" without them.
+        special: keep special tokens.
     """
 
     def text(ids: Sequence[int]) -> str:
-        # Cleaning up would remove spaces that a stream has shown already.
+        # Clean-up would remove spaces that a stream has printed already.
         made = tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         assert isinstance(made, str)
         return made
 
-    before = last(tokenizer, before, _BEFORE)
+    before = last(tokenizer, before, _MAX_CONTEXT)
     whole, known = text([*before, *tokens]), text(before) if before else ""
     while not whole.startswith(known):  # it ended inside a character
         known = known[:-1]
@@ -58,27 +58,23 @@ def decode(
 
 
 class Detokenizer:
-    """Pieces of text from tokens one by one; together they are `decode` of all the tokens.
+    """Turns tokens into pieces of text, which concatenate to `decode` of all tokens.
 
-    A token may end inside a character, so text is held back while it ends in a replacement character. Tokenizers with
-    byte tokens ("<0xE4>") decode a run of them as a whole, so such a run is held back until it ends.
-
-    Args:
-        tokenizer: of the target.
-        before: see `decode`.
+    A token may end inside a character, so text that ends in a replacement character is held back. Tokenizers with byte
+    tokens ("<0xE4>") decode a run of them at once, so a run is held back until it ends.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
         self.tokenizer = tokenizer
-        # Tokens since the piece before the last one. That piece is decoded again: what a token's text is depends on
-        # what is before it. `_shown` of the tokens have been given.
-        self._window = list(last(tokenizer, before, _BEFORE))
+        # Tokens since the last piece but one. That piece is decoded again, as a token's text depends on its left
+        # context. The text of the first `_shown` tokens has been returned.
+        self._window = list(last(tokenizer, before, _MAX_CONTEXT))
         self._shown = len(self._window)
-        self._special = set(tokenizer.all_special_ids)  # left out of the text: they end no run
+        self._special = set(tokenizer.all_special_ids)  # not in the text, so they end no run
         self._in_run = False
 
     def push(self, token: int) -> str:
-        """The text that this token settles: empty while it may still change."""
+        """Return the text that this token completes; empty while it may still change."""
         self._window.append(token)
         if token not in self._special:
             name = self.tokenizer.convert_ids_to_tokens(token)
@@ -91,7 +87,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is still held back, as it is."""
+        """Return the text that is still held back."""
         piece = self._held()
         self._window, self._shown = [], 0
         return piece
@@ -101,14 +97,13 @@ class Detokenizer:
 
 
 class TextStream:
-    """Prints one text on stdout while it is generated: give it to `generate` as `on_step`, then call `finish`.
+    """Prints a completion while it is generated: pass it to `generate` as `on_step`, then call `finish`.
 
     On a terminal control characters are shown as escapes.
 
     Args:
-        tokenizer: of the target.
-        lead: printed before the first token's text.
-        colours: accepted draft tokens in green. A character of several tokens has the colour of the last.
+        lead: text to print before the first token.
+        colours: print accepted draft tokens in green. A character of several tokens has the colour of the last.
         before: see `decode`.
     """
 
@@ -119,7 +114,7 @@ class TextStream:
         self.lead, self.colours = lead, colours
 
     def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:
-        """A step's new tokens, of which the first `drafted` were drafted."""
+        """Print a step's new tokens, the first `drafted` of which come from the draft."""
         text, self.lead = safe(self.lead), ""
         for place, token in enumerate(tokens):
             piece = safe(self.detokenizer.push(token))
@@ -127,5 +122,5 @@ class TextStream:
         print(text, end="", flush=True)
 
     def finish(self) -> None:
-        """Print what was held back, and end the line."""
+        """Print the text held back, and end the line."""
         show(self.detokenizer.finish())

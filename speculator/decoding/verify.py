@@ -1,12 +1,11 @@
-"""Accept rules: pure functions of the target's distribution, the draft and uniforms.
+"""Accept rules: pure functions of the target's distribution, the draft and random numbers.
 
-Notation: at verify position j (0 the pending token, i + 1 draft token i) the target's distribution of the next token is
-p[j]. A rule gives `last`, the position where the accepted path ends (0: nothing accepted), and the distribution of the
-token that follows it, which need not be normalised. So every step emits the tokens of the path and one more. Of more
-uniforms than `u` is said to have the first count.
+Notation: at verify position j (0: the pending token, i+1: draft token i) the target's distribution of the next token is
+p[j]; the draft's is q. A rule returns `last`, the position where the accepted path ends (0: nothing accepted), and the
+distribution of the token after it, which need not be normalised. Rules read the leading columns of `u`.
 
-Every rule keeps the target's distribution exactly, for the drafts that it is made for. A uniform
-can be exactly 0, so a test `u * q < p` is strict: what the target never says is never accepted.
+Every rule keeps the target's distribution exactly, for the drafts that it is made for. A random number can be exactly
+0, so tests `u q < p` are strict: a token of probability 0 is never accepted.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from speculator.decoding.sampling import draw
 _TINY = 1e-30
 
 
-def _chosen(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B, T]
+def _prob_of(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B, T]
     return probs.gather(2, tokens[:, :, None])[..., 0]
 
 
 def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
-    """The end of the longest path whose every token is accepted."""
+    """Verify position where the longest path of accepted tokens ends."""
     accept = accept & draft.drafted
     if draft.parents is None:
         return accept.long().cumprod(-1).sum(-1)
@@ -38,13 +37,13 @@ def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
-    """(p - q)_+, or p where rounding leaves nothing of it: only a draft from q = p can be refused by rounding."""
-    left = (p - q).clamp_min(0)
-    return torch.where(left.sum(-1, keepdim=True) > _TINY, left, p)
+    """(p - q)_+, not normalised; p if that is 0 everywhere, when only rounding can have rejected the draft (p = q)."""
+    residual = (p - q).clamp_min(0)
+    return torch.where(residual.sum(-1, keepdim=True) > _TINY, residual, p)
 
 
 def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
-    """q at every position: one-hot for a deterministic draft, 0 where nothing was drafted."""
+    """q at every verify position: one-hot for a deterministic draft, 0 where nothing was drafted."""
     q = draft.probs
     if q is None:
         q = p.new_zeros(*draft.tokens.shape, p.shape[-1]).scatter_(-1, draft.tokens[:, :, None], 1)
@@ -55,7 +54,7 @@ def greedy(
     best: Tensor,  # [B, n + 1] argmax of the target's logits
     draft: Draft,
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
-    """Temperature 0: keep the longest path that the target would have chosen. Gives (last, the next token)."""
+    """Temperature 0: accept the longest path of the target's likeliest tokens. Returns (last, next token)."""
     last = deepest(draft.tokens == best.gather(1, draft.before), draft)
     return last, best.gather(1, last[:, None])[:, 0]
 
@@ -67,11 +66,11 @@ def rejection(
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
     """Modified rejection sampling (2211.17192 algorithm 1, 2302.01318 algorithm 2).
 
-    Accept x_i iff u_i q_i(x_i) < p_i(x_i). After a refusal the next token follows norm((p - q)_+), after a whole draft
-    p itself.
+    Accept x_i iff u_i q_i(x_i) < p_i(x_i), up to the first rejection, at n + 1.
+    The next token follows norm((p_{n+1} - q_{n+1})_+) after a rejection, p_{G+1} after a fully accepted draft.
     """
     q = _draft_probs(p, draft)
-    accept = u[:, : draft.depth] * _chosen(q[:, :-1], draft.tokens) < _chosen(p[:, :-1], draft.tokens)
+    accept = u[:, : draft.depth] * _prob_of(q[:, :-1], draft.tokens) < _prob_of(p[:, :-1], draft.tokens)
     last = deepest(accept, draft)
     return last, _residual(take_at(p, last), take_at(q, last))
 
@@ -81,25 +80,25 @@ def block(
     draft: Draft,  # a chain
     u: Tensor,  # [B, G]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Block verification (2403.10444 algorithm 2): the longest prefix that passes, in the mean at least `rejection`'s.
+    """Block verification (2403.10444 algorithm 2): accepts on average at least as many tokens as `rejection`.
 
-    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)); a prefix of i < G tokens passes with h_i = S / (S + 1 - P_i), where
-    S = sum_x (P_i p_{i+1}(x) - q_{i+1}(x))_+, the whole draft with P_G. The next token follows norm((P_n p - q)_+).
+    P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)).
+    Prefix i < G passes iff u_i < h_i = S_i / (S_i + 1 - P_i), with S_i = sum_x (P_i p_{i+1}(x) - q_{i+1}(x))_+;
+    the whole draft passes iff u_G < P_G.
+    Accept the longest prefix n that passes. The next token follows norm((P_n p_{n+1} - q_{n+1})_+).
     """
     q = _draft_probs(p, draft)
-    drawn = _chosen(q[:, :-1], draft.tokens)
-    ratio = _chosen(p[:, :-1], draft.tokens) / drawn.clamp_min(_TINY)
+    ratio = _prob_of(p[:, :-1], draft.tokens) / _prob_of(q[:, :-1], draft.tokens).clamp_min(_TINY)
     weights = [p.new_ones(len(p))]
     for i in range(draft.depth):
         weights.append((weights[-1] * ratio[:, i]).clamp_max(1))
-    weight = torch.stack(weights, 1)  # [B, G+1]
-    surplus = (weight[:, :, None] * p - q).clamp_min(0).sum(-1)
-    rest = surplus + 1 - weight
-    passes = torch.where(rest > 0, surplus / rest.clamp_min(_TINY), 1.0)
-    length = draft.lengths[:, None]
+    weight = torch.stack(weights, 1)  # [B, G+1] P
+    surplus = (weight[:, :, None] * p - q).clamp_min(0).sum(-1)  # [B, G+1] S
+    total = surplus + 1 - weight
+    h = torch.where(total > 0, surplus / total.clamp_min(_TINY), 1.0)
     prefix = torch.arange(1, draft.depth + 1, device=p.device)
-    passes = torch.where(prefix == length, weight[:, 1:], passes[:, 1:])
-    passed = (u[:, : draft.depth] < passes) & draft.drafted
+    h = torch.where(prefix == draft.lengths[:, None], weight[:, 1:], h[:, 1:])
+    passed = (u[:, : draft.depth] < h) & draft.drafted
     last = passed.long().mul(prefix).amax(-1) if draft.depth else draft.lengths
     return last, _residual(take_at(p, last) * weight.gather(1, last[:, None]), take_at(q, last))
 
@@ -107,26 +106,26 @@ def block(
 def match(
     p: Tensor,  # [B, n+1, V]
     draft: Draft,  # deterministic: a chain or a tree
-    u: Tensor,  # [B, n+1] u[:, d] draws the token behind d accepted ones
+    u: Tensor,  # [B, n+1] u[:, d] samples the token after d accepted ones
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Sample and walk: at each node draw from p, and go on into the child that was drawn, if it is there.
+    """Sample from the target, and follow the draft while it contains the sampled token (SpecInfer, 2305.09781).
 
-    So a node keeps some child with the probability of the set of them, the most that any rule can reach for a fixed set
-    (SpecInfer 2305.09781 section 4.3, 2502.18779). The token behind the path is drawn here too: its distribution is
-    one-hot. With uniforms that belong to places in the text, the text is the same whatever was drafted.
+    At each node, some child is accepted with the total probability of the children: the most that any rule can reach
+    for a fixed set (2502.18779). The token after the path is sampled too, so its distribution is one-hot. As `u`
+    belongs to positions in the sequence, the tokens do not depend on the draft.
     """
     last = torch.zeros_like(draft.lengths)
-    return _follow_match(p, draft, u[:, : draft.depth + 1], last, p[:, 0])
+    return _match_from(last, p[:, 0], p, draft, u[:, : draft.depth + 1])
 
 
-def _follow_match(
+def _match_from(
+    last: Tensor,  # [B] verify position where each row starts
+    probs: Tensor,  # [B, V] distribution of the token after it
     p: Tensor,  # [B, n+1, V]
     draft: Draft,
-    u: Tensor,  # [B, s+1] for s steps
-    last: Tensor,  # [B] where each row begins
-    probs: Tensor,  # [B, V] of the token there
+    u: Tensor,  # [B, s+1] for at most s steps
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V] one-hot
-    """Draw a token, and go on into the child that it is, if there is one."""
+    """Sample a token and move to the child with that token, until there is none."""
     token = draw(probs, u[:, 0])
     moving = torch.ones_like(last, dtype=torch.bool)
     for step in range(1, u.shape[1]):
@@ -139,26 +138,27 @@ def _follow_match(
 
 def multi_candidate(
     p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # siblings drawn one after the other from their parent's distribution, without replacement
+    draft: Draft,  # siblings sampled one after the other from their parent's distribution, without replacement
     u: Tensor,  # [B, n]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Recursive rejection sampling over siblings (2401.06706 algorithm 2, 2402.14160), drawn without replacement.
+    """Recursive rejection sampling over siblings without replacement (2401.06706 algorithm 2, 2402.14160).
 
-    With t = p and s = q at a node, accept child x iff u s(x) < t(x), else t = norm((t - s)_+), s(x) = 0, s = norm(s).
+    At a node start with t = p, s = q. Accept child x iff u s(x) < t(x).
+    After a rejection t = norm((t - s)_+), s(x) = 0, s = norm(s), and test the next sibling.
     """
-    return _recursive(p, draft, u, replacement=False)
+    return _multi_candidate(p, draft, u, replacement=False)
 
 
 def multi_candidate_replacement(
     p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # siblings drawn independently from their parent's distribution
+    draft: Draft,  # siblings sampled independently from their parent's distribution
     u: Tensor,  # [B, n]
 ) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """`multi_candidate` for siblings that are drawn with replacement: s stays as it is (2401.06706 algorithm 1)."""
-    return _recursive(p, draft, u, replacement=True)
+    """`multi_candidate` for siblings sampled with replacement: s stays q (2401.06706 algorithm 1)."""
+    return _multi_candidate(p, draft, u, replacement=True)
 
 
-def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
+def _multi_candidate(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(p), device=p.device)
     q = _draft_probs(p, draft)
     last = torch.zeros_like(draft.lengths)
@@ -167,41 +167,41 @@ def _recursive(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[T
     for _ in range(draft.depth):
         child = (draft.before == last[:, None]) & draft.drafted & moving[:, None]  # [B, n]
         rank = child.long().cumsum(-1)
-        t, entered = take_at(p, last), torch.zeros_like(moving)
+        t, accepted = take_at(p, last), torch.zeros_like(moving)
         s = torch.zeros_like(t)
         for sibling in range(draft.width):
-            here = child & (rank == sibling + 1)
-            index = here.to(torch.uint8).argmax(-1)
+            is_sibling = child & (rank == sibling + 1)
+            index = is_sibling.to(torch.uint8).argmax(-1)
             if sibling == 0:
                 s = q[rows, index]
             x = draft.tokens[rows, index]
-            # A child that its distribution could not give is none: siblings had used that distribution up.
-            exists = here.any(-1) & ~entered & (s[rows, x] > 0)
+            # With s(x) = 0, earlier siblings have used up the distribution: x is padding.
+            exists = is_sibling.any(-1) & ~accepted & (s[rows, x] > 0)
             accept = exists & (u[rows, index] * s[rows, x] < t[rows, x])
-            refuse = exists & ~accept
-            entered = entered | accept
+            reject = exists & ~accept
+            accepted = accepted | accept
             last = torch.where(accept, index + 1, last)
-            left = _residual(t, s)
-            t = torch.where(refuse[:, None], left / left.sum(-1, keepdim=True), t)
+            residual = _residual(t, s)
+            t = torch.where(reject[:, None], residual / residual.sum(-1, keepdim=True), t)
             if not replacement:
                 others = s.scatter(1, x[:, None], 0)
                 others = others / others.sum(-1, keepdim=True).clamp_min(_TINY)
-                s = torch.where(refuse[:, None], others, s)
-        probs = torch.where((moving & ~entered)[:, None], t, probs)
-        moving = moving & entered
+                s = torch.where(reject[:, None], others, s)
+        probs = torch.where((moving & ~accepted)[:, None], t, probs)
+        moving = moving & accepted
     return last, torch.where(moving[:, None], take_at(p, last), probs)
 
 
 Rule = Callable[[Tensor, Draft, Tensor], tuple[Tensor, Tensor]]
 
 
-def followed_by_match(rule: Rule) -> Rule:
-    """A rule for a draft with a path from elsewhere hung on: it decides over the draft's own part, and where the token
-    that it leaves to be drawn is in the tree, the walk goes on from there.
+def then_match_lookup(rule: Rule) -> Rule:
+    """Extend a rule to hybrid drafts: it decides over the head's part, then `match` follows the lookup path.
 
-    So siblings are tested one after the other, each by its own distribution: the draft's own by q, then the path's, as
-    certain, by what those have left of p (independent drafters, SpecInfer 2305.09781 section 4.3). The walk takes the
-    last of the uniforms: as many as there are tokens in the path, and one.
+    The rule leaves a distribution for the next token. If the token sampled from it continues a lookup path, `match`
+    follows that path. So siblings are tested in turn: the head's by q, then the lookup's as one-hot by what is left of
+    p (independent drafters, SpecInfer 2305.09781 section 4.3). `match` reads the last columns of `u`, one more than the
+    lookup path has tokens.
     """
 
     @wraps(rule)
@@ -210,16 +210,16 @@ def followed_by_match(rule: Rule) -> Rule:
             return rule(p, draft, u)
         count = draft.own.tokens.shape[1]
         last, probs = rule(p[:, : count + 1], draft.own, u[:, :count])
-        return _follow_match(p, draft, u[:, count - draft.tokens.shape[1] - 1 :], last, probs)
+        return _match_from(last, probs, p, draft, u[:, count - draft.tokens.shape[1] - 1 :])
 
     return run
 
 
 RULES: dict[str, Rule] = {
-    "rejection": followed_by_match(rejection),
-    "block": followed_by_match(block),
+    "rejection": then_match_lookup(rejection),
+    "block": then_match_lookup(block),
     "match": match,
-    "multi_candidate": followed_by_match(multi_candidate),
-    "multi_candidate_replacement": followed_by_match(multi_candidate_replacement),
+    "multi_candidate": then_match_lookup(multi_candidate),
+    "multi_candidate_replacement": then_match_lookup(multi_candidate_replacement),
 }
-"""By the name that a user types. Temperature 0 is `greedy`, whichever of these is asked for."""
+"""Accept rules by the name that users type. At temperature 0 each of them is `greedy`."""

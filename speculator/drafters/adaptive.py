@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource, Sequences
+from speculator.decoding.drafter import LogitsSource, Sequences, Shape
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.verify import RULES
@@ -17,7 +17,6 @@ from speculator.drafters.controller import COPIED, Choice, Controller, StepCost,
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found, NgramDrafter
-from speculator.drafters.shapes import Shape
 from speculator.heads import Speculator
 from speculator.heads.drafting import DraftingSource
 
@@ -83,12 +82,12 @@ class AdaptiveDrafter(HeadDrafter):
         super().__init__(head, self._copies[0])
         for shape in self._shapes:
             self.source.reserve(shape.depth, shape.offered)
-        self.num_speculative_tokens, self.nodes = max(shape.depth for shape in self._shapes), self.widest
+        self.num_speculative_tokens, self.nodes = max(shape.depth for shape in self._shapes), self.max_nodes
         self.rules = tuple(rule for rule in RULES if all(rule in shape.rules for shape in self._shapes))
         self.forget()
 
     @property
-    def widest(self) -> int:
+    def max_nodes(self) -> int:
         return max(shape.nodes for shape in self._shapes)
 
     def open(self, slots: int, capacity: int) -> AdaptiveDrafter:
@@ -108,7 +107,7 @@ class AdaptiveDrafter(HeadDrafter):
         if self.fixed is not None:
             self._controller.lose_sight()
             return self.fixed
-        found = self._ngrams.look([request.text for request in requests])
+        found = self._ngrams.look([request.sequence for request in requests])
         chosen = self._controller.choose(requests, found)
         if chosen and not isinstance(chosen, Choice) and self.head.device.type in cuda_graphs.DEVICES:
             chosen = 1 << (chosen - 1).bit_length()  # graphs are few

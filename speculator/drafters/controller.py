@@ -24,9 +24,9 @@ from itertools import accumulate, repeat
 from math import exp, log
 from operator import mul
 
+from speculator.decoding.drafter import Shape
 from speculator.decoding.request import Request
 from speculator.drafters.hybrid import Hybrid
-from speculator.drafters.shapes import Shape
 
 # With these the lengths that were accepted of two targets' drafts and copies are among the likeliest.
 _VARIANCES, _VARIANCE_OF_ALL = (0.03, 2.0), (0.5,)  # variances of a shift of which nothing is known
@@ -167,7 +167,7 @@ class _Row(_Shifts):
 
     def look(self, request: Request, tokens: list[int], logit: float) -> None:
         """Before a step: what a lookup gives now, and the measured log-odds of such a match."""
-        self.steps, self.length, self.copied, self.logit = len(request.steps), len(request.text), tokens, logit
+        self.steps, self.length, self.copied, self.logit = len(request.steps), len(request.sequence), tokens, logit
         self._right = _chance(logit + self.lookup.mean)
         self._instead = _chance(logit + self.lookup.mean + self.beside.mean) / self._right
         powers = accumulate(repeat(self._right, len(tokens)), mul)
@@ -291,7 +291,7 @@ class Controller:
             for shift, home in zip(row.all, self._all.all, strict=True):
                 shift.return_to(home.mean, _ROW)
                 home.return_to(0.0, _ALL)
-            step, said = request.steps[-1], request.text[row.length :]
+            step, said = request.steps[-1], request.sequence[row.length :]
             pairs = list(zip(said, row.copied, strict=False))
             right = next((i for i, (token, copied) in enumerate(pairs) if token != copied), len(pairs))
             if isinstance(self._last, Choice) and step.drafted:

@@ -23,6 +23,7 @@ import torch
 
 from speculator.decoding.cuda_graphs import Captured, capturable
 from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine, Verified
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Sampling
@@ -30,7 +31,6 @@ from speculator.device import synchronize
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found
-from speculator.drafters.shapes import Shape
 from speculator.heads import Speculator
 from speculator.target.model import Target
 
@@ -104,21 +104,24 @@ def timed_steps(
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
     requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
     engine.admit()
-    while engine.slots.joining:
+    while engine.scheduler.prefilling:
         engine.prefill()
     cache, who, capturing = engine.cache, engine.drafter, engine.capturing
-    plainly, propose, verify, keep = map(engine.capturable_method, ("_step", "draft", "verify", "keep"))
+    plainly, propose, verify, keep = map(engine.capturable_method, ("decode_rows", "draft", "verify", "commit"))
 
     def plain_steps() -> float:
         """Seconds of a block, without its first step."""
         lengths, pending = cache.lengths.clone(), engine.pending.clone()
         engine.drafter, engine.capturing = None, capturable(target, None)
-        seconds = [clock(lambda: engine.tell(plainly(engine.ready()).tolist()))[0] for _ in range(BLOCK)]
+        seconds = [
+            clock(lambda: engine.append_tokens(plainly(engine.select_decoding_rows()).tolist()))[0]
+            for _ in range(BLOCK)
+        ]
         engine.drafter, engine.capturing = who, capturing
         cache.lengths.copy_(lengths)
         engine.pending.copy_(pending)
         for request in requests:
-            del request.text[-BLOCK:]
+            del request.sequence[-BLOCK:]
         return sum(seconds[1:])
 
     plain, sums, prepared = 0.0, [0.0, 0.0], 0
@@ -127,11 +130,11 @@ def timed_steps(
         if place == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
-        sequences = engine.ready()
+        sequences = engine.select_decoding_rows()
         drafting, (draft, u) = clock(propose, sequences)
         verifying, result = clock(verify, draft, u)
         learning, _ = clock(keep, result)
-        telling, _ = clock(lambda report: engine.tell(report.tolist()), result.report)
+        telling, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
         if place:
             sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
         if place == BLOCK - 1 and Captured.prepared == prepared:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter, Sequences, Shape
 from speculator.decoding.sampling import RowSampling
-from speculator.drafters.shapes import Chain, Shape, grown
+from speculator.drafters.shapes import Chain, grown
 from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target

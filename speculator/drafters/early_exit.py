@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter, Sequences, Shape
 from speculator.decoding.sampling import RowSampling
-from speculator.drafters.shapes import Chain, Shape, grown
+from speculator.drafters.shapes import Chain, grown
 from speculator.errors import refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
@@ -38,10 +38,10 @@ class EarlyExitDrafter(Drafter):
 
     def reshape(self, shape: Shape) -> None:
         super().reshape(shape)
-        self.room = 1 + shape.offered
+        self.scratch_positions = 1 + shape.offered
         self.capturable &= self.target.capturable
 
-    def lend(self, cache: KVCache) -> None:
+    def attach_cache(self, cache: KVCache) -> None:
         self.cache = cache
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:

@@ -9,9 +9,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter, Sequences, Shape
 from speculator.decoding.sampling import RowSampling
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
 from speculator.heads import Speculator
 

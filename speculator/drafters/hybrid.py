@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, LogitsSource, Sequences
+from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.verify import deepest
 from speculator.drafters.ngram import Found, NgramDrafter
-from speculator.drafters.shapes import Shape, check_length, check_nodes
+from speculator.drafters.shapes import check_length, check_nodes
 from speculator.target.kv_cache import KVCache
 
 
@@ -101,16 +101,20 @@ class HybridDrafter(Drafter):
         self.drafter.reshape(self.shape)
         self.lookup.num_speculative_tokens = self.shape.depth
         self.num_speculative_tokens, self.nodes, self.rules = self.shape.depth, self.shape.nodes, self.shape.rules
-        self.aux_layers, self.overlap, self.room = drafter.aux_layers, drafter.overlap, self.drafter.room
+        self.aux_layers, self.overlap, self.scratch_positions = (
+            drafter.aux_layers,
+            drafter.overlap,
+            self.drafter.scratch_positions,
+        )
 
     def open(self, slots: int, capacity: int) -> HybridDrafter:
         opened = copy(self)
         opened.drafter, opened.lookup = self.drafter.open(slots, capacity), self.lookup.open(slots, capacity)
         return opened
 
-    def lend(self, cache: KVCache) -> None:
-        self.drafter.lend(cache)
-        self.lookup.lend(cache)
+    def attach_cache(self, cache: KVCache) -> None:
+        self.drafter.attach_cache(cache)
+        self.lookup.attach_cache(cache)
 
     def choose(self, requests: Sequence[Request]) -> Hybrid:
         self.lookup.choose(requests)

@@ -160,11 +160,11 @@ class NgramDrafter(Drafter):
         opened.forget()
         return opened
 
-    def lend(self, cache: KVCache) -> None:
+    def attach_cache(self, cache: KVCache) -> None:
         self.found = Found(len(cache.lengths), self.num_speculative_tokens, cache.lengths.device)
 
     def choose(self, requests: Sequence[Request]) -> None:
-        self.found.put([tokens for _, tokens in self.look([request.text for request in requests])])
+        self.found.put([tokens for _, tokens in self.look([request.sequence for request in requests])])
 
     def forget(self) -> None:
         """What it drafts from now on does not depend on the sequences before."""

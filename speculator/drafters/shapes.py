@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,28 +17,6 @@ from speculator.errors import UserError
 
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd count would ask for all memory there is
 _MOST_OFFERED = 2**16
-
-
-class Shape(Protocol):
-    """How a draft is built from next-token distributions."""
-
-    depth: int
-    levels: int
-    """So many of the depth the source drafts: a path from elsewhere may go deeper."""
-    nodes: int
-    width: int
-    """The most children of a token."""
-    offered: int
-    """The most tokens that are put together before `nodes` of them are chosen: what a draft model reads at most."""
-    rules: tuple[str, ...]
-    capturable: bool
-    """See `Drafter.capturable`."""
-
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
-        """See `Drafter.propose`."""
-        ...
 
 
 def check_length(length: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from speculator.checkpoints.loading import load_head
+from speculator.decoding.drafter import Shape
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name, hardware
 from speculator.drafters.adaptive import AdaptiveDrafter, Copied
@@ -24,7 +25,7 @@ from speculator.drafters.costs import CostEntry, CostTable, measure_table
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import Hybrid
-from speculator.drafters.shapes import Chain, Shape
+from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
 from speculator.files import cached_object
 from speculator.heads import Speculator

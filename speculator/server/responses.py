@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.decoding.request import Scores
+from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
 from speculator.server.schema import GenerationRequest
@@ -40,7 +40,7 @@ class CompletionWriter:
         count = len(prompts) * request.choices
         self.answers = [AnswerText(tokenizer, request.stops, self._tokens_before(index)) for index in range(count)]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
-        self._logprobs: list[list[Scores]] = [[] for _ in range(count)]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -112,7 +112,7 @@ class CompletionWriter:
         """Prompt token ids inside a choice."""
         return {"prompt_token_ids": self.prompts[index // self.request.choices]}
 
-    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[Scores]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         texts = [self._token_text(token) for token in tokens]
         offsets = []
         for text in texts:
@@ -129,7 +129,9 @@ class CompletionWriter:
             "text_offset": offsets,
         }
 
-    def _choice(self, index: int, text: dict[str, Any], tokens: list[int], logprobs: list[Scores]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: dict[str, Any], tokens: list[int], logprobs: list[TokenLogprobs]
+    ) -> dict[str, Any]:
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
         choice = {"index": index, **text, "logprobs": reported, "finish_reason": self._finish_reasons[index]}
         if self.request.return_token_ids:
@@ -174,7 +176,7 @@ class ChatWriter(CompletionWriter):
     def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
         return {}
 
-    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[Scores]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self._token_text(token)
             partial = "\ufffd" in text  # a part of a character: its bytes are not known

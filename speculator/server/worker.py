@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Request, Scores
+from speculator.decoding.logprobs import TokenLogprobs
+from speculator.decoding.request import Request
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.server.errors import APIError
 
@@ -24,7 +25,7 @@ class StepOutput:
 
     index: int
     tokens: list[int]
-    logprobs: list[Scores]
+    logprobs: list[TokenLogprobs]
     finish_reason: str | None
 
 
@@ -98,12 +99,12 @@ class Worker:
 
     @property
     def slots(self) -> int:
-        return len(self.engine.slots.rows)
+        return len(self.engine.scheduler.slots)
 
     @property
     def in_use(self) -> int:
         """Number of slots with a request."""
-        return sum(slot.request is not None for slot in self.engine.slots.rows)
+        return sum(slot.request is not None for slot in self.engine.scheduler.slots)
 
     @property
     def load(self) -> int:
@@ -133,7 +134,7 @@ class Worker:
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
         """`on_step` callback of a request."""
         request = job.requests[index]
-        logprobs = request.scores[-len(tokens) :] if request.scores else []
+        logprobs = request.token_logprobs[-len(tokens) :] if request.token_logprobs else []
         self._outputs.append((job, StepOutput(index, tokens, logprobs, request.finish_reason)))
 
     def _run(self) -> None:

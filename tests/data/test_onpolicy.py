@@ -394,7 +394,7 @@ def test_a_folder_of_other_files_is_refused_and_left(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"), [([], "no prompt"), ([[1], []], "prompt 2 is empty"), ([[1] * 128], "no room")]
+    ("prompts", "message"), [([], "no prompt"), ([[1], []], "prompt 2 is empty"), ([[1] * 128], "prompt 1")]
 )
 def test_prompts_that_cannot_be_continued_leave_nothing_behind(target, tmp_path, prompts, message):
     with pytest.raises(UserError, match=message):

@@ -397,7 +397,7 @@ def test_a_conversation_keeps_its_turns_and_prefills_only_new_tokens(
     assert shown.err.startswith("> " * 4)
     assert "tokens/s" in shown.err
     assert len(engines) == 1
-    assert 0 < engines[0].processed < read
+    assert 0 < engines[0].num_prefilled_tokens < read
 
 
 def test_a_head_for_another_vocabulary_is_one_line(target_folder, tmp_path, capsys):

@@ -6,7 +6,8 @@ from conftest import VOCAB, tiny_model
 
 from speculator import HeadDrafter, Target, generate
 from speculator.checkpoints.loading import bind
-from speculator.drafters.shapes import Shape, Tree
+from speculator.decoding.drafter import Shape
+from speculator.drafters.shapes import Tree
 from speculator.heads import ARCHITECTURES
 from speculator.heads.training import TrainingBatch
 from train.config import LossConfig

@@ -146,6 +146,9 @@ class Double:
             self.record.run_again()
         self.replays += 1
 
+    def reset(self):
+        del self.record, self.result
+
 
 class Comparison(Double):
     """Runs the function itself again, and holds it against the record."""
@@ -324,11 +327,11 @@ def test_a_head_keeps_its_tensors_where_a_shape_has_room(monkeypatch):
     engine = Engine(target, make_drafter("eagle3-tree", target), slots=1)
     engine.generate([[1, 2]], max_new_tokens=8)
     source = engine.drafter.source
-    kept = [source.version, *(x.data_ptr() for x in (source.memory.keys, *source.buffers))]
+    kept = [source.version, *(x.data_ptr() for x in (source.cache.keys, *source.buffers))]
     tree = engine.drafter.shape
     for shape in (SHAPES["chain"], tree):
         engine.reshape(shape)
-    assert kept == [source.version, *(x.data_ptr() for x in (source.memory.keys, *source.buffers))]
+    assert kept == [source.version, *(x.data_ptr() for x in (source.cache.keys, *source.buffers))]
     engine.reshape(Chain(9))
     assert source.version == kept[0] + 1
 
@@ -384,10 +387,31 @@ def test_who_needs_the_host_is_called(target, monkeypatch):
     assert Double.made == 0
 
 
-def test_a_single_call_is_not_captured(target, monkeypatch):
+def test_generate_captures_only_if_the_expected_steps_pay_for_it(target, monkeypatch):
     capturing(monkeypatch, Double)
-    generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=20)
+    short = generate(target, HeadDrafter(tiny_head()), PROMPTS[:2], max_new_tokens=20).tokens
     assert Double.made == 0
+    prompts = PROMPTS[:2] * 16
+    long = generate(target, HeadDrafter(tiny_head()), prompts, max_new_tokens=20, max_batch_size=2).tokens
+    assert Double.made > 0
+    assert long == short * 16
+
+
+def test_the_least_recently_used_graph_is_freed(target, monkeypatch):
+    """Three kinds of sampling take turns, and two graphs are kept."""
+    capturing(monkeypatch, Double)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 256)
+    freed = []
+    monkeypatch.setattr(Double, "reset", lambda graph: freed.append(graph))
+    engine = Engine(target, slots=1)
+    samplings = [Sampling(), Sampling(1.0, seed=1), Sampling(1.0, min_p=0.1, seed=2)]
+    expected = [generate(target, None, PROMPTS[:1], one, max_new_tokens=8).tokens for one in samplings]
+    for turn in range(2):
+        for one, tokens in zip(samplings, expected, strict=True):
+            engine.forget()
+            assert engine.generate(PROMPTS[:1], one, max_new_tokens=8).tokens == tokens
+        assert (Double.made, len(freed)) == ((3, 1) if turn == 0 else (6, 4))
 
 
 def refused(work, pool, *given):
@@ -545,10 +569,10 @@ class TestOnTheGpu:
         for _ in range(4):  # warm-up, capture, proof
             engine.step()
         before = engine.cache.lengths.clone()
-        texts = engine.ready()
+        texts = engine.select_decoding_rows()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            report = engine._stepping(texts)
+            report = engine._decode(texts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(engine.cache.lengths, before + report[:, -3] + 1)

@@ -195,9 +195,9 @@ def test_a_second_turn_follows_the_enumerated_distribution(name):
     sampling, counts = WARPERS[1], Counter()
     for start in range(0, 2000, 500):
         engine.generate([PROMPTS[0][:3]] * 500, replace(sampling, seed=start), max_new_tokens=4)
-        before = engine.processed
+        before = engine.num_prefilled_tokens
         made = engine.generate([PROMPTS[0]] * 500, replace(sampling, seed=5000 + start), max_new_tokens=3)
-        assert engine.processed - before < 500 * len(PROMPTS[0])
+        assert engine.num_prefilled_tokens - before < 500 * len(PROMPTS[0])
         counts.update(tuple(row[1:]) for row in made.tokens)
     expected: Counter = Counter()
     for tokens, probability in joint_distribution(tiny_model(scale=2.0), PROMPTS[0], 3, sampling).items():
@@ -372,7 +372,7 @@ def test_after_every_step_the_cache_is_that_of_the_text(name):
     def check(row: int, new: list[int], drafted: int) -> None:
         nonlocal checked
         texts[row] += new
-        place = next(i for i, slot in enumerate(engine.slots.rows) if slot.request and slot.text == texts[row])
+        place = next(i for i, slot in enumerate(engine.scheduler.slots) if slot.request and slot.sequence == texts[row])
         tokens = torch.tensor([texts[row][:-1]])
         fresh = target.cache(1, tokens.shape[1])
         target.extend(fresh, tokens)

@@ -92,5 +92,5 @@ def test_top_p_looks_at_the_likeliest_tokens_alone_where_they_are_enough(scale, 
     logits = scale * torch.randn(4, 3, 500, generator=torch.Generator().manual_seed(0))
     settings = RowSampling([Sampling(1.0, top_p=top_p) for top_p in (0.9, 1.0, 0.5, 0.99)], logits.device)
     whole = settings.probs(logits)
-    monkeypatch.setattr(sampling, "_FIRST", 100)
+    monkeypatch.setattr(sampling, "_TOP_P_CANDIDATES", 100)
     assert torch.equal(settings.probs(logits), whole)

@@ -116,13 +116,13 @@ def cut_to_what_passes(rule):
 class DraftsAgain(Engine):
     """On refusal of a whole draft, another is drafted for the same place."""
 
-    def _step(self, texts):
+    def decode_rows(self, texts):
         for _ in range(2):
             draft, u = self.draft(texts)
             verified = self.verify(draft, u)
             if int(verified.accepted):
                 break
-        self.keep(verified)
+        self.commit(verified)
         return verified.report
 
 
@@ -195,7 +195,7 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
     for turn in [0, 2, shape, 0, 0, shape, 1, shape, shape, 2, shape] * 2:
         chosen = turn if isinstance(turn, int) else own.choices[0]
         own._controller.choose = lambda requests, found, chosen=chosen: chosen
-        texts = [list(request.text) for request in requests]
+        texts = [list(request.sequence) for request in requests]
         engine.step()
         if turn is shape:
             anew = Engine(target, HeadDrafter(head, shape), slots=2)
@@ -203,7 +203,7 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
                 anew.submit(text[:-1], max_new_tokens=10)
             anew.admit()
             anew.prefill()
-            assert torch.equal(anew.draft(anew.ready())[0].tokens, drafts[-1].tokens)
+            assert torch.equal(anew.draft(anew.select_decoding_rows())[0].tokens, drafts[-1].tokens)
             compared += 1
     assert compared == 10
 

@@ -52,7 +52,7 @@ class Stream:
         if self.alike:
             right = [min(n, passed(CHOICES[3], shift, own)) for n, own in zip(right, verdicts, strict=True)]
         # A copied token is right where it is the next number, and the text goes on counting.
-        ends = [len(request.text) for request in self.requests]
+        ends = [len(request.sequence) for request in self.requests]
         found = [(3, [*range(end, end + n), *[-1] * (COPIED - n)]) for end, n in zip(ends, right, strict=True)]
         chosen = controller.choose(self.requests, found) if isinstance(controller, Controller) else controller
         for request, n, own in zip(self.requests, right, verdicts, strict=True):
@@ -64,7 +64,7 @@ class Stream:
             else:
                 drafted, accepted = chosen, min(chosen, n)
             accepted += by_path
-            request.text += range(len(request.text), len(request.text) + accepted + 1)
+            request.sequence += range(len(request.sequence), len(request.sequence) + accepted + 1)
             request.steps.append(Step(drafted + by_path, accepted, accepted + 1, by_path))
         what = chosen.shape if isinstance(chosen, Choice) else chosen
         self.seconds += self.cost(what, True, rows, 0) if what else 1.0
@@ -75,7 +75,7 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        return sum(len(request.text) - 1 for request in self.requests)
+        return sum(len(request.sequence) - 1 for request in self.requests)
 
 
 def passed(choice: Choice, shift: float, verdicts) -> int:

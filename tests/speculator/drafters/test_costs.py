@@ -48,7 +48,7 @@ def test_the_steps_walked_are_the_loops(target, kind, temperature):
     for row in range(2):
         expected = [step.accepted for step in generation.steps[row]][:9]
         assert [int(result.accepted[row]) for result in walked] == expected
-        tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.accepted[row])], r.following[row]]]
+        tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.accepted[row])], r.next_token[row]]]
         assert tokens == generation.tokens[row][1 : 1 + len(tokens)]
 
 
@@ -63,7 +63,7 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
 
 
 def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
-    monkeypatch.setattr("speculator.decoding.engine.AHEAD", 4)
+    monkeypatch.setattr("speculator.decoding.engine.RESERVED_NEW_TOKENS", 4)
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
     walked = list(timed_steps(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, StepSeconds()))
     assert [int(result.accepted[0]) for _, result in walked] == [3] * 10

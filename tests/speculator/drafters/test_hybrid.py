@@ -63,7 +63,7 @@ def test_a_mixed_draft_keeps_the_target_distribution(name, length):
         for seed, w in worlds(4, range(15)):
             cases = cases_of(w, parents, length, seed)
             both += any(len({i < case.own for i in case.children(-1)}) == 2 for case in cases)
-            made = e.outcome(rules.RULES[name], w, cases, e.and_walk_breaks(find, rests))
+            made = e.outcome(rules.RULES[name], w, cases, e.then_match_breaks(find, rests))
             assert made.total_variation < EXACT
     assert both > 2, "siblings of both sources"
 
@@ -153,18 +153,18 @@ def test_a_wrong_rule_for_mixed_drafts_fails(wrong):
 def drawn_from_p(p, draft, u):
     """Where the draft's own part ends, draws from p, as if nothing had been refused there."""
     last, _ = rules.rejection(p[:, :2], draft.own, u)
-    return rules._follow_match(p, draft, u[:, 1:], last, p[torch.arange(len(p)), last])
+    return rules._match_from(last, p[torch.arange(len(p)), last], p, draft, u[:, 1:])
 
 
 def walked_by_one_uniform(p, draft, u):
     """Draws all that is behind the own part by the same uniform."""
     last, probs = rules.rejection(p[:, :2], draft.own, u)
-    return rules._follow_match(p, draft, u[:, 1:2].expand(-1, u.shape[1] - 1), last, probs)
+    return rules._match_from(last, probs, p, draft, u[:, 1:2].expand(-1, u.shape[1] - 1))
 
 
 @pytest.mark.parametrize("wrong", [drawn_from_p, walked_by_one_uniform])
 def test_a_wrong_walk_behind_the_own_part_fails(wrong):
-    find = e.and_walk_breaks(e.token_breaks, e.chain_rests(block=False))
+    find = e.then_match_breaks(e.token_breaks, e.chain_rests(block=False))
     found = [
         e.outcome(wrong, w, cases_of(w, (-1,), 1, seed), find).total_variation for seed, w in worlds(2, range(0, 40, 5))
     ]
@@ -191,7 +191,7 @@ def test_the_draft_first_and_then_the_lookup_accepts_all_that_the_pair_can():
         token = seed % 4
         cases, find = (
             list(e.mixed(w, (-1,), (token,), 1)),
-            e.and_walk_breaks(e.token_breaks, e.chain_rests(block=False)),
+            e.then_match_breaks(e.token_breaks, e.chain_rests(block=False)),
         )
         both = torch.minimum(w.p[()], w.q[()])
         expected = both.sum() - both[token] + w.p[()][token]

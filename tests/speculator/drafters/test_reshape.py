@@ -24,7 +24,7 @@ def test_texts_and_drafts_are_as_if_it_had_always_drafted_so(architecture):
     compared = 0
     while engine.busy:
         engine.reshape(draw.choice(shapes))
-        before = [list(request.text) for request in engine._decoding if not request.finish_reason]
+        before = [list(request.sequence) for request in engine._decoding if not request.finish_reason]
         drafts = following(engine)
         engine.step()
         if drafts and len(before) == len(drafts[0].tokens) == 2 and compared < 8:
@@ -54,3 +54,16 @@ def following(engine: Engine) -> list:
 
         engine.drafter.propose = noting
     return drafts
+
+
+def test_alternating_shapes_do_not_grow_the_cache():
+    """A wider draft needs more positions after a sequence, once."""
+    target = Target(tiny_model(), tokenizer=None)
+    engine, shapes = Engine(target, HeadDrafter(tiny_head(), Chain(1)), slots=1), [Chain(1), Chain(3)]
+    capacities = []
+    engine.submit([1, 2, 3], max_new_tokens=60)
+    for step in range(20):
+        engine.step()
+        engine.reshape(shapes[step % 2])
+        capacities.append(engine.cache.capacity)
+    assert len(set(capacities[4:])) == 1

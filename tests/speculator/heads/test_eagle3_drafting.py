@@ -93,9 +93,9 @@ def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, h
     assert first.tokens == [tokens[:n] for tokens, n in zip(plain.tokens, limits, strict=True)]
     # A second turn reuses the prefixes in the slots.
     turns = [prompt + said + [1, 2] for prompt, said in zip(PROMPTS, first.tokens, strict=True)]
-    before = engine.processed
+    before = engine.num_prefilled_tokens
     second = engine.generate(turns, max_new_tokens=8)
-    assert slots < 5 or engine.processed - before < sum(map(len, turns))
+    assert slots < 5 or engine.num_prefilled_tokens - before < sum(map(len, turns))
     assert second.tokens == Engine(target, None, slots=1).generate(turns, max_new_tokens=8).tokens
     assert gap(target, head, drafter) < 1e-10
 

@@ -114,9 +114,9 @@ def test_a_client_that_disconnects_frees_its_slot(chat_target, stream):
                     assert worker.in_use == 1
             else:
                 client.post("/v1/completions", json=LONG | {"stream": False})
-        steps = len(worker.engine.slots.rows[0].text)
+        steps = len(worker.engine.scheduler.slots[0].text)
         until(lambda: worker.in_use == 0, 1.0)
-        assert len(worker.engine.slots.rows[0].text) < steps + 20
+        assert len(worker.engine.scheduler.slots[0].text) < steps + 20
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": [3], "max_tokens": 3})
         assert answer.status_code == 200
         page = httpx.get(f"{url}/metrics").text
@@ -195,7 +195,9 @@ def shapes_taken(monkeypatch) -> list:
 
     def noting(self):
         left = step(self)
-        seen.append((sum(slot.request is not None for slot in self.slots.rows), self.drafter and self.drafter.shape))
+        seen.append(
+            (sum(slot.request is not None for slot in self.scheduler.slots), self.drafter and self.drafter.shape)
+        )
         return left
 
     monkeypatch.setattr(Engine, "step", noting)

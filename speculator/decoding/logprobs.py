@@ -1,0 +1,37 @@
+"""Log-probabilities of generated tokens under the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one token under the target at temperature 1, without filters.
+
+    Attributes:
+        logprob: that of the generated token.
+        top: the likeliest tokens at its position, each with its log-probability.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_logprobs(
+    logits: Tensor,  # [R, T, V]
+    tokens: Tensor,  # [R, T]
+    num_top: int,
+) -> list[list[TokenLogprobs]]:
+    """Log-probabilities of `tokens` and of the `num_top` likeliest tokens at their positions."""
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, :, None])[:, :, 0].tolist()
+    best = logprobs.topk(min(num_top, logits.shape[-1]))
+    columns = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        [TokenLogprobs(value, list(zip(ids, values, strict=True))) for value, ids, values in zip(*row, strict=True)]
+        for row in columns
+    ]
