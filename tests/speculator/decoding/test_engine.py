@@ -270,9 +270,9 @@ def test_rules_and_settings_that_do_not_fit_are_refused(target, head):
         Engine(target, slots=0)
     with pytest.raises(UserError, match="chunk"):
         Engine(target, chunk=0)
-    with pytest.raises(UserError, match="draft length 4 is not in"):
+    with pytest.raises(UserError, match="num_speculative_tokens 4"):
         HeadDrafter(head, Chain(4))
-    with pytest.raises(UserError, match="a tree of 7 nodes"):
+    with pytest.raises(UserError, match="tree"):
         Tree((2, 2), 7)
 
 
