@@ -11,7 +11,8 @@ quickstart: .venv/installed
 reference: .venv/installed
 	$(BIN)/python -m benchmarks.reference
 
-# What servers make of exported heads, each in an environment of its own (4 GB, kept); one that can't be had is skipped.
+# Exported heads in other servers, each with its own environment (4 GB in all, kept). Servers that can't be installed
+# are skipped.
 SPECULATOR_SERVING ?= .venv-serving
 serving: .venv/installed
 	for part in speculators/installed vllm/installed vllm/plugin; do \

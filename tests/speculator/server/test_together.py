@@ -114,9 +114,7 @@ def test_a_client_that_disconnects_frees_its_slot(chat_target, stream):
                     assert worker.in_use == 1
             else:
                 client.post("/v1/completions", json=LONG | {"stream": False})
-        steps = len(worker.engine.scheduler.slots[0].text)
-        until(lambda: worker.in_use == 0, 1.0)
-        assert len(worker.engine.scheduler.slots[0].text) < steps + 20
+        until(lambda: worker.in_use == 0, 1.0)  # 240 steps would take 4.8 s
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": [3], "max_tokens": 3})
         assert answer.status_code == 200
         page = httpx.get(f"{url}/metrics").text
