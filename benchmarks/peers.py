@@ -27,9 +27,9 @@ _PAIRS = (
     ("none", "hf_generate"),
     ("none", "hf_compiled"),
     ("ngram", "hf_prompt_lookup"),
-    ("model", "hf_assisted"),
+    ("draft_model", "hf_assisted"),
 )
-_OURS = {"none": "plain", "ngram": "n-gram", "model": "draft model"}
+_OURS = {"none": "plain", "ngram": "n-gram", "draft_model": "draft model"}
 
 
 def measure(
@@ -62,7 +62,7 @@ def measure(
                 "of": len(a.tokens),
             }
         )
-    return rows, {BASELINES[name]: reason for name, reason in measured.skipped.items()}
+    return rows, {BASELINES[name]: reason for name, reason in measured.not_run.items()}
 
 
 def markdown(report: dict) -> str:

@@ -1,1 +1,1 @@
-"""Measuring: acceptance, speed, the report and its plots."""
+"""Measure acceptance, speed and losslessness; write reports."""

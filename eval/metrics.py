@@ -1,12 +1,14 @@
-"""Figures: acceptance from the steps of a generation, ratios of speeds, their intervals, the rows of report.json."""
+"""Acceptance, speed and their confidence intervals, and the rows of report.json."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
+
+import numpy as np
+from scipy import stats
 
 from eval.decoders import Decoder, Measured
 from eval.suites import Suite
@@ -24,83 +26,81 @@ _RESAMPLES = 2000
 
 
 def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> dict[str, Any]:
-    """The statistic of the samples, with its 95% interval over resamples of them; None for bounds of a lone sample.
+    """A statistic of the samples and its 95% percentile interval; the bounds of a single sample are None.
 
-    A sample holds all that was measured on one prompt or batch, so what is compared stays paired.
+    One sample holds all measurements of one prompt or conversation, so the decoders that are compared stay paired.
     """
+    value = statistic(samples)
     if len(samples) == 1:
-        return {"value": statistic(samples), "low": None, "high": None}
-    generator = random.Random(0)
-    resampled = sorted(statistic(generator.choices(samples, k=len(samples))) for _ in range(_RESAMPLES))
-    low, high = resampled[int(0.025 * _RESAMPLES)], resampled[int(0.975 * _RESAMPLES) - 1]
-    return {"value": statistic(samples), "low": low, "high": high}
+        return {"value": value, "low": None, "high": None}
+    found = stats.bootstrap(
+        (np.arange(len(samples)),),
+        lambda chosen: statistic([samples[i] for i in chosen]),
+        n_resamples=_RESAMPLES,
+        vectorized=False,
+        method="percentile",
+        rng=0,
+    )
+    low, high = map(float, found.confidence_interval)
+    return {"value": value, "low": low, "high": high}
 
 
 def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
-    """An interval as a reader sees it: "1.32 (1.28 to 1.36)"; a lone prompt has none."""
+    """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one prompt)" if it has no bounds."""
     if interval["low"] is None:
         return f"{interval['value']:{form}} (one prompt)"
     return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
 
 
-def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, float]:
-    """Ratio of decode-only tokens per second, with a 95% interval by paired bootstrap.
+def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, Any]:
+    """Ratio of the decoding speeds in tokens per second, with a 95% interval.
 
-    Sequences that ended with their first token, the prefill's, have nothing to compare; of such alone the ratio is 1.
+    Sequences that end with the prefill's token are left out; the ratio is 1 if there are no others.
 
     Args:
-        groups: of each batch, what it belongs to: the turns of a conversation are resampled together. Default: every
-            batch is its own.
+        groups: conversation of each batch; the turns of a conversation are resampled together (default: each alone).
     """
-
-    def ratio(samples: Sequence[tuple[int, float, int, float]]) -> float:
-        a, sa, b, sb = (sum(column) for column in zip(*samples, strict=True))
-        return (a / sa) / (b / sb)
-
-    sums: dict[int, list[float]] = {}
+    sums: dict[int, np.ndarray] = {}
     for group, x, y in zip(groups or range(len(ours.batches)), ours.batches, baseline.batches, strict=True):
-        total = sums.setdefault(group, [0, 0.0, 0, 0.0])
-        for i, value in enumerate((x.decoded, x.decode_seconds, y.decoded, y.decode_seconds)):
-            total[i] += value
-    decoded = [tuple(total) for total in sums.values() if total[0] and total[2]]
-    return paired_bootstrap(decoded, ratio) if decoded else {"value": 1.0, "low": None, "high": None}
+        batch = np.array([x.decoded, x.decode_seconds, y.decoded, y.decode_seconds])
+        sums[group] = sums.get(group, 0) + batch
+    samples = [total for total in sums.values() if total[0] and total[2]]
+
+    def ratio(chosen: Sequence[np.ndarray]) -> float:
+        tokens, seconds, baseline_tokens, baseline_seconds = np.sum(chosen, axis=0).tolist()
+        return (tokens / seconds) / (baseline_tokens / baseline_seconds)
+
+    return paired_bootstrap(samples, ratio) if samples else {"value": 1.0, "low": None, "high": None}
 
 
-def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict:
-    """acceptance_length and its parts, over the steps that neither EOS nor the length limit cut.
+def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict[str, Any]:
+    """Acceptance length and rates over the steps that neither EOS nor the length limit cut.
 
-    `acceptance_by_position[i]` is conditional: accepted at i given that i-1 was. A position that was not drafted counts
-    as not accepted; `acceptance_when_drafted[i]` leaves such steps out.
+    `acceptance_by_position[i]` is conditional on position i-1 having been accepted. A position that was not drafted
+    counts as rejected. `accepted_lengths[n]` counts the steps that accepted n tokens.
     """
     whole = [step for step in steps if not step.cut]
     lengths = [0] * (num_speculative_tokens + 1)
     for step in whole:
-        assert step.accepted <= step.drafted <= num_speculative_tokens, (
-            "more accepted than drafted, or more drafted than asked for"
-        )
-        assert step.emitted == step.accepted + 1, "a whole step gives the accepted tokens and one more"
+        assert step.accepted <= step.drafted <= num_speculative_tokens
+        assert step.emitted == step.accepted + 1
         lengths[step.accepted] += 1
-    reached = [sum(step.accepted >= i for step in whole) for i in range(num_speculative_tokens + 1)]
-    drafted = [sum(step.accepted >= i and step.drafted > i for step in whole) for i in range(num_speculative_tokens)]
-    by_position = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(num_speculative_tokens)]
-    when_drafted = [reached[i + 1] / drafted[i] if drafted[i] else 0.0 for i in range(num_speculative_tokens)]
+    reached = [sum(lengths[i:]) for i in range(num_speculative_tokens + 1)]  # steps that accepted at least i tokens
+    rates = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(num_speculative_tokens)]
     mean = sum(step.accepted for step in whole) / len(whole) if whole else 0.0
-    predicted = sum(math.prod(by_position[: i + 1]) for i in range(num_speculative_tokens))
-    assert math.isclose(mean, predicted, abs_tol=1e-9), "acceptance by position does not add up to the mean"
-    counted = sum(i * count for i, count in enumerate(lengths))
-    assert counted == sum(step.accepted for step in whole), "the histogram does not add up to what was accepted"
+    expected = sum(math.prod(rates[: i + 1]) for i in range(num_speculative_tokens))
+    assert math.isclose(mean, expected, abs_tol=1e-9), "the acceptance rates do not add up to the acceptance length"
     return {
         "steps": len(whole),
         "acceptance_length": 1 + mean,
         "accepted_per_step": mean,
-        "acceptance_by_position": by_position,
-        "acceptance_when_drafted": when_drafted,
+        "acceptance_by_position": rates,
         "accepted_lengths": lengths,
     }
 
 
 def drafted_share(generations: Iterable[Generation], skip: int) -> float:
-    """Share of the new tokens that drafts gave, the first `skip` of each row left out."""
+    """Share of the new tokens that are accepted draft tokens, without the first `skip` tokens of each row."""
     accepted = count = 0
     for generation in generations:
         accepted += sum(min(step.accepted, step.emitted) for row in generation.steps for step in row)
@@ -108,16 +108,16 @@ def drafted_share(generations: Iterable[Generation], skip: int) -> float:
     return accepted / max(count, 1)
 
 
-def by_context(runs: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict]:
-    """acceptance_length by how long the context was when a step began, in buckets that double; the last are the longest.
+def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict[str, Any]]:
+    """Acceptance length by the context length at the beginning of a step, in buckets whose bounds double.
 
     Args:
-        runs: of each text, the prompt's length and its steps.
-        trained_length: what the head was trained on: a bucket ends there, so that none is half beyond it.
+        sequences: prompt length and steps of each sequence.
+        trained_length: context length that the head was trained on; no bucket extends across it.
     """
     sums: dict[tuple[int, int], list[int]] = {}
-    for length, steps in runs:
-        length += 1  # the prefill's token
+    for prompt_length, steps in sequences:
+        length = prompt_length + 1  # the prefill's token
         for step in steps:
             if not step.cut:
                 total = sums.setdefault(_bucket(length, trained_length), [0, 0])
@@ -137,7 +137,7 @@ def by_context(runs: Iterable[tuple[int, list[Step]]], trained_length: int | Non
 
 
 def _bucket(length: int, edge: int | None) -> tuple[int, int]:
-    """The power of two from 64 on that a length lies below, and the one before; `edge` parts a bucket in two."""
+    """Bounds of the bucket of a length: 0 to 64, 64 to 128, ...; the bucket around `edge` is split there."""
     high = max(64, 1 << length.bit_length())
     low = high // 2 if high > 64 else 0
     if edge is not None and low < edge < high:
@@ -154,86 +154,79 @@ def row(
     max_new_tokens: int,
     batch_size: int,
     trained_length: int | None,
-) -> dict:
-    """One decoder's row: see docs/evaluation.md for every figure."""
-    key, drafter = decoder.key, decoder.drafter
+) -> dict[str, Any]:
+    """The row of one decoder in report.json; docs/evaluation.md explains the keys."""
+    drafter, timed = decoder.drafter, measured.timed[decoder.key]
     if isinstance(drafter, AdaptiveDrafter):
         rule = "as drafted"
     else:
         rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
-    own, own_key = measured.timed[key], key if drafter else None
+    sequences = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
     result = {
         "name": suite.name,
         "prompts": len(suite.prompts),
-        "turns": sum(batch.prefill_tokens for batch in own.batches),
+        "turns": sum(batch.prefill_tokens for batch in timed.batches),
         "left_out": {"prompts": suite.left_out, "turns": measured.turns_left_out},
         "chat": suite.chat,
         "temperature": sampling.temperature,
         "batch_size": batch_size,
         "max_new_tokens": max_new_tokens,
-        "drafter": key.split()[0],
+        "drafter": decoder.key.split()[0],
         "num_speculative_tokens": drafter.num_speculative_tokens if drafter else 0,
         "nodes": drafter.nodes if drafter else 0,
         "rule": "greedy" if sampling.greedy else rule,
-        **_accepted(own, drafter, measured.conversations),
-        "acceptance_by_context": _by_context(own, trained_length if key.startswith("head") else None),
-        **_speeds(measured, own_key),
-        "time_to_first_token": _each(measured, own_key, lambda t: median(b.prefill_seconds for b in t.batches)),
-        "peak_memory_bytes": _each(measured, own_key, lambda t: max(b.peak_memory for b in t.batches)),
+        **_acceptance(timed, drafter, measured.conversations),
+        "acceptance_by_context": by_context(sequences, trained_length if decoder.key.startswith("head") else None),
+        **_speeds(measured, decoder),
+        "time_to_first_token": _by_decoder(measured, decoder, lambda t: median(b.prefill_seconds for b in t.batches)),
+        "peak_memory_bytes": _by_decoder(measured, decoder, lambda t: max(b.peak_memory for b in t.batches)),
     }
-    check_identities(result, own)
     if sampling.greedy and "hf_generate" in measured.timed:
         result["identical_to_greedy"] = {
-            "identical": sum(a == b for a, b in zip(own.tokens, measured.timed["hf_generate"].tokens, strict=True)),
-            "of": len(own.tokens),
+            "identical": sum(a == b for a, b in zip(timed.tokens, measured.timed["hf_generate"].tokens, strict=True)),
+            "of": len(timed.tokens),
             "dtype": dtype_name(target.dtype),
         }
     if drafter:
-        cost = result["cost"] = measured.costs[key].figures(drafter.num_speculative_tokens)
-        step = drafter.num_speculative_tokens * cost["draft_over_decode"] + cost["verify_over_decode"]
-        busy = result["rows_busy"] = rows_busy(own) / rows_busy(measured.timed["none"])
-        predicted = result["predicted_speedup"] = result["acceptance_length"] / step * busy
-        result["predicted_over_measured"] = predicted / result["speedup"]["plain"]["value"]
+        result |= _prediction(measured, decoder, drafter.num_speculative_tokens, result["acceptance_length"])
     names = dict.fromkeys(measured.categories)
     if any(names):
-        result["categories"] = [_category(name, key, drafter, measured.of_category(name)) for name in names]
-        steps = sum(part["steps"] for part in result["categories"])
-        assert steps == result["steps"], "the categories' steps do not add up to the suite's"
+        result["categories"] = [_category(name, decoder, measured.of_category(name)) for name in names]
     return result
 
 
-def check_identities(figures: dict, timed: Timed) -> None:
-    """What must hold of any measurement: a report that breaks it is not written.
+def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> dict[str, Any]:
+    """Costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
 
-    `acceptance` asserts that acceptance_length = 1 + sum_i prod_{j<=i} acceptance_by_position[j].
+    `rows_busy` is the share of busy rows relative to plain decoding: a batch runs until its slowest row ends.
     """
-    for batch in timed.batches:
-        for tokens, steps in zip(batch.tokens, batch.steps, strict=bool(batch.steps)):
-            assert len(tokens) == 1 + sum(step.emitted for step in steps), "steps and tokens do not add up"
-            assert not any(step.cut for step in steps[:-1]), "a step was cut before the end of its text"
-    buckets = figures["acceptance_by_context"]
-    assert sum(bucket["steps"] for bucket in buckets) == figures["steps"], "the buckets do not hold all steps"
-    tokens = sum(bucket["steps"] * bucket["acceptance_length"] for bucket in buckets)
-    assert abs(tokens - figures["steps"] * figures["acceptance_length"]) < 1e-6 * max(1, tokens), "the buckets are off"
+    draft, verify = measured.costs[decoder.key].ratios()
+    busy = rows_busy(measured.timed[decoder.key]) / rows_busy(measured.timed["none"])
+    return {
+        "cost": {"draft": draft / length, "verify": verify},
+        "rows_busy": busy,
+        "predicted_speedup": acceptance_length / (draft + verify) * busy,
+    }
 
 
 def rows_busy(timed: Timed) -> float:
-    """The mean share of a batch's rows that still decode, over the steps until its slowest row ends; 1 of no steps."""
+    """Mean share of a batch's rows that still decode, over the steps until its slowest row ends."""
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0
 
 
-def _category(name: str, key: str, drafter: Drafter | None, part: Measured) -> dict:
+def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
+    timed = part.timed[decoder.key]
     return {
         "name": name or "(none)",
-        "turns": sum(batch.prefill_tokens for batch in part.timed[key].batches),
-        **_accepted(part.timed[key], drafter, part.conversations),
-        **_speeds(part, key if drafter else None),
+        "turns": sum(batch.prefill_tokens for batch in timed.batches),
+        **_acceptance(timed, decoder.drafter, part.conversations),
+        **_speeds(part, decoder),
     }
 
 
-def _accepted(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict:
-    """Acceptance, with the interval of acceptance_length over conversations."""
+def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict[str, Any]:
+    """Acceptance figures, with the interval of the acceptance length over conversations."""
     sums: dict[int, list[int]] = {}
     for number, batch in zip(conversations, timed.batches, strict=True):
         whole = [step.accepted + 1 for steps in batch.steps for step in steps if not step.cut]
@@ -248,28 +241,24 @@ def _accepted(timed: Timed, drafter: Drafter | None, conversations: Sequence[int
     return figures
 
 
-def _by_context(timed: Timed, trained_length: int | None) -> list[dict]:
-    runs = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
-    return by_context(runs, trained_length)
-
-
-def _speeds(measured: Measured, key: str | None) -> dict:
-    """Tokens per second of a drafter (None: of none) and of every baseline, and the ratios with their intervals."""
-    speeds = {
-        "tokens_per_second": _each(measured, key, lambda timed: timed.tokens_per_second),
-        "end_to_end_tokens_per_second": _each(measured, key, lambda timed: timed.end_to_end_tokens_per_second),
+def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
+    """Tokens per second of a drafter and of every baseline, and the speedups with their intervals."""
+    speeds: dict[str, Any] = {
+        "tokens_per_second": _by_decoder(measured, decoder, lambda t: t.tokens_per_second),
+        "end_to_end_tokens_per_second": _by_decoder(measured, decoder, lambda t: t.end_to_end_tokens_per_second),
     }
-    if key:
-        own = measured.timed[key]
+    if decoder.drafter:
+        timed = measured.timed[decoder.key]
         speeds["speedup"] = {
-            name: speedup(own, baseline, measured.conversations) for name, baseline in _baselines(measured).items()
+            name: speedup(timed, baseline, measured.conversations) for name, baseline in _baselines(measured).items()
         }
     return speeds
 
 
-def _each(measured: Measured, key: str | None, figure) -> dict:
-    parts = _baselines(measured)
-    return {"speculative": figure(measured.timed[key]) if key else None, **{n: figure(t) for n, t in parts.items()}}
+def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], float]) -> dict[str, float | None]:
+    """A figure of the drafter under "speculative" (None for plain decoding) and of every baseline under its name."""
+    own = figure(measured.timed[decoder.key]) if decoder.drafter else None
+    return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}
 
 
 def _baselines(measured: Measured) -> dict[str, Timed]:

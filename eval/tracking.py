@@ -1,4 +1,4 @@
-"""The report's figures and plots, in a wandb run."""
+"""Log a report's figures and plots to wandb."""
 
 from __future__ import annotations
 
@@ -13,28 +13,22 @@ from speculator.errors import first_line, refuse
 
 
 def check(report_to: str) -> None:
-    """Refuse what can't be, before anything is measured.
-
-    Raises:
-        UserError: wandb is asked for, and is not installed.
-    """
+    """Raise a UserError before the measurements if wandb is asked for and not installed."""
     missing = report_to == "wandb" and find_spec("wandb") is None
     refuse((missing, "--report_to wandb: wandb is not installed"))
 
 
 def send(report: dict, folder: Path) -> None:
-    """Put a report into a wandb run of its own: offline unless there is a key."""
+    """Log a report to a new wandb run."""
     start(folder, name=folder.name, job_type="eval")
     log(report, folder)
     stop()
 
 
 def start(folder: Path, **facts: Any) -> None:
-    """Begin a wandb run whose files lie in a folder: offline unless there is a key for the server, and it answers.
-    wandb's own variables go first.
+    """Start a wandb run whose files are in a folder: online if there is a key and the server answers, else offline.
 
-    Raises:
-        UserError: it can't begin.
+    The variables WANDB_MODE, WANDB_PROJECT and WANDB_BASE_URL take precedence. `facts` are arguments of `wandb.init`.
     """
     import wandb
 
@@ -44,33 +38,33 @@ def start(folder: Path, **facts: Any) -> None:
     project = os.environ.get("WANDB_PROJECT", "speculator")
     mode = None if "WANDB_MODE" in os.environ else "online" if has_key else "offline"
 
-    def begin(mode: str | None) -> None:
+    def init(mode: str | None) -> None:
         settings = wandb.Settings(silent=True)
         wandb.init(project=project, dir=str(folder), mode=mode, settings=settings, **facts)
 
     try:
-        begin(mode)
+        init(mode)
     except wandb.Error as error:
         refuse((mode != "online", f"wandb: {first_line(error)}"))
-        print(f"wandb: {first_line(error)}; it goes on offline, for `wandb sync`", file=sys.stderr)
-        begin("offline")
+        print(f"wandb: {first_line(error)}; continuing offline; upload the run with `wandb sync`", file=sys.stderr)
+        init("offline")
 
 
 def stop() -> None:
-    """End the wandb run that is on, if one is."""
+    """Finish the current wandb run, if any."""
     wandb = sys.modules.get("wandb")
     if wandb is not None:
         wandb.finish()
 
 
 def is_on() -> bool:
-    """Whether a wandb run is on."""
+    """True during a wandb run."""
     wandb = sys.modules.get("wandb")
     return wandb is not None and wandb.run is not None
 
 
 def log(report: dict, folder: Path) -> None:
-    """Put a report into the wandb run that is on, if one is: a training's, say."""
+    """Log a report to the current wandb run, if any, such as that of a training."""
     if not is_on():
         return
     import wandb

@@ -207,8 +207,8 @@ def _decoded(rows: list[dict], batch_size: int, greedy: bool) -> list[tuple[Shap
     return [
         (
             shape_from_json(each),
-            each["cost"]["draft_over_decode"] * each["num_speculative_tokens"],
-            each["cost"]["verify_over_decode"],
+            each["cost"]["draft"] * each["num_speculative_tokens"],
+            each["cost"]["verify"],
         )
         for each in rows
         if each["batch_size"] == batch_size and Sampling(each["temperature"]).greedy == greedy
@@ -273,9 +273,7 @@ def _promising(
     for paths in tqdm(sorted(shapes), desc=f"trees, temperature {sampling.temperature:g}", unit="tree"):
         costs, drafter = StepSeconds(), HeadDrafter(head, FixedTree(paths))
         measure(target, drafter, prompts, sampling, _TREE_COST_BLOCKS, costs)
-        cost = costs.figures(1)
-        step = cost["draft_over_decode"] + cost["verify_over_decode"]
-        speeds[paths] = expected_tokens(acceptance, paths) / step
+        speeds[paths] = expected_tokens(acceptance, paths) / sum(costs.ratios())
     speeds = target.broadcast_object(speeds)  # by the clock
     chosen = sorted(speeds, key=lambda paths: -speeds[paths])[:_TREES]
     alike = tuple(best_tree(acceptance, head.n_predict))

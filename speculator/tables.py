@@ -6,24 +6,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 DRAFTERS = {
-    "head": "speculator",
+    "head": "draft head",
     "ngram": "n-gram lookup",
-    "model": "draft model",
-    "early_exit": "early exit",
-    "hybrid": "speculator and n-gram lookup",
-    "ngram_corpus": "n-gram lookup, corpus",
-    "auto": "chosen as it goes",
+    "draft_model": "draft model",
+    "hybrid": "hybrid draft",
+    "adaptive": "adaptive",
 }
-"""Who drafts, by the name in a report."""
+"""Names of the drafters in report.json, and in tables."""
 
 BASELINES = {
-    "plain": "plain decoding, same loop",
+    "plain": "plain decoding",
     "hf_generate": "transformers generate",
     "hf_compiled": "transformers generate, static cache, compiled",
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted generation",
 }
-"""What a speed is compared with, by its name in a report."""
+"""Names of the baselines in report.json, and in tables."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import sys
 from contextlib import nullcontext, redirect_stderr
@@ -24,7 +25,7 @@ from data.prepare import token_rows
 from data.prompts import Room, TokenPrompts, prompts
 from data.tally import Tally
 from eval import tracking
-from eval.run import evaluate
+from eval.run import evaluate, render
 from eval.suites import Suite, from_text
 from eval.tune import write_tuned
 from speculator import HeadDrafter
@@ -91,7 +92,7 @@ def _run(config: RunConfig) -> None:
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
-    if report.exists() and not config.overwrite_output_dir:
+    if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
         if state.is_main_process and not (folder / "speculator" / CARD).exists():
             write_card(folder / "speculator")  # a run that was killed just before
         state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
@@ -181,6 +182,11 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
         write_tuned(target, head, suite, place / TUNED, **how)
         target.broadcast_object(None)  # it is there now
     report = folder / "eval"
+    measured = target.broadcast_object((Path(config.output_dir) / "eval" / "report.json").exists())
+    if measured:  # the run was killed between report.json and report.md
+        if folder == Path(config.output_dir):
+            render(json.loads((report / "report.json").read_text()), [], report)
+        return
     evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
 
 

@@ -158,7 +158,7 @@ def _measured(report: dict[str, Any]) -> list[str]:
     for row in rows:
         plain = row["drafter"] == "none"
         decoder = "plain decoding" if plain else DRAFTERS.get(row["drafter"], row["drafter"])
-        if row["drafter"] != "auto":  # which takes another shape and rule each step
+        if row["drafter"] != "adaptive":  # which takes another shape and rule each step
             if row.get("nodes", 0) > row.get("num_speculative_tokens", 0):
                 decoder += f", tree of {row['nodes']}"
             if row.get("rule") not in (None, "plain", "greedy"):

@@ -45,7 +45,10 @@ SUITES = [
 _ROW: dict[str, Any] = {
     "name": "s",
     "temperature": 0.0,
+    "batch_size": 1,
     "drafter": "head",
+    "rule": "block",
+    "num_speculative_tokens": 1,
     "acceptance_length": 2.0,
     "acceptance_by_position": [0.5],
     "speedup": {"plain": {"value": 1.0, "low": 0.9, "high": 1.1}},
@@ -53,7 +56,7 @@ _ROW: dict[str, Any] = {
 
 
 def report(row: dict[str, Any] = _ROW, **changes: Any) -> str:
-    whole = {"schema": 1, "target": "t", "speculator": "s", "hardware": "h", "settings": {}, "suites": [row]}
+    whole = {"schema": 2, "target": "t", "speculator": "s", "hardware": "h", "settings": {}, "suites": [row]}
     return json.dumps(whole | changes)
 
 

@@ -4,7 +4,6 @@ import json
 import random
 import statistics
 
-import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
@@ -12,9 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import validation
 from eval.decoders import decoders, measure_suite
-from eval.metrics import acceptance, by_context, check_identities, paired_bootstrap, rows_busy
-from eval.plots import _colour, _errors, plt
-from eval.report import label, warnings
+from eval.metrics import acceptance, by_context, paired_bootstrap, rows_busy
+from eval.report import warnings
 from eval.run import evaluate
 from eval.suites import Suite, load_suite
 from eval.timing import Decoded, Timed, time_transformers
@@ -44,7 +42,7 @@ def questions(tmp_path, *rows) -> str:
     return str(file)
 
 
-def report_of(target, suite, folder, head=None, **options):
+def report_of(target, suite, folder, head=None, **options) -> dict:
     settings = {"temperatures": [0.0], "max_new_tokens": 16, "speculator_name": "test", **options}
     return evaluate(target, head or talking_head(), [suite], folder, **settings)
 
@@ -118,20 +116,6 @@ def test_an_answer_ends_where_the_target_ends_it(tmp_path):
     assert all(timed.tokens[0] == free for timed in again.timed.values())
 
 
-def test_answers_of_one_token_have_no_speed(tmp_path):
-    """A target that ends at once: the prefill gives all there is."""
-    plain = talking_target()
-    talk = Prompt([{"role": "user", "content": "one"}], category="a")
-    tokens = talk.tokens(plain.tokenizer)
-    target = talking_target(generate(plain, None, [tokens], max_new_tokens=1).tokens[0][0])
-    target.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    talk.chat = True
-    report = report_of(target, Suite("s", [tokens], [talk]), tmp_path)
-    for row in report["suites"]:
-        assert (row["steps"], row["categories"][0]["steps"]) == (0, 0)
-        assert row["tokens_per_second"]["plain"] == 0
-
-
 def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
     target = talking_target()
     rows = questions(tmp_path, ("a", ["one", "two " * 60, "three"]), ("a", ["four"]))
@@ -153,7 +137,7 @@ def test_batches_give_every_prompt_its_own_text(tmp_path):
         assert row["steps"] == report["suites"][["none", "head", "ngram"].index(row["drafter"])]["steps"]
         if row["drafter"] != "none":
             assert row["rows_busy"] == 1 if row["batch_size"] == 1 else 0 < row["rows_busy"] <= 1
-            cost = row["cost"]["verify_over_decode"] + row["num_speculative_tokens"] * row["cost"]["draft_over_decode"]
+            cost = row["cost"]["verify"] + row["num_speculative_tokens"] * row["cost"]["draft"]
             assert row["predicted_speedup"] == pytest.approx(row["acceptance_length"] / cost * row["rows_busy"])
     assert min(row.get("rows_busy", 1) for row in report["suites"]) < 1
 
@@ -186,24 +170,14 @@ def test_steps_beyond_the_trained_length_warn(tmp_path):
         torch.manual_seed(1)
         config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, trained_length=trained)
         report = report_of(target, suite, tmp_path, MLPSpeculator(config), temperatures=[0.0, 1.0])
-        assert sum("tokens of context that the head was trained on" in line for line in report["warnings"]) == expected
+        assert sum("that the head was trained on" in line for line in report["warnings"]) == expected
 
 
-def test_a_prediction_that_parts_from_the_measurement_warns():
+@pytest.mark.parametrize(("predicted", "count"), [(1.2, 1), (1.14, 0), (0.84, 1)])
+def test_a_prediction_that_is_off_by_more_than_15_percent_warns(predicted, count):
     row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "head", "num_speculative_tokens": 3}
-    row |= {"acceptance_by_context": [], "left_out": {}, "predicted_speedup": 1.2}
-    row |= {"speedup": {"plain": {"value": 1.0}}, "predicted_over_measured": 1.2}
-    assert "predicted speedup 1.20, measured 1.00: they part by more than 15%" in warnings([row])[0]
-    assert warnings([{**row, "predicted_over_measured": 1.14}]) == []
-    assert len(warnings([{**row, "predicted_over_measured": 0.84}])) == 1
-
-
-def test_steps_that_do_not_make_the_text_are_seen():
-    figures = {"acceptance_by_context": [], "steps": 0, "acceptance_length": 1.0}
-    for steps in ([Step(3, 1, 2)], [Step(3, 2, 1), Step(3, 1, 2)]):
-        batch = Decoded([[0] * 4], 1, 0.0, 1.0, [1], [steps])
-        with pytest.raises(AssertionError, match="step"):
-            check_identities(figures, Timed([batch]))
+    row |= {"acceptance_by_context": [], "predicted_speedup": predicted, "speedup": {"plain": {"value": 1.0}}}
+    assert len(warnings([row])) == count
 
 
 def test_several_draft_lengths_and_every_baseline(tmp_path):
@@ -215,13 +189,13 @@ def test_several_draft_lengths_and_every_baseline(tmp_path):
         target,
         suite,
         tmp_path / "out",
-        draft_lengths=[3, 1],
-        model=Target.load(str(tmp_path / "small")),
+        lengths=[3, 1],
+        draft_model=Target.load(str(tmp_path / "small")),
         baselines=["hf_assisted", "hf_prompt_lookup"],
         repeats=2,
     )
     rows = [(row["drafter"], row["num_speculative_tokens"]) for row in report["suites"]]
-    assert rows == [("none", 0), ("head", 3), ("head", 1), ("ngram", 3), ("model", 3)]
+    assert rows == [("none", 0), ("head", 3), ("head", 1), ("ngram", 3), ("draft_model", 3)]
     assert report["suites"][4]["acceptance_length"] == 4.0, "the target drafts for itself"
     for row in report["suites"]:
         names = {"plain", "hf_generate", "hf_assisted", "hf_prompt_lookup"}
@@ -247,7 +221,7 @@ def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch):
     report = report_of(target, suite, tmp_path, tiny_head(), baselines=baselines, batch_sizes=[2])
     assert report["not_run"] == {
         "transformers generate, static cache, compiled": "RuntimeError: no compiler here",
-        "transformers prompt lookup": "transformers does this for one prompt at a time",
+        "transformers prompt lookup": "transformers supports it at batch size 1 only",
         "transformers assisted generation": "it needs a draft model",
     }
     assert "no compiler here" in (tmp_path / "report.md").read_text()
@@ -262,16 +236,6 @@ def test_figures_by_hand():
     assert figures["steps"] == 4
     assert figures["acceptance_length"] == 1 + 6 / 4
     assert figures["acceptance_by_position"] == [3 / 4, 2 / 3, 1 / 2]
-    assert figures["acceptance_when_drafted"] == [3 / 4, 2 / 3, 1 / 1]
-
-
-def test_no_draft_is_one_token_a_step():
-    assert acceptance([Step(0, 0, 1)] * 3, 0)["acceptance_length"] == 1.0
-
-
-def test_inconsistent_steps_are_seen():
-    with pytest.raises(AssertionError):
-        acceptance([Step(5, 5, 6)], 3)
 
 
 def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target):
@@ -324,12 +288,6 @@ def test_pairs_stay_together():
     assert interval == {"value": 2.0, "low": 2.0, "high": 2.0}
 
 
-def test_a_drafter_by_another_name_is_shown_by_it():
-    row = {"drafter": "retrieval", "num_speculative_tokens": 4, "nodes": 4, "rule": "match"}
-    assert label(row, {4}) == "retrieval"
-    assert _colour(row, {4})
-
-
 def test_costs_are_measured_on_full_batches(monkeypatch):
     """12 prompts at 8 rows are a batch of 8 and one of 4, whose costs are those of 4 rows."""
     rows = []
@@ -340,14 +298,3 @@ def test_costs_are_measured_on_full_batches(monkeypatch):
     measure_suite(target, [decoder for decoder in table if decoder.ours], suite, Sampling(), 6, batch_size=8)
     assert rows
     assert set(rows) == {8}
-
-
-def test_a_bound_on_the_wrong_side_by_a_rounding_is_drawn():
-    """Of two prompts with the same figure the resampled means may differ from it in the last bit."""
-    intervals = [{"value": 1.1, "low": 1.1 + 2e-16, "high": 1.1 + 3e-16}, {"value": 2.0, "low": 1.5, "high": 2.5}, None]
-    below, above = _errors(intervals, 2)
-    assert (below[0], below[1], above[1]) == (0, 1, 1)
-    assert above[0] == pytest.approx(0, abs=1e-15)
-    assert np.isnan([below[2], above[2]]).all()
-    _, axis = plt.subplots()
-    axis.barh([1, 2, 3], [1, 1, 1], xerr=[below, above])

@@ -6,9 +6,10 @@ import pytest
 from conftest import tiny_head, tiny_model
 
 from eval.decoders import Decoder
-from eval.page import page, piece, texts
+from eval.page import page
 from eval.run import evaluate
 from eval.suites import Suite
+from eval.traces import piece, trace_suite
 from speculator import HeadDrafter, NgramDrafter, Sampling, Target, generate
 from speculator.drafters.shapes import Tree
 
@@ -49,7 +50,7 @@ def made(drafter, target, temperature=0.0, rule=None):
     decoder = Decoder(drafter.name, print, drafter, rule=rule)
     row = {"name": "test text", "temperature": temperature, "drafter": drafter.name, "nodes": drafter.nodes}
     row |= {"num_speculative_tokens": drafter.num_speculative_tokens}
-    return texts(target, [decoder], [row], SUITE, Sampling(temperature, seed=3), 24)
+    return trace_suite(target, [(decoder, row)], SUITE, Sampling(temperature, seed=3), 24)
 
 
 def ids(pieces) -> list[int]:
@@ -67,14 +68,14 @@ def test_every_token_is_its_writers_and_what_was_refused_was_drafted(target, mon
     prompts = SUITE.prompts[:3]
     expected = generate(target, drafter, prompts, Sampling(temperature, seed=3), max_new_tokens=24)
     for sample, tokens, steps in zip(samples, expected.tokens, expected.steps, strict=True):
-        assert ids(text for step in sample.passes for text in step.accepted + step.own) == tokens
-        assert [len(step.accepted) + len(step.own) for step in sample.passes[1:]] == [s.emitted for s in steps]
-    of_steps = [step for sample in samples for step in sample.passes[1:]]
-    assert any(step.refused for step in of_steps)
+        assert ids(text for step in sample.steps for text in step.accepted + step.sampled) == tokens
+        assert [len(step.accepted) + len(step.sampled) for step in sample.steps[1:]] == [s.emitted for s in steps]
+    of_steps = [step for sample in samples for step in sample.steps[1:]]
+    assert any(step.rejected for step in of_steps)
     for step, draft in zip(of_steps, proposed, strict=True):
-        if not step.own:  # the text's end cut it
+        if not step.sampled:  # the text's end cut it
             continue
-        path, parents, at = ids(step.accepted + step.refused), draft.before[0].tolist(), 0
+        path, parents, at = ids(step.accepted + step.rejected), draft.before[0].tolist(), 0
         for token in path:
             at = 1 + next(i for i, t in enumerate(draft.tokens[0].tolist()) if parents[i] == at and t == token)
         assert at not in parents, "the path ends at a leaf"
@@ -82,11 +83,11 @@ def test_every_token_is_its_writers_and_what_was_refused_was_drafted(target, mon
 
 
 def test_lookup_shows_what_it_found_and_nothing_where_it_found_nothing(target):
-    passes = [step for sample in made(NgramDrafter(4), target) for step in sample.passes]
-    assert any(step.accepted for step in passes)
-    assert any(step.drafted == 0 and not step.refused for step in passes[1:])
-    whole = [step for step in passes if step.own]
-    assert all(len(step.accepted) + len(step.refused) == step.drafted for step in whole)
+    steps = [step for sample in made(NgramDrafter(4), target) for step in sample.steps]
+    assert any(step.accepted for step in steps)
+    assert any(step.drafted == 0 and not step.rejected for step in steps[1:])
+    whole = [step for step in steps if step.sampled]
+    assert all(len(step.accepted) + len(step.rejected) == step.drafted for step in whole)
 
 
 @pytest.mark.parametrize("text", ["plain text", "né 漢字 \U0001f600!"])
@@ -118,8 +119,8 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     sorted_by = [float(attrs["data-v"]) for tag, attrs in found.tags if tag == "td" and "data-v" in attrs]
     assert report["suites"][1]["acceptance_length"] in sorted_by
     classes = {attrs.get("class", "").split(" ")[0] for tag, attrs in found.tags if tag in ("span", "s")}
-    assert classes == {"own", "head", "ngram", "model", "early_exit", "ngram_corpus", "hybrid"} | {""}
-    assert "speculator" in found.texts["td"]
+    assert classes == {"target", "head", "ngram", "draft_model", "hybrid", "adaptive", ""}
+    assert "draft head" in found.texts["td"]
 
 
 def test_what_a_model_says_is_shown_and_never_run(report):

@@ -10,11 +10,10 @@ from eval import decoders
 from eval.__main__ import main
 from eval.metrics import speedup
 from eval.report import markdown
-from eval.run import evaluate
+from eval.run import evaluate, render
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
-from speculator.drafters.corpus import Corpus
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -26,11 +25,10 @@ def report_of(tmp_path, target=None, head=None, **more):
 
 
 def test_report_files_agree_and_name_every_baseline(tmp_path):
-    report = report_of(tmp_path, early_exit=1, corpus=Corpus([[1, 2, 3, 4]]), mixed=True)
+    report = report_of(tmp_path, hybrid=True)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
-    ours = ("speculator", "n-gram lookup", "n-gram lookup, corpus", "speculator and n-gram lookup", "early exit")
-    for label in (*ours, "plain decoding, same loop", "transformers generate"):
+    for label in ("draft head", "n-gram lookup", "hybrid draft", "plain decoding", "transformers generate"):
         assert f"| {label} |" in text
     assert (tmp_path / "acceptance.png").stat().st_size > 10_000
     assert markdown(report) == text
@@ -51,19 +49,18 @@ def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
     assert drafted(batch_sizes=[2]) == {0.0: (depth, depth), 1.0: (depth, depth)}, "measured at another batch size"
     assert drafted() == {0.0: (3, 2), 1.0: (depth, depth)}
     text = (tmp_path / "report.md").read_text()
-    assert text.count("| speculator, tree of 3 |") == text.count("| speculator |") == 1
-    assert "a draft of 3 tokens costs" in text
+    assert text.count("| draft head, tree of 3 |") == text.count("| draft head |") == 1
     assert not (tmp_path / "draft_lengths.png").exists(), "the depths are not side by side"
-    assert drafted(draft_lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
+    assert drafted(lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
 
 
 def test_an_attention_head_drafts_deeper_than_it_was_trained(tmp_path):
     head = tiny_head(architecture="eagle3")
-    rows = report_of(tmp_path, head=head, temperatures=[0.0], draft_lengths=[5])["suites"]
+    rows = report_of(tmp_path, head=head, temperatures=[0.0], lengths=[5])["suites"]
     assert head.n_predict < 5
     assert [row["nodes"] for row in rows if row["drafter"] == "head"] == [5]
-    with pytest.raises(UserError, match="draft length 5: the head drafts at most 3"):
-        report_of(tmp_path, draft_lengths=[5])
+    with pytest.raises(UserError, match="at most 3"):
+        report_of(tmp_path, lengths=[5])
 
 
 def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder, text_file, tmp_path):
@@ -99,7 +96,6 @@ def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_f
     assert rules() == own
     assert rules("--num_speculative_tokens", "2") == own | {"head": "block"}
     assert rules("--rule", "rejection") == own | {"head": "rejection", "ngram": "rejection"}
-    assert "- speculator: rule rejection; " in (out / "report.md").read_text(), "what was tuned is no chain"
     capsys.readouterr()
     assert exit_code(main, [*command, "--output", str(out), "--rule", "match"]) == 2
     assert "invalid choice: 'match'" in capsys.readouterr().err
@@ -134,7 +130,7 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
     slowed = head_row(report_of(tmp_path))
     assert slowed["acceptance_length"] == honest["acceptance_length"]
     assert slowed["speedup"]["plain"]["high"] < honest["speedup"]["plain"]["low"]
-    assert slowed["cost"]["draft_over_decode"] > 2 * honest["cost"]["draft_over_decode"]
+    assert slowed["cost"]["draft"] > 2 * honest["cost"]["draft"]
     assert slowed["predicted_speedup"] < 0.8 * honest["predicted_speedup"]
 
 
@@ -166,46 +162,58 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
     assert ratio["high"] == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize("broken", ["draw_plots", "write_page"])
+def test_the_measurements_outlive_a_plot_or_page_that_fails(tmp_path, monkeypatch, broken):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(f"eval.run.{broken}", fail)
+    with pytest.raises(OSError, match="space"):
+        report_of(tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["suites"]) == 6
+    monkeypatch.undo()
+    render(report, [], tmp_path)
+    assert (tmp_path / "report.md").exists()
+
+
+def test_a_row_has_the_keys_that_scripts_read(tmp_path):
+    report = report_of(tmp_path)
+    assert report["schema"] == 2
+    row = next(row for row in report["suites"] if row["drafter"] == "head" and row["temperature"] == 0)
+    assert row["cost"].keys() == {"draft", "verify"}
+    assert row["speedup"].keys() == {"plain", "hf_generate"}
+    assert row["speedup"]["plain"].keys() == {"value", "low", "high"}
+    assert row["identical_to_greedy"] == {"identical": 3, "of": 3, "dtype": "float32"}
+    assert row["predicted_speedup"] == pytest.approx(
+        row["acceptance_length"] / (3 * row["cost"]["draft"] + row["cost"]["verify"])
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max_prompts", "0"], "--max_prompts must be at least 1"),
-        (["--prompt_tokens", "-1"], "--prompt_tokens must be at least 1"),
-        (["--max_new_tokens", "1"], "--max_new_tokens must be at least 2"),
+        (["--max_new_tokens", "1"], "--max_new_tokens"),
         (["--prompt_tokens", "100"], "context of 128"),
-        (["--temperature", "1", "--temperature", "nan"], "temperature"),
-        (["--temperature", "0", "--temperature", "0"], "--temperature: one value is given twice"),
-        (["--batch_size", "1", "--batch_size", "1"], "--batch_size: one value is given twice"),
-        (["--batch_size", "2", "--max_prompts", "1"], "--batch_size 2: more rows than the 1 prompts of --max_prompts"),
+        (["--temperature", "0", "--temperature", "0"], "--temperature"),
+        (["--batch_size", "2", "--max_prompts", "1"], "--batch_size 2"),
         (["--seed", str(2**63)], "--seed"),
-        (["--speculator", "nowhere"], "nowhere"),
-        (["--target", "./nowhere"], "nowhere"),
-        (["--early_exit", "2"], "early exit after 2 layers: "),
-        (["--suite", ""], "--suite is empty"),
-        (["--suite", "nowhere.txt"], "nowhere.txt"),
-        (["--suite", "empty.jsonl"], "--suite empty.jsonl: no rows in it"),
-        (["--suite", "short.jsonl"], "no document of short.jsonl has 8 tokens"),
-        (["--suite", "half.jsonl"], 'half.jsonl:1: "text": character 1 is half of a surrogate pair'),
-        (["--suite", "wrong.jsonl"], "wrong.jsonl:2: not a row"),
-        (["--output", "empty.jsonl"], "empty.jsonl is a file, not a folder"),
-        (["--output", "empty.jsonl/below"], "--output empty.jsonl/below: Not a directory"),
+        (["--suite", ""], "--suite"),
+        (["--suite", "empty.jsonl"], "empty.jsonl"),
+        (["--suite", "short.jsonl"], "short.jsonl"),
+        (["--suite", "wrong.jsonl"], "wrong.jsonl:2"),
+        (["--output", "empty.jsonl"], "empty.jsonl"),
     ],
 )
 def test_wrong_input_is_one_line(target_folder, text_file, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
-    rows = {
-        "empty": "",
-        "short": '{"text": "x"}',
-        "wrong": '{"text": "x"}\n{"texts": 1}',
-        "half": json.dumps({"text": "\ud800 and so on " * 9}),
-    }
+    rows = {"empty": "", "short": '{"text": "x"}', "wrong": '{"text": "x"}\n{"texts": 1}'}
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(row)
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained("head")
     command = ["--target", str(target_folder), "--speculator", "head", "--suite", str(text_file), "--output", "out"]
-    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "32"]
-    capsys.readouterr()  # what saving the head said
-    assert exit_code(main, [*command, *sizes, *flags]) == 2
+    capsys.readouterr()  # saving the head prints lines
+    assert exit_code(main, [*command, "--prompt_tokens", "8", "--max_new_tokens", "32", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

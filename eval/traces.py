@@ -1,0 +1,132 @@
+"""Which drafter wrote which token: the first prompts of a suite, decoded once more for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from eval.decoders import Decoder
+from eval.suites import Suite
+from speculator.decoding.draft import Draft
+from speculator.decoding.engine import Engine, Verified
+from speculator.decoding.sampling import Sampling
+from speculator.target.model import Target
+
+PROMPTS, TOKENS = 3, 128  # traced prompts of a suite, and tokens of each
+_WINDOW = 16  # preceding tokens with which a token is decoded
+
+
+@dataclass
+class TracedStep:
+    """One step, as texts of tokens. The first step is the prefill, which drafts nothing.
+
+    Attributes:
+        accepted: accepted draft tokens.
+        rejected: rejected draft tokens after them; of a tree, those on the path of first children.
+        sampled: the token that the target sampled; empty if the limit or EOS cut the step.
+        drafted: number of draft tokens, of a tree all nodes.
+    """
+
+    accepted: list[str]
+    rejected: list[str]
+    sampled: list[str]
+    drafted: int = 0
+
+
+@dataclass
+class Trace:
+    """One prompt and its completion by the decoder of one report row."""
+
+    row: dict
+    prompt: str
+    steps: list[TracedStep]
+
+
+class _RecordingEngine(Engine):
+    """An engine that keeps the draft of its newest step and the result of its verification."""
+
+    newest: tuple[Draft, Verified] | None = None
+
+    def verify(self, draft: Draft, u: Tensor) -> Verified:
+        verified = super().verify(draft, u)
+        self.newest = draft, verified
+        return verified
+
+
+def trace_suite(
+    target: Target,
+    decoders: Sequence[tuple[Decoder, dict]],
+    suite: Suite,
+    sampling: Sampling,
+    max_new_tokens: int,
+) -> list[Trace]:
+    """Decode a suite's first prompts with every drafter, untimed; of the head's chains only with the first.
+
+    Args:
+        decoders: decoders of the built-in engine, each with its row of the report.
+    """
+    traces = []
+    for number, prompt in enumerate(suite.prompts[:PROMPTS]):
+        seeded = replace(sampling, seed=sampling.seed + number)
+        for decoder, row in decoders:
+            if decoder.drafter and decoder.key == row["drafter"]:
+                steps = _trace(target, decoder, prompt, seeded, min(max_new_tokens, TOKENS), suite.chat)
+                traces.append(Trace(row, _text_of(target.tokenizer, prompt), steps))
+    return traces
+
+
+def _trace(
+    target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
+) -> list[TracedStep]:
+    engine = _RecordingEngine(target, decoder.drafter, slots=1, rule=decoder.rule, capture=False)
+    sequence, steps = list(prompt), []
+
+    def on_step(row: int, new: list[int], accepted: int) -> None:
+        rejected, drafted = _rejected(*engine.newest) if engine.newest else ([], 0)
+        engine.newest = None
+        step = TracedStep([], [], [], drafted)
+        for place, token in enumerate(new):
+            (step.accepted if place < accepted else step.sampled).append(piece(target.tokenizer, sequence, token))
+            if place == accepted:  # the rejected tokens were drafted for this position
+                alternative = list(sequence)
+                for other in rejected:
+                    step.rejected.append(piece(target.tokenizer, alternative, other))
+                    alternative.append(other)
+            sequence.append(token)
+        steps.append(step)
+
+    eos = sorted(target.eos_token_ids) if stops else []
+    engine.generate([prompt], sampling, max_new_tokens=limit, eos_token_ids=eos, on_step=on_step)
+    return steps
+
+
+def _rejected(draft: Draft, verified: Verified) -> tuple[list[int], int]:
+    """Path of first children below the last accepted token, and the number of drafted tokens."""
+    drafted = int(draft.lengths[0])
+    tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()
+    at = 0  # position in the verification; draft token i is at position i + 1
+    for token in verified.tokens[0, 1 : 1 + int(verified.accepted[0])].tolist():
+        at = next(i + 1 for i in range(drafted) if parents[i] == at and tokens[i] == token)
+    path = []
+    while (child := next((i for i in range(drafted) if parents[i] == at), None)) is not None:
+        path.append(tokens[child])
+        at = child + 1
+    return path, drafted
+
+
+def piece(tokenizer: PreTrainedTokenizerBase | None, before: Sequence[int], token: int) -> str:
+    """Text that a token adds to the tokens before it. The last token of a multi-token character gets the character."""
+    window = list(before[-_WINDOW:])
+    return _text_of(tokenizer, [*window, token])[len(_text_of(tokenizer, window)) :]
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:
+    """Text of tokens, with special tokens and without an incomplete last character."""
+    if tokenizer is None:
+        return "".join(f"{token} " for token in tokens)
+    text = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text.rstrip("\ufffd")
