@@ -1,4 +1,4 @@
-"""What to decode: named sets of prompts, and the flags that say how many and how long."""
+"""Suites (named sets of prompts) and the flags that select them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Suite:
     """Prompts with a name.
 
     Attributes:
-        prompts: token ids, of the first turn where there are more.
-        conversations: one for each prompt, or none at all where the prompts are text cut somewhere.
-        left_out: prompts that were passed over because they and their answer do not fit the target's context.
-        ends: answers have an end of their own, though there are no conversations.
+        prompts: token ids, of a conversation those of the first turn.
+        conversations: one per prompt; empty if the prompts are cut from text.
+        left_out: number of prompts that do not fit the target's context together with their answer.
+        ends: answers end at EOS although there are no conversations.
     """
 
     name: str
@@ -44,38 +44,33 @@ class Suite:
 
     @property
     def chat(self) -> bool:
-        """Some answer has an end of its own, as behind a chat template; a text to continue just goes on."""
-        return self.ends or any(talk.chat for talk in self.conversations)
+        """True if answers end at EOS, as after a chat template; a continuation of text has no end."""
+        return self.ends or any(conversation.chat for conversation in self.conversations)
 
     def first(self, count: int) -> Suite:
-        """The first few prompts of it."""
+        """The suite's first prompts."""
         return replace(self, prompts=self.prompts[:count], conversations=self.conversations[:count])
 
     @property
     def categories(self) -> list[str]:
-        """Of each prompt; "" where it has none."""
-        return [talk.category for talk in self.conversations] or [""] * len(self.prompts)
+        """Category of each prompt ("" if it has none)."""
+        return [conversation.category for conversation in self.conversations] or [""] * len(self.prompts)
 
 
 def load_suite(
     source: str, target: Target, *, prompt_tokens: int, max_prompts: int, max_new_tokens: int, raw: bool = False
 ) -> Suite:
-    """A suite by what the user typed: python-sources, a local file or folder, or a hub dataset.
+    """Load the suite that the user named: python-sources, a local file or folder, or a hub dataset.
 
     Args:
-        source: rows of `text`, .txt files and python-sources are cut into prompts of `prompt_tokens`; rows of `turns`,
-            `messages`, `prompt` or `question` are the prompts.
-        target: its tokenizer and context.
-        prompt_tokens: of prompts cut from text.
-        max_prompts: no more than this; shared among the categories, each in its own order.
-        max_new_tokens: the room that an answer needs.
-        raw: no chat template, even where the tokenizer has one.
-
-    Raises:
-        UserError: no such source, a malformed row, no row at all, or none that fits the context.
+        source: rows of `turns`, `messages`, `prompt` or `question` are prompts; text files, python-sources and rows
+            of `text` are cut into prompts of `prompt_tokens`.
+        max_prompts: limit of the suite; its categories take turns, each in its own order.
+        max_new_tokens: room in the context for an answer.
+        raw: never apply the chat template.
     """
     if not source:
-        raise UserError("--suite is empty: give a .jsonl or .txt file, a hub dataset or python-sources")
+        raise UserError("--suite is empty; give a .jsonl or .txt file, a hub dataset or python-sources")
     tokenizer, room = target.tokenizer, Room(target.name, target.context_length, max_new_tokens)
     if source == PYTHON_SOURCES or _is_document(source):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
@@ -85,15 +80,17 @@ def load_suite(
     if _is_text(rows[0][1]):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
     chat = not raw and tokenizer.chat_template is not None
-    talks = _in_turns(_asked(where, row, chat) for where, row in rows)
-    taken, left_out = room.take(source, ((talk.tokens(tokenizer), talk) for talk in talks), max_prompts)
-    return Suite(Path(source).name, [ids for ids, _ in taken], [talk for _, talk in taken], left_out)
+    conversations = _interleave(_prompt(where, row, chat) for where, row in rows)
+    taken, left_out = room.take(
+        source, ((conversation.tokens(tokenizer), conversation) for conversation in conversations), max_prompts
+    )
+    return Suite(Path(source).name, [ids for ids, _ in taken], [conversation for _, conversation in taken], left_out)
 
 
 def _is_document(source: str) -> bool:
-    """A local file or folder of documents to cut prompts from, not a .jsonl file of rows.
+    """True for a local file or folder of documents, but not for a .jsonl file.
 
-    A name that is not there and looks like a file's is one too: the reader of documents says that it is not there.
+    A missing file counts too, if its name looks like a local one; the reader of documents reports it.
     """
     path = Path(source)
     if path.is_file():
@@ -102,28 +99,30 @@ def _is_document(source: str) -> bool:
 
 
 def _is_text(row: Any) -> bool:
-    """Whether prompts are cut from a row: it has a text, and asks nothing."""
+    """True if prompts are cut from a row: it has "text" and no key of a prompt."""
     return isinstance(row, dict) and "text" in row and not any(key in row for key in KEYS)
 
 
-def _asked(where: str, row: Any, chat: bool) -> Prompt:
-    """What a row asks: of messages those up to the user's last, since after it comes the answer of some other model."""
-    refuse((_is_text(row), f'{where}: "text" to cut a prompt from, among rows that are prompts'))
-    asked = prompt_of(where, row)
-    roles = [message.get("role") for message in asked.messages]
-    refuse(("user" not in roles, f"{where}: a chat in which the user asks nothing"))
-    messages = asked.messages[: len(roles) - roles[::-1].index("user")]
-    texts = [message.get("content") for message in messages] + asked.later
-    refuse((any(isinstance(text, str) and not text.strip() for text in texts), f"{where}: a text to ask is empty"))
-    return replace(asked, messages=messages, chat=asked.chat and chat, today=DATA_DAY)
+def _prompt(where: str, row: Any, chat: bool) -> Prompt:
+    """The prompt of a row. Messages end at the user's last one, because another model's answer follows it."""
+    refuse((_is_text(row), f'{where}: has "text" to cut a prompt from, but the first row is a prompt'))
+    prompt = prompt_of(where, row)
+    roles = [message.get("role") for message in prompt.messages]
+    refuse(("user" not in roles, f"{where}: no message of the user"))
+    messages = prompt.messages[: len(roles) - roles[::-1].index("user")]
+    texts = [message.get("content") for message in messages] + prompt.later
+    refuse((any(isinstance(text, str) and not text.strip() for text in texts), f"{where}: a message is empty"))
+    return replace(prompt, messages=messages, chat=prompt.chat and chat, today=DATA_DAY)
 
 
-def _in_turns(talks: Iterable[Prompt]) -> Iterator[Prompt]:
-    """The first of every category, then the second of each: a short run sees all of them."""
+def _interleave(conversations: Iterable[Prompt]) -> Iterator[Prompt]:
+    """The first prompt of every category, then the second of each, so that a short run covers all categories."""
     groups: dict[str, list[Prompt]] = {}
-    for talk in talks:
-        groups.setdefault(talk.category, []).append(talk)
-    return (talk for talk in chain.from_iterable(zip_longest(*groups.values())) if talk is not None)
+    for conversation in conversations:
+        groups.setdefault(conversation.category, []).append(conversation)
+    return (
+        conversation for conversation in chain.from_iterable(zip_longest(*groups.values())) if conversation is not None
+    )
 
 
 def held_out(
@@ -133,11 +132,7 @@ def held_out(
     max_prompts: int,
     room: Room | None = None,
 ) -> Suite:
-    """What a head is measured on: the held-out split of python-sources, or all documents of a file.
-
-    Raises:
-        UserError: as `from_text`.
-    """
+    """Prompts of the held-out split of python-sources, or of all documents of a file."""
     split = "held-out" if source == PYTHON_SOURCES else None
     return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room)
 
@@ -153,22 +148,16 @@ def from_text(
     max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
 ) -> Suite:
-    """Prompts of sources, as `data.prompts` makes them: cuts of texts, chats up to the user's last turn.
+    """Prompts of data sources: at most one cut of each document, and chats up to the user's last message.
 
     Args:
-        sources: as `data.sources` spells them.
-        prompt_tokens: the length of those cut from text, what the tokenizer puts in front included.
-        max_prompts: at most one a document, and no more than this.
-        split: "validation" or "held-out", which training never sees; None takes every document.
-        room: prompts that it does not have are left out.
-        max_package_bytes: as the training used it.
-        tally: counts rows that can't be used; without it the first is raised.
-
-    Raises:
-        UserError: no document is long enough, none fits, or one holds what is no text; a length that is not positive.
+        prompt_tokens: length of the prompts that are cut from text, special tokens included.
+        max_prompts: limit of the suite.
+        split: "validation" or "held-out", which training never uses; None uses every document.
+        room: leaves out prompts that do not fit the context.
+        max_package_bytes: as in the training.
+        tally: counts unusable rows (default: the first one raises).
     """
-    if prompt_tokens < 1 or max_prompts < 1:
-        raise UserError("prompt_tokens and max_prompts must be at least 1")
     name = ", ".join(Path(source.location).name for source in parse(sources))
     found = prompts(
         sources,
@@ -187,25 +176,25 @@ def from_text(
 
 
 def add_flags(parser: OneLineParser, max_prompts: int) -> None:
-    """The flags of every measurement: a target, and how much it is asked."""
+    """Add the flags of every measurement: the target, and the number and size of the prompts."""
     drafting.add_target_flags(parser)
-    parser.add_argument("--max_prompts", type=int, default=max_prompts, help=f"of each suite; default: {max_prompts}")
-    parser.add_argument("--prompt_tokens", type=int, default=64, help="of prompts that are cut from text; default: 64")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt and turn; default: 128")
+    parser.add_argument(
+        "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts})"
+    )
+    parser.add_argument(
+        "--prompt_tokens", type=int, default=64, help="tokens of a prompt that is cut from text (default: 64)"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="new tokens per prompt and turn (default: 128)")
 
 
 def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
-    """`load_suite` with the sizes that the flags give."""
+    """`load_suite` with the sizes in the flags."""
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "max_prompts", "max_new_tokens")}
     return load_suite(source, target, **sizes, raw=raw)
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
-    """Refuse what can't be, before any model is loaded: of the flags that measurements share.
-
-    Raises:
-        UserError: a count or temperature is out of range, or given twice.
-    """
+    """Check counts and temperatures of the shared flags, before a model is loaded."""
     refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
     given = vars(arguments)
     for temperature in given.get("temperature") or []:
@@ -216,26 +205,18 @@ def check_flags(arguments: argparse.Namespace) -> None:
         refuse((least < 1, f"--{name} must be at least 1"))
     for name in ("temperature", "batch_size", "num_speculative_tokens"):
         value = given.get(name)
-        refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: one value is given twice"))
+        refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: a value is given twice"))
 
 
-def check_rows(rows: int, texts: int) -> None:
-    """Refuse a batch of more rows than there are prompts.
-
-    Raises:
-        UserError: `rows` is more than `texts`.
-    """
-    refuse((rows > texts, f"--batch_size {rows}: more rows than the {texts} prompts of --max_prompts"))
+def check_rows(rows: int, count: int) -> None:
+    """Raise a UserError if a batch has more rows than there are prompts."""
+    refuse((rows > count, f"--batch_size {rows} is more than the {count} prompts of --max_prompts"))
 
 
 def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse texts that can't be timed, or do not fit the target.
-
-    Raises:
-        UserError: fewer than 2 new tokens, or more than the context has room for.
-    """
+    """Raise a UserError for sequences that have no decoding to time, or that exceed the target's context."""
     if max_new_tokens < 2:
-        raise UserError("max_new_tokens must be at least 2: the first new token is the prefill's")
+        raise UserError("max_new_tokens must be >= 2, because the first new token comes from the prefill")
     if prompt_tokens + max_new_tokens > target.context_length:
         raise UserError(
             f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "

@@ -1,4 +1,4 @@
-"""Wall clock and memory: batches of prompts through a decoder."""
+"""Time and peak memory of batches of prompts, decoded by the engine or by transformers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from speculator.drafters import Drafter
 from speculator.target.attention import attending
 from speculator.target.model import Target
 
-_TRIES = 4
+_TRIES = 4  # runs of a batch until no CUDA graph had to be captured
 Engines = dict[tuple[int, Drafter | None, str | None], Engine]
-"""Those that keep their graphs, by rows, drafter and rule."""
+"""Engines that keep their CUDA graphs, by batch size, drafter and rule."""
 
 
 @dataclass
 class Decoded:
-    """One batch through one decoder.
+    """One batch, decoded by one decoder.
 
     Attributes:
-        tokens: the new tokens of every prompt.
-        prefill_tokens: how many of them the prefill gave.
-        prefill_seconds, decode_seconds: the former is the time to the first token.
+        tokens: new tokens of each prompt.
+        prefill_tokens: number of tokens that the prefill sampled.
+        prefill_seconds: time to the first token.
+        decode_seconds: time of all other tokens.
         prompt_lengths: in tokens.
-        steps: of every prompt; none where transformers decoded.
-        peak_memory: bytes, see `peak_memory`.
+        steps: steps of each prompt; empty for transformers.
+        peak_memory: in bytes, see `peak_memory`.
     """
 
     tokens: list[list[int]]
@@ -51,13 +52,13 @@ class Decoded:
 
     @property
     def decoded(self) -> int:
-        """Tokens that decoding gave; the prefill's are left out."""
+        """Number of new tokens without those of the prefill."""
         return sum(map(len, self.tokens)) - self.prefill_tokens
 
 
 @dataclass
 class Timed:
-    """One decoder over a suite, batch by batch."""
+    """A suite, decoded by one decoder, batch by batch."""
 
     batches: list[Decoded] = field(default_factory=list)
 
@@ -71,7 +72,7 @@ class Timed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding alone: the prefill and the token that it gives are left out; 0 where there is no other."""
+        """Decoding speed, without the prefill and its token; 0 if there are no other tokens."""
         seconds = sum(batch.decode_seconds for batch in self.batches)
         return sum(batch.decoded for batch in self.batches) / seconds if seconds else 0.0
 
@@ -92,14 +93,13 @@ def time_ours(
     rule: str | None = None,
     stop_at: Sequence[int] = (),
 ) -> None:
-    """Decode one batch of prompts with the engine; tokens `stop_at` end a text.
+    """Decode one batch of prompts with the engine, up to a token in `stop_at`.
 
-    Steps that are captured as graphs stay in `engines` for the next batch. A run in which one had to be captured does
-    not count and is done again.
+    An engine with CUDA graphs stays in `engines` for the next batch. A run that captured a graph is repeated.
     """
-    kept, key = capturable(target, drafter), (len(prompts), drafter, rule)
-    engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=kept)
-    if kept:
+    capture, key = capturable(target, drafter), (len(prompts), drafter, rule)
+    engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=capture)
+    if capture:
         engines[key] = engine
     for _ in range(_TRIES):
         engine.forget()
@@ -123,7 +123,7 @@ def time_ours(
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first new tokens came, and how many: transformers hands over the prompt, then step by step."""
+    """Records the time and number of the first new tokens; transformers streams the prompt before them."""
 
     def __init__(self):
         self.calls, self.at, self.count = 0, 0.0, 0
@@ -139,7 +139,7 @@ class _FirstToken(BaseStreamer):
 
 @contextmanager
 def as_loaded(target: Target) -> Iterator[None]:
-    """The model as transformers would run it: its own attention, and no settings of a generation config."""
+    """Run the model with transformers' own attention and without its generation config."""
     settings = target.model.generation_config
     try:
         with attending(target.model, target.original_attention):
@@ -158,14 +158,14 @@ def time_transformers(
     stop_at: Sequence[int] = (),
     **kwargs: Any,
 ) -> None:
-    """Decode one batch of prompts, padded on the left, with transformers' own generate; `kwargs` are generate's."""
+    """Decode one batch of prompts, padded on the left, with transformers' generate and its `kwargs`."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
     how: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
-    if target.group is not None:  # all of its processes go on with the same token
+    if target.group is not None:  # all processes sample the same token
         how["logits_processor"] = [lambda _, scores: target.broadcast(scores)[0]]
     if stop_at:
         how["eos_token_id"] = list(stop_at)
@@ -201,7 +201,7 @@ def time_transformers(
 
 
 def _up_to(tokens: list[int], stop_at: Sequence[int]) -> list[int]:
-    """Without the padding behind the first of the tokens that end a text."""
+    """Cut a row after its first token in `stop_at`, before the padding."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_at), len(tokens))
     return tokens[:end]
 
@@ -210,14 +210,14 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def memory_kind(device: torch.device) -> str | None:
-    """What `peak_memory` counts on this machine; None where it can't be measured piece by piece."""
+    """Kind of memory that `peak_memory` measures on this machine; None if it can't be measured per batch."""
     if device.type == "cuda":
         return "allocated on the device"
     return "resident memory of the process" if _restart_resident() else None
 
 
 def restart_memory(device: torch.device) -> None:
-    """Forget the height so far."""
+    """Reset the peak that `peak_memory` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -225,7 +225,7 @@ def restart_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the height since `restart_memory`: of the device's memory, or of the process (Linux; 0 elsewhere)."""
+    """Peak bytes since `restart_memory`, on the GPU or of the process (Linux; 0 elsewhere)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
@@ -236,6 +236,6 @@ def peak_memory(device: torch.device) -> int:
 
 def _restart_resident() -> bool:
     with suppress(OSError):
-        _CLEAR.write_text("5")  # the kernel's word for: the height is what it is now
+        _CLEAR.write_text("5")  # resets the peak resident memory
         return True
     return False

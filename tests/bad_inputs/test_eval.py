@@ -63,8 +63,8 @@ def report(row: dict[str, Any] = _ROW, **changes: Any) -> str:
 COMPARE = "eval compare bad.json REPORT"
 COMPARES = [
     *bad_files(COMPARE, "bad.json", {**NOT_TEXT, "no keys": "{}", "suites": report(suites=7)}),
-    Case(COMPARE, "bad.json", {"bad.json": report({**_ROW, "acceptance_length": "x"})}),
-    Case(COMPARE, "bad.json", {"bad.json": report({**_ROW, "speedup": [1]})}),
+    Case("eval compare bad.json bad.json", "bad.json", {"bad.json": report({**_ROW, "acceptance_length": "x"})}),
+    Case("eval compare bad.json bad.json", "bad.json", {"bad.json": report({**_ROW, "speedup": [1]})}),
     Case(COMPARE, "in common", {"bad.json": report({**_ROW, "name": "another"})}),
     Case("eval compare REPORT", "required"),
 ]

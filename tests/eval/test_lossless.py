@@ -11,7 +11,8 @@ from conftest import CONFIGS, MisstatedHead, exit_code, tiny_head, tiny_model, t
 from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
-from eval.lossless import compare_texts, greedy_checks, sampled_checks
+from eval.greedy_check import compare_completions, greedy_checks
+from eval.sampled_check import sampled_checks
 from eval.timing import as_loaded
 from speculator import (
     Candidates,
@@ -109,9 +110,11 @@ def test_bfloat16_passes_and_noise_in_the_verify_pass_fails(monkeypatch):
         return hidden
 
     monkeypatch.setattr(Target, "extend", disturbed)
-    assert {"logits against plain decoding", "text against plain decoding", "text against transformers"} <= failures(
-        greedy_checks(target, drafter, prompts, max_new_tokens=24)
-    )
+    assert {
+        "logits against plain decoding",
+        "completion against plain decoding",
+        "completion against transformers",
+    } <= failures(greedy_checks(target, drafter, prompts, max_new_tokens=24))
 
 
 def test_a_cache_that_keeps_the_wrong_slots_fails(target, monkeypatch):
@@ -140,7 +143,7 @@ def test_a_text_may_part_only_where_the_two_best_logits_are_close():
     reference, gap = [5, 6, 7, 8], [3.0, 0.1, 3.0, 3.0]
 
     def parted(text):
-        return compare_texts("", [text], [reference], [gap], tolerance=0.2)
+        return compare_completions("", [text], [reference], [gap], tolerance=0.2)
 
     assert parted([5, 6, 7, 8]).result == "1 of 1 identical"
     assert parted([5, 9, 1, 1]).passed
@@ -148,7 +151,7 @@ def test_a_text_may_part_only_where_the_two_best_logits_are_close():
     assert not parted([5, 6, 9, 8]).passed
     assert not parted([5, 6, 7]).passed  # a text that just ends is no tie
     assert not parted([5, 6, 7, 8, 9]).passed
-    assert not compare_texts("", [[5, 9]], [reference], [[3.0, math.nan, 0.0, 0.0]], tolerance=0.2).passed
+    assert not compare_completions("", [[5, 9]], [reference], [[3.0, math.nan, 0.0, 0.0]], tolerance=0.2).passed
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +221,8 @@ def test_a_tuned_head_is_proved_as_it_decodes_too(folders, tmp_path, capsys):
     assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
     checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
     names = [check["name"] for check in checks]
-    assert names == [*names[:6], *(f"auto: {name}" for name in names[:6])]
-    shares = [check["figures"]["drafted_share"] for check in checks if check["name"].startswith("auto: text")]
+    assert names == [*names[:6], *(f"adaptive: {name}" for name in names[:6])]
+    shares = [check["figures"]["drafted_share"] for check in checks if check["name"].startswith("adaptive: completion")]
     assert min(shares) > 0.02
     assert capsys.readouterr().out.splitlines()[-1] == "LOSSLESS"
 

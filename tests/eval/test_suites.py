@@ -157,12 +157,12 @@ def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
         ([{"ask": "x"}], 'q.jsonl:1: a row needs "turns" .* its keys are ask'),
         ([{"turns": []}], 'q.jsonl:1: "turns" is not a list of texts'),
         ([{"turns": ["x", 1]}], 'q.jsonl:1: "turns" is not a list of texts'),
-        ([{"prompt": "  "}], "q.jsonl:1: a text to ask is empty"),
-        ([{"messages": [{"role": "assistant", "content": "x"}]}], "q.jsonl:1: a chat in which the user asks nothing"),
+        ([{"prompt": "  "}], "q.jsonl:1: a message is empty"),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], "q.jsonl:1: no message of the user"),
         ([{"messages": [{"role": "user", "content": 1}]}], 'q.jsonl:1: "content" of a message is not text'),
         ([{"messages": ["x"]}], 'q.jsonl:1: "messages" is not a list'),
         ([{"question": "x", "category": 1}], 'q.jsonl:1: "category" is not text'),
-        ([{"prompt": "x"}, {"text": "y"}], 'q.jsonl:2: "text" to cut a prompt from, among rows that are prompts'),
+        ([{"prompt": "x"}, {"text": "y"}], 'q.jsonl:2: has "text"'),
     ],
 )
 def test_a_malformed_suite_is_one_line(tmp_path, rows, message):

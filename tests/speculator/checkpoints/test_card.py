@@ -138,13 +138,13 @@ def test_a_single_prompt_has_no_interval(run):
 def test_the_rule_of_sampled_text_is_named(run):
     report = {**REPORT, "suites": [row("head", temperature=1.0, rule="block")]}
     (run.parent / "eval" / "report.json").write_text(json.dumps(report))
-    assert "| 7 of chat | 1 | speculator, rule block |" in write_card(run).read_text()
+    assert "| 7 of chat | 1 | draft head, rule block |" in write_card(run).read_text()
 
 
 def test_a_tree_is_called_so(run):
     report = {**REPORT, "suites": [{**row("head"), "nodes": 16, "num_speculative_tokens": 3}]}
     (run.parent / "eval" / "report.json").write_text(json.dumps(report))
-    assert "| speculator, tree of 16 |" in write_card(run).read_text()
+    assert "| draft head, tree of 16 |" in write_card(run).read_text()
 
 
 def test_paths_of_this_machine_stay_here(run):

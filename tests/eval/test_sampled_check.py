@@ -1,4 +1,4 @@
-"""The test's p-values mean what they say, and it sees what it claims to see."""
+"""P-values of the chi-square test are valid, and it detects the deviations that it claims to detect."""
 
 import math
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from eval.chi_square import detectable, homogeneity
+from eval.sampled_check import detectable, homogeneity
 
 
 def test_chi_square_of_a_table_done_by_hand():

@@ -1,0 +1,213 @@
+"""At temperature 0: are completions with drafts identical to plain decoding and to transformers' generate?
+
+A forward pass over several tokens rounds differently from one over a single token. Two completions may therefore differ
+where the two largest logits are closer than the rounding error, which is measured with transformers alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eval.checks import Check
+from eval.metrics import drafted_share
+from eval.timing import as_loaded
+from speculator import Drafter, Target, generate
+from speculator.decoding.draft import Draft
+from speculator.decoding.scheduler import common_prefix
+from speculator.decoding.verify import RULES
+
+
+class Recorder(Drafter):
+    """Wraps a drafter (None: plain decoding) and records the target's logits of each new token of a single row."""
+
+    name = "recorder"
+
+    def __init__(self, target: Target, drafter: Drafter | None):
+        self.target, self.drafter = target, drafter
+        self._copy_attributes()
+        if drafter and drafter.aux_layers:  # and the final hidden state, which gives the logits
+            self.aux_layers, self.overlap = (*drafter.aux_layers, len(target.aux_layers.layers)), drafter.overlap
+
+    def _copy_attributes(self):
+        drafter = self.drafter
+        self.num_speculative_tokens = drafter.num_speculative_tokens if drafter else 0
+        self.nodes = drafter.nodes if drafter else 0
+        self.rules = drafter.rules if drafter else tuple(RULES)
+        self.scratch_positions = drafter.scratch_positions if drafter else 0
+        self.shape = drafter.shape if drafter else None
+
+    @property
+    def max_nodes(self):
+        return self.drafter.max_nodes if self.drafter else 0
+
+    def choose(self, requests):
+        return self.drafter.choose(requests) if self.drafter else None
+
+    def reshape(self, shape):
+        self.drafter.reshape(shape)
+        self._copy_attributes()
+
+    def open(self, slots, capacity):
+        self.drafter = self.drafter and self.drafter.open(slots, capacity)
+        return self
+
+    def attach_cache(self, cache):
+        if self.drafter:
+            self.drafter.attach_cache(cache)
+
+    def grow(self, capacity):
+        if self.drafter:
+            self.drafter.grow(capacity)
+
+    def prefill(self, start, texts, begins, hidden, counts):
+        read, last = self._parts(hidden)
+        self.parts = [self.target.logits(last)[0, counts[0] - 1 :]]
+        if self.drafter:
+            self.drafter.prefill(start, texts, begins, read, counts)
+
+    def propose(self, pending, sampling, u, texts):
+        return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)
+
+    def commit(self, tokens, hidden, counts):
+        read, last = self._parts(hidden)
+        self.parts.append(self.target.logits(last)[0, : counts[0]])
+        if self.drafter:
+            self.drafter.commit(tokens, read, counts)
+
+    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Split into what the drafter reads and the final hidden state."""
+        size = self.target.hidden_size
+        return (hidden[..., :-size], hidden[..., -size:]) if self.aux_layers else (hidden, hidden)
+
+    @property
+    def logits(self) -> Tensor:  # [S, V]; new token i was chosen from row i
+        return torch.cat(self.parts)
+
+
+@torch.no_grad()
+def transformers_greedy(
+    target: Target, prompt: list[int], max_new_tokens: int, width: int
+) -> tuple[list[int], Tensor, float]:
+    """Greedy completion by transformers' own generate, and the rounding error of a forward pass of `width` tokens.
+
+    Returns the new tokens, their logits [S, V], and the largest difference to the logits of the same sequence
+    processed `width` tokens at a time.
+    """
+    ids = torch.tensor([prompt], device=target.device)
+    eos = sorted(target.eos_token_ids) or None  # `as_loaded` drops the generation config
+    with as_loaded(target):
+        output = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            eos_token_id=eos,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logits = torch.cat(output.logits)
+        text = output.sequences[:, :-1]
+        given = target.model(ids, use_cache=True)
+        again = [given.logits[0, -1:]]
+        for start in range(len(prompt), text.shape[1], width):
+            given = target.model(text[:, start : start + width], past_key_values=given.past_key_values, use_cache=True)
+            again.append(given.logits[0])
+    difference = (torch.cat(again).double() - logits.double()).abs().max().item()
+    return output.sequences[0, len(prompt) :].tolist(), logits, difference
+
+
+def gaps(logits: Tensor) -> list[float]:  # [S, V] -> S
+    """Difference of the two largest logits at each position."""
+    best = logits.double().topk(2).values
+    return (best[:, 0] - best[:, 1]).tolist()
+
+
+def compare_completions(
+    name: str,
+    completions: list[list[int]],
+    references: list[list[int]],
+    reference_gaps: list[list[float]],
+    tolerance: float,
+) -> Check:
+    """Check that greedy completions are identical, except after ties that rounding may break.
+
+    Args:
+        reference_gaps: difference of the two largest logits at each token of a reference.
+        tolerance: largest gap that rounding can reverse. Only the first difference counts, because different
+            sequences follow it. A completion that is a prefix of the other has no such excuse.
+    """
+    gaps_at_difference: list[float] = []
+    for completion, reference, gap in zip(completions, references, reference_gaps, strict=True):
+        if completion != reference:
+            at = common_prefix(completion, reference)
+            gaps_at_difference.append(gap[at] if at < min(len(completion), len(reference)) else math.inf)
+    above = sum(not gap <= tolerance for gap in gaps_at_difference)  # a NaN fails too
+    same = len(completions) - len(gaps_at_difference)
+    return Check(
+        name,
+        0.0,
+        f"{len(completions)} completions",
+        f"{above} differ at gaps above {tolerance:.1e}",
+        f"{same} of {len(completions)} identical",
+        above == 0,
+        {"identical": same, "of": len(completions), "above_tolerance": above, "tolerance": tolerance},
+    )
+
+
+def greedy_checks(
+    target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int, rule: str | None = None
+) -> list[Check]:
+    """Compare greedy completions with drafts, alone and in one batch, with plain decoding and with transformers.
+
+    The tolerance is four times the rounding error, measured with transformers alone: the largest difference of logits
+    between forward passes of one token and of a verification's width, at least the precision of the largest logit.
+    """
+    drafted, plain, theirs = [], [], []
+    plain_gaps, their_gaps = [], []
+    rounding = moved = 0.0
+    positions = 0
+    generations = []
+    for prompt in tqdm(prompts, desc="temperature 0", unit="prompt"):
+        ours, alone = Recorder(target, drafter), Recorder(target, None)
+        generations.append(generate(target, ours, [prompt], rule=rule, max_new_tokens=max_new_tokens))
+        drafted += generations[-1].tokens
+        plain += generate(target, alone, [prompt], max_new_tokens=max_new_tokens).tokens
+        text, logits, difference = transformers_greedy(target, prompt, max_new_tokens, drafter.nodes + 1)
+        theirs.append(text)
+        plain_gaps.append(gaps(alone.logits))
+        their_gaps.append(gaps(logits))
+        precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
+        rounding = max(rounding, difference, precision)
+        # Both runs process the same tokens up to their first difference, whose logits are still comparable.
+        shared = min(common_prefix(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
+        apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
+        moved = max(moved, apart) if apart == apart else math.inf
+        positions += shared
+    together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
+    tolerance = 4 * rounding
+    logits_check = Check(
+        "logits against plain decoding",
+        0.0,
+        f"{positions} positions",
+        f"differ by at most {moved:.1e}",
+        f"{tolerance:.1e} allowed",
+        moved <= tolerance,
+        {"positions": positions, "largest_difference": moved, "tolerance": tolerance},
+    )
+    checks = [
+        logits_check,
+        compare_completions("completion against plain decoding", drafted, plain, plain_gaps, tolerance),
+        compare_completions(
+            "completion in a batch against plain decoding", together.tokens, plain, plain_gaps, tolerance
+        ),
+        compare_completions("completion against transformers", drafted, theirs, their_gaps, tolerance),
+    ]
+    for check in checks:
+        check.figures["drafted_share"] = drafted_share(generations, skip=0)
+    return checks

@@ -1,0 +1,130 @@
+"""Above temperature 0: do short completions with drafts and without follow the same distribution?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from scipy import stats
+from tqdm import tqdm
+
+from eval.checks import Check
+from eval.metrics import drafted_share
+from speculator import Drafter, Generation, Sampling, Target
+from speculator.decoding.engine import Engine
+
+_ALPHA = 1e-3  # probability that a lossless run fails, over all its tests together
+_TOKENS = 3  # tokens per completion; the prefill samples the first, so the two after it are tested
+_BATCH = 128
+_MAX_PROBABILITIES = 2**26  # in all distributions of one verification
+_MIN_EXPECTED = 5  # expected count of a cell
+_BUCKETS = 16
+
+Pair = tuple[int, int]
+
+
+def sampled_checks(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperatures: list[float],
+    samples: int,
+    rule: str | None = None,
+    seed: int = 0,
+) -> list[Check]:
+    """One chi-square test for each temperature and prompt, of `samples` completions with drafts and as many without."""
+    cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
+    batch = max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
+    # One engine for each sample, so that a prompt is prefilled once for all its batches.
+    engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
+    alpha, checks = _ALPHA / len(cases), []
+    for case, (temperature, number) in enumerate(tqdm(cases, desc="sampling", unit="prompt")):
+        # The seeds of the samples are 2**32 apart, so no two rows share a random stream.
+        drafted, plain = (
+            _completions(engine, prompts[number], Sampling(temperature, seed=seed + (2 * case + i) * 2**32), samples)
+            for i, engine in enumerate(engines)
+        )
+        statistic, degrees, p = homogeneity(
+            *([(row[1], row[2]) for row in r.tokens[:samples]] for r in (drafted, plain))
+        )
+        figures = {
+            "samples": samples,
+            "chi_square": statistic,
+            "degrees_of_freedom": degrees,
+            "p": p,
+            "alpha": alpha,
+            "detectable": detectable(degrees + 1, samples),
+            "drafted_share": drafted_share([drafted], skip=1),
+        }
+        name = f"distribution after prompt {number + 1}"
+        summary = f"chi-square {statistic:.1f}, {degrees} df"
+        checks.append(Check(name, temperature, f"2 x {samples} rows", summary, f"p = {p:.2g}", p >= alpha, figures))
+    return checks
+
+
+def _completions(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> Generation:
+    """At least `count` short completions of one prompt, in full batches, each with its own random stream."""
+    rows, batch = Generation([], []), len(engine.scheduler.slots)
+    for start in range(0, count, batch):
+        seeded = replace(sampling, seed=sampling.seed + start)
+        generation = engine.generate([prompt] * batch, seeded, max_new_tokens=_TOKENS, eos_token_ids=())
+        rows.tokens += generation.tokens
+        rows.steps += generation.steps
+    return rows
+
+
+def homogeneity(first: Sequence[Pair], second: Sequence[Pair]) -> tuple[float, int, float]:
+    """Chi-square test that two samples of token pairs share a distribution: (statistic, degrees of freedom, p)."""
+    cells = _cells(Counter(first), Counter(second))
+    if len(cells) < 2:  # a distribution with one outcome
+        return 0.0, 0, 1.0
+    found = stats.chi2_contingency(cells, correction=False)
+    return float(found.statistic), int(found.dof), float(found.pvalue)
+
+
+def _cells(ours: Counter[Pair], theirs: Counter[Pair]) -> list[list[int]]:
+    """Counts of both samples in cells large enough for the test.
+
+    A frequent pair is a cell. A rare one joins rare pairs with the same first or the same second token, chosen by its
+    hash, so that a wrong distribution of either token shows. The remainder is grouped by hash alone. Merging depends on
+    the pooled counts only, so p-values stay valid.
+    """
+    least = _MIN_EXPECTED * (ours.total() + theirs.total()) / min(ours.total(), theirs.total())
+    coarser: list[Callable[[Pair], Hashable]] = [
+        lambda pair: pair,
+        lambda pair: ("first", pair[0]) if _hash(pair) % 2 else ("second", pair[1]),
+        lambda pair: ("hash", _hash(pair) % _BUCKETS),
+        lambda pair: "rest",
+    ]
+    cells: dict[Hashable, list[int]] = {}
+    left = ours + theirs
+    for key in coarser:
+        sizes: Counter[Hashable] = Counter()
+        for pair, count in left.items():
+            sizes[key(pair)] += count
+        for pair in list(left):
+            if sizes[key(pair)] >= least:
+                cell = cells.setdefault(key(pair), [0, 0])
+                cell[0] += ours[pair]
+                cell[1] += theirs[pair]
+                del left[pair]
+    if cells:  # too few pairs are left for a cell of their own
+        smallest = min(cells.values(), key=sum)
+        smallest[0] += sum(ours[pair] for pair in left)
+        smallest[1] += sum(theirs[pair] for pair in left)
+    return list(cells.values())
+
+
+def _hash(pair: Pair) -> int:
+    return hash(pair) >> 8  # hashes of integers are the same in every process
+
+
+def detectable(cells: int, samples: int) -> float:
+    """Total variation, spread evenly over the cells, that the test detects 99 times in 100.
+
+    At a level of 1e-4 this takes a noncentrality of 30 + 8.7 sqrt(cells), within 2% from 8 to 600 cells. A relative
+    deviation d of every cell gives a noncentrality of 2 samples d^2.
+    """
+    return min(1.0, math.sqrt((30 + 8.7 * math.sqrt(cells)) / (2 * samples)))
