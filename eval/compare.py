@@ -67,7 +67,7 @@ def table(a: dict, b: dict) -> str:
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """The difference b - a of two independent figures with its interval, whose bounds are None if one has none.
+    """The difference b - a of two independent figures with its interval, without bounds if one has none.
 
     low = (b - a) - sqrt((b - b_low)^2 + (a_high - a)^2), and high with the other bounds.
     """

@@ -1,4 +1,4 @@
-"""Which drafter wrote which token: the first prompts of a suite, decoded once more for the page."""
+"""Traces of the first prompts of a suite for the page: who proposed each token, and what was rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two reports side by side: a difference is said to be one where its interval leaves out 0."""
+"""`eval compare`: figures differ where the interval of the difference excludes 0."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def test_the_verdict_follows_the_interval():
     assert "| +0.00 (one prompt) |  |" in table(REPORT, alone)
 
 
-def test_what_else_differs_is_said():
+def test_other_differences_are_listed():
     other = {**changed(), "hardware": "gpu", "settings": {"seed": 1}}
     other["suites"].append({**ROW, "temperature": 1.0})
     text = table(REPORT, other)

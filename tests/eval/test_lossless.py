@@ -1,4 +1,4 @@
-"""The proof has teeth: what is lossless passes, and each way of not being it is seen."""
+"""`eval lossless` passes exact drafters and fails every kind of inexactness."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CONFIGS, MisstatedHead, exit_code, tiny_head, tiny_model, tiny_tokenizer, write_tuned
+from conftest import CONFIGS, MisstatedHead, tiny_head, tiny_model, tiny_tokenizer, write_tuned
 from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
@@ -35,7 +35,7 @@ SAMPLES = 2000
 
 
 def warm_target() -> Target:
-    """Distributions with several likely tokens: what a rule gets wrong shows."""
+    """A target with several likely tokens, so that an inexact rule shows."""
     return Target(tiny_model(scale=2.0), tokenizer=None)
 
 
@@ -66,10 +66,10 @@ def test_every_drafter_passes_greedy_and_sampled(target, kind):
     assert kind == "ngram" or sampled[0].figures["drafted_share"] > 0.01
 
 
-def test_a_text_that_the_target_ends_passes():
+def test_a_completion_that_ends_at_eos_passes():
     target = Target(tiny_model(), tokenizer=None)
-    said = generate(target, None, PROMPTS[:1], max_new_tokens=24).tokens[0]
-    target.model.generation_config.eos_token_id = said[9]
+    completion = generate(target, None, PROMPTS[:1], max_new_tokens=24).tokens[0]
+    target.model.generation_config.eos_token_id = completion[9]
     assert len(generate(target, None, PROMPTS[:1], max_new_tokens=24).tokens[0]) < 24
     assert not failures(greedy_checks(target, NgramDrafter(), PROMPTS[:1], max_new_tokens=24))
 
@@ -92,7 +92,7 @@ def test_a_drafter_that_misstates_its_distribution_fails():
     assert failures(checks)
 
 
-def test_bfloat16_passes_and_noise_in_the_verify_pass_fails(monkeypatch):
+def test_bfloat16_passes_and_noise_in_the_verification_fails(monkeypatch):
     target = Target(tiny_model().to(torch.bfloat16), tokenizer=None)
     drafter = HeadDrafter(tiny_head().to(torch.bfloat16))
     prompts = [[number, 2 * number, 7] for number in range(10)]
@@ -104,7 +104,7 @@ def test_bfloat16_passes_and_noise_in_the_verify_pass_fails(monkeypatch):
 
     def disturbed(self, cache, tokens, *args):
         hidden = honest(self, cache, tokens, *args)
-        if tokens.shape[1] == drafter.nodes + 1 and cache.lengths[0] > 3:  # a verify pass, not a prompt of 3 tokens
+        if tokens.shape[1] == drafter.nodes + 1 and cache.lengths[0] > 3:  # a verification, not a prompt of 3 tokens
             generator = torch.Generator().manual_seed(int(tokens.sum()))
             hidden = hidden + 0.5 * torch.randn(hidden.shape, generator=generator).to(hidden)
         return hidden
@@ -117,29 +117,29 @@ def test_bfloat16_passes_and_noise_in_the_verify_pass_fails(monkeypatch):
     } <= failures(greedy_checks(target, drafter, prompts, max_new_tokens=24))
 
 
-def test_a_cache_that_keeps_the_wrong_slots_fails(target, monkeypatch):
-    """Float32, a drafter that is nearly always right: only what later tokens see is wrong."""
+def test_a_cache_that_keeps_the_wrong_positions_fails(target, monkeypatch):
+    """The drafter is nearly always right, in float32: only the keys and values of accepted tokens are wrong."""
     drafter = DraftModelDrafter(Target(tiny_model(), tokenizer=None), target, Tree((3, 2, 1), 6))
     assert not failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
     monkeypatch.setattr(KVCache, "gather", lambda self, path: None)
     assert "logits against plain decoding" in failures(greedy_checks(target, drafter, PROMPTS, max_new_tokens=24))
 
 
-def test_a_target_that_has_no_sdpa_is_compared_with_its_own_attention():
-    """gpt-oss: it attends eagerly, and its settings are as they were whatever happens in between."""
+def test_transformers_decodes_with_the_attention_of_the_model():
+    """gpt-oss has eager attention; its settings are restored even after an error."""
     target = Target(tiny_model("gpt_oss"), tokenizer=None)
     target.model.generation_config.eos_token_id = 3
     assert not failures(greedy_checks(target, HeadDrafter(tiny_head()), PROMPTS, max_new_tokens=16))
     with as_loaded(target):
         assert target.model.config._attn_implementation == "eager"
-    target.original_attention = "nothing that there is"
-    with pytest.raises(ValueError, match="nothing that there is"), as_loaded(target):
+    target.original_attention = "missing"
+    with pytest.raises(ValueError, match="missing"), as_loaded(target):
         pass
     assert target.eos_token_ids == {3}
     assert target.model.config._attn_implementation == ATTENTION
 
 
-def test_a_text_may_part_only_where_the_two_best_logits_are_close():
+def test_completions_may_differ_only_where_the_two_largest_logits_are_close():
     reference, gap = [5, 6, 7, 8], [3.0, 0.1, 3.0, 3.0]
 
     def parted(text):
@@ -156,7 +156,7 @@ def test_a_text_may_part_only_where_the_two_best_logits_are_close():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target with sharp distributions, a head for it and a text to continue, as a user has them."""
+    """Folders of a target with sharp distributions and of its head, and a file of text."""
     base = tmp_path_factory.mktemp("lossless")
     config = copy.deepcopy(CONFIGS["llama"])
     config.vocab_size = 300
@@ -187,7 +187,6 @@ def command(folders, *flags, samples=1000):
         (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "match"),
         (["--speculator", "head", "--branches", "3,2", "--replacement"], "multi_candidate_replacement"),
         (["--speculator", "head", "--branches", "3,2,1", "--nodes", "5", "--temperature", "0"], "match"),
-        (["--speculator", "head", "--branches", "3,2,1", "--paths", "2"], "match"),
         (["--draft_model", "target", "--num_speculative_tokens", "2", "--temperature", "1"], "block"),
         (["--ngram"], "match"),
     ],
@@ -204,8 +203,8 @@ def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags,
     assert [path.name for path in tmp_path.iterdir()] == ["checks.json"]
 
 
-def test_a_tuned_head_is_proved_as_it_decodes_too(folders, tmp_path, capsys):
-    """Chosen before each step: drafts, copies and both, at a cost that lets them all pay."""
+def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, capsys):
+    """Costs are such that drafts of the head, lookup and hybrid drafts all pay."""
     head = tmp_path / "head"
     shutil.copytree(folders / "head", head)
     lengths = [(temperature, n) for temperature in (0.0, 1.0) for n in (1, 3)]
@@ -238,44 +237,20 @@ def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, fold
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([], "--speculator"),
         (["--speculator", "nowhere"], "nowhere"),
         (["--ngram", "--branches", "3,2"], "--branches"),
-        (["--ngram", "--nodes", "3"], "--nodes"),
-        (["--ngram", "--rule", "multi_candidate"], "does not fit"),
-        (["--draft_model", "target", "--branches", "301"], "only 300 tokens"),
-        (["--draft_model", "./nowhere"], "nowhere"),
-        (["--speculator", "head", "--num_speculative_tokens", "4"], "draft length 4"),
-        (["--ngram", "--temperature", "-1"], "temperature"),
-        (["--ngram", "--samples", "0"], "--samples"),
-        (["--ngram", "--max_new_tokens", "2"], "--max_new_tokens must be at least 3"),
-        (["--ngram", "--max_prompts", "0"], "max_prompts"),
+        (["--ngram", "--rule", "multi_candidate"], "multi_candidate"),
+        (["--draft_model", "target", "--branches", "301"], "300"),
+        (["--ngram", "--max_new_tokens", "2"], "--max_new_tokens"),
         (["--ngram", "--max_new_tokens", "400"], "context of 128"),
-        (["--ngram", "--output", "nowhere/checks.json"], "no folder nowhere"),
-        (["--ngram", "--output", "."], "--output . is a folder"),
+        (["--ngram", "--output", "."], "--output"),
+        (["--ngram", "--suite", ""], "--suite"),
     ],
 )
 def test_wrong_input_is_one_line(folders, capsys, flags, message):
     flags = [str(folders / flag) if flag in ("head", "target") else flag for flag in flags]
     assert command(folders, *flags) == 2
-    error = capsys.readouterr().err.splitlines()
-    errors = [line for line in error if line.startswith("eval lossless:")]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval lossless:")]
     assert len(errors) == 1
     assert message in errors[0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "no drafter: give --speculator, --draft_model, --early_exit or --ngram"),
-        (["--draft_model", "x", "--speculator", "x"], "not allowed with"),
-        (["--ngram", "--branches", "3,x"], "'3,x'"),
-        (["--ngram", "--seed", str(2**63)], "--seed must be below"),
-        (["--ngram", "--suite", ""], "--suite is empty"),
-        (["--speculator", ""], "--speculator is empty"),
-    ],
-)
-def test_flags_that_make_no_sense_are_refused(capsys, flags, message):
-    assert exit_code(main, ["lossless", "--target", "x", *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

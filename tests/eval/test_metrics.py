@@ -1,4 +1,4 @@
-"""The rows of a report: by category and context, in batches, up to the end of an answer; and what warns."""
+"""Figures of a report: categories, contexts, batches, conversations, intervals and warnings."""
 
 import json
 import random
@@ -69,7 +69,7 @@ def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path):
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)  # no NaN
 
 
-def test_every_decoder_answers_the_second_turn_behind_the_plain_loops_answer(tmp_path):
+def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decoding(tmp_path):
     target = talking_target()
     suite = load_suite(
         questions(tmp_path, ("a", ["one", "two"])), target, prompt_tokens=8, max_prompts=9, max_new_tokens=8
@@ -93,7 +93,7 @@ def test_every_decoder_answers_the_second_turn_behind_the_plain_loops_answer(tmp
 
 
 def test_an_answer_ends_where_the_target_ends_it(tmp_path):
-    """Chats stop at EOS in every decoder, and the next turn does not hold it; texts go on."""
+    """Chats stop at EOS in every decoder, and the next turn omits it; continuations of text do not stop."""
     plain = talking_target()
     talk = Prompt([{"role": "user", "content": "one"}], ["two"])
     suite = Suite("s", [talk.tokens(plain.tokenizer)], [talk])
@@ -127,7 +127,7 @@ def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
 
 
 def test_batches_give_every_prompt_its_own_text(tmp_path):
-    """Unequal prompts, padded by transformers: the same greedy texts in batches of 2 as alone."""
+    """Transformers pads prompts of different lengths; greedy completions are the same alone and in batches."""
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]])
     report = report_of(target, suite, tmp_path, tiny_head(), batch_sizes=[1, 2])
@@ -148,7 +148,7 @@ def test_a_batch_runs_until_its_slowest_row_ends():
 
 
 def test_acceptance_by_context_by_hand():
-    """A prompt of 62 and the prefill's token: the first step begins at 63, the second at 65, the third at 66."""
+    """With a prompt of 62 and the prefill's token, the steps begin at 63, 65 and 66."""
     steps = [Step(3, 1, 2), Step(3, 0, 1), Step(3, 3, 4)]
     assert by_context([(62, steps)], None) == [
         {"from": 0, "below": 64, "steps": 1, "acceptance_length": 2.0, "beyond_trained_length": False},
@@ -231,7 +231,7 @@ STEPS = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(2, 2, 3), Step(3, 3, 
 
 
 def test_figures_by_hand():
-    """Four steps count (the last was cut): 3, 1, 0 and 2 accepted, the fourth of two drafted."""
+    """The last step was cut, so four count: they accept 3, 1, 0 and 2 tokens."""
     figures = acceptance(STEPS, 3)
     assert figures["steps"] == 4
     assert figures["acceptance_length"] == 1 + 6 / 4
@@ -270,8 +270,8 @@ def test_validation_decodes_as_many_rows_at_a_time_as_it_has_room_for(target, mo
     assert figures[0] == figures[1] == figures[2]
 
 
-def test_the_interval_is_that_of_a_mean():
-    """Of 400 normal samples: the mean give or take 1.96 standard errors."""
+def test_the_interval_of_a_mean():
+    """For the mean of 400 normal samples the interval is close to 1.96 standard errors."""
     generator = random.Random(1)
     samples = [generator.gauss(5, 2) for _ in range(400)]
     error = 1.96 * statistics.stdev(samples) / 20
@@ -282,14 +282,14 @@ def test_the_interval_is_that_of_a_mean():
 
 
 def test_pairs_stay_together():
-    """Prompts differ a hundredfold, the two decoders always by a factor of 2: nothing is uncertain."""
+    """The prompts differ a hundredfold, the two decoders always by a factor of 2, so the interval has no width."""
     samples = [(2.0 * 10**k, 10.0**k) for k in (0, 1, 2) for _ in range(5)]
     interval = paired_bootstrap(samples, lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))
     assert interval == {"value": 2.0, "low": 2.0, "high": 2.0}
 
 
 def test_costs_are_measured_on_full_batches(monkeypatch):
-    """12 prompts at 8 rows are a batch of 8 and one of 4, whose costs are those of 4 rows."""
+    """12 prompts make a batch of 8, which is measured, and one of 4, which is not."""
     rows = []
     monkeypatch.setattr("eval.decoders.measure", lambda target, drafter, prompts, *_: rows.append(len(prompts)))
     target = Target(tiny_model(), tokenizer=None)

@@ -1,4 +1,4 @@
-"""report.html shows who wrote which token and what was refused, and is one file in which a text is only text."""
+"""report.html shows which drafter wrote which token, is one file, and escapes every text."""
 
 from html.parser import HTMLParser
 
@@ -19,14 +19,14 @@ EVIL = ["</pre><script>alert(1)</script>", "&lt;b>", "\ud800", "\x00\x1b", '"><i
 
 
 class Evil:
-    """A tokenizer whose every text is hostile."""
+    """A tokenizer with hostile texts."""
 
     def decode(self, tokens, **_) -> str:
         return "".join(EVIL[token % len(EVIL)] for token in tokens)
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: elements, their attributes, and the text by element."""
+    """Elements of a page with their attributes, and the texts by element."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -59,7 +59,7 @@ def ids(pieces) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [3, Tree((3, 2, 1), 6)])
-def test_every_token_is_its_writers_and_what_was_refused_was_drafted(target, monkeypatch, shape, temperature):
+def test_every_token_has_its_drafter_and_rejected_tokens_were_drafted(target, monkeypatch, shape, temperature):
     drafts, propose = [], HeadDrafter.propose
     monkeypatch.setattr(HeadDrafter, "propose", lambda *args: drafts.append(propose(*args)) or drafts[-1])
     drafter = HeadDrafter(tiny_head(), shape)
@@ -73,7 +73,7 @@ def test_every_token_is_its_writers_and_what_was_refused_was_drafted(target, mon
     of_steps = [step for sample in samples for step in sample.steps[1:]]
     assert any(step.rejected for step in of_steps)
     for step, draft in zip(of_steps, proposed, strict=True):
-        if not step.sampled:  # the text's end cut it
+        if not step.sampled:  # the limit cut it
             continue
         path, parents, at = ids(step.accepted + step.rejected), draft.before[0].tolist(), 0
         for token in path:
@@ -82,7 +82,7 @@ def test_every_token_is_its_writers_and_what_was_refused_was_drafted(target, mon
         assert step.drafted == drafter.nodes
 
 
-def test_lookup_shows_what_it_found_and_nothing_where_it_found_nothing(target):
+def test_lookup_that_finds_nothing_shows_no_draft(target):
     steps = [step for sample in made(NgramDrafter(4), target) for step in sample.steps]
     assert any(step.accepted for step in steps)
     assert any(step.drafted == 0 and not step.rejected for step in steps[1:])
@@ -91,7 +91,7 @@ def test_lookup_shows_what_it_found_and_nothing_where_it_found_nothing(target):
 
 
 @pytest.mark.parametrize("text", ["plain text", "né 漢字 \U0001f600!"])
-def test_a_character_of_several_tokens_comes_once(text):
+def test_a_character_of_several_tokens_appears_once(text):
     class Bytes:
         def decode(self, tokens, **_) -> str:
             return bytes(tokens).decode("utf-8", "replace")
@@ -123,7 +123,7 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     assert "draft head" in found.texts["td"]
 
 
-def test_what_a_model_says_is_shown_and_never_run(report):
+def test_hostile_texts_are_shown_and_never_run(report):
     report, _ = report
     target = Target(tiny_model(), tokenizer=None)
     target.tokenizer = Evil()

@@ -1,4 +1,4 @@
-"""The measurement can tell: a slowed drafter is reported slower, a wrong text is counted as different."""
+"""`python -m eval`: report files, what the head drafts, and measurements that notice slow or wrong decoding."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def test_report_files_agree_and_name_every_baseline(tmp_path):
     assert markdown(report) == text
 
 
-def test_the_head_drafts_what_it_is_told_at_each_temperature(tmp_path):
+def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path):
     write_tuned(tmp_path, [{"temperature": 0.0, "tree": [[0], [1], [0, 0]]}])
 
     def drafted(**more) -> dict[float, tuple[int, int]]:
@@ -63,7 +63,7 @@ def test_an_attention_head_drafts_deeper_than_it_was_trained(tmp_path):
         report_of(tmp_path, lengths=[5])
 
 
-def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder, text_file, tmp_path):
+def test_num_speculative_tokens_overrides_the_tuned_draft(target_folder, text_file, tmp_path):
     head, out = tmp_path / "head", tmp_path / "out"
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(head)
     write_tuned(head, [{"temperature": 0, "tree": [[0], [1], [2], [0, 0], [1, 0]]}])
@@ -80,7 +80,7 @@ def test_the_command_measures_what_was_tuned_unless_told_otherwise(target_folder
     assert drafted("--num_speculative_tokens", "1") == 1
 
 
-def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_file, tmp_path, capsys):
+def test_rule_applies_to_every_drafter_that_supports_it(target_folder, text_file, tmp_path, capsys):
     head, out = tmp_path / "head", tmp_path / "out"
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(head)
     write_tuned(head, [{"temperature": 1.0, "tree": [[0], [1]]}])
@@ -102,7 +102,7 @@ def test_rule_is_that_of_every_drafter_and_said_everywhere(target_folder, text_f
 
 
 class Clock:
-    """A millisecond passes whenever someone looks."""
+    """A clock that advances by a millisecond per reading."""
 
     def __init__(self):
         self.now = 0.0
@@ -134,7 +134,7 @@ def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch):
     assert slowed["predicted_speedup"] < 0.8 * honest["predicted_speedup"]
 
 
-def test_a_changed_text_is_counted_as_not_identical(tmp_path, monkeypatch):
+def test_a_changed_completion_is_counted_as_not_identical(tmp_path, monkeypatch):
     honest = decoders.time_ours
 
     def corrupted(target, drafter, prompts, sampling, count, out, **kwargs):

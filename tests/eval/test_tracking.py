@@ -1,4 +1,4 @@
-"""wandb gets the report's figures and plots: of an evaluation's own run, or of the one that is on."""
+"""wandb gets the figures and plots of a report, in a new run or in the current one."""
 
 import json
 
@@ -38,8 +38,7 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "report.json").read_text()) == report
 
 
-def test_a_run_that_is_on_gets_the_report(tmp_path, monkeypatch):
-    """As at the end of a training that is tracked."""
+def test_the_current_run_gets_the_report(tmp_path, monkeypatch):
     logged = {}
     with wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True)) as run:
         monkeypatch.setattr(wandb, "log", logged.update)
@@ -48,7 +47,7 @@ def test_a_run_that_is_on_gets_the_report(tmp_path, monkeypatch):
     assert "eval/text T=0/head 3/acceptance_length" in logged
 
 
-def test_wandb_that_is_not_installed_is_said_at_once(monkeypatch):
+def test_a_missing_wandb_raises_at_once(monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     tracking.check("none")
     with pytest.raises(UserError, match="wandb is not installed"):
@@ -66,7 +65,7 @@ def test_wandb_that_is_not_installed_is_said_at_once(monkeypatch):
         ({"WANDB_MODE": "disabled"}, "machine api.wandb.ai", None),
     ],
 )
-def test_who_has_a_key_for_the_server_is_online(tmp_path, monkeypatch, variables, netrc, mode):
+def test_a_key_for_the_server_means_online(tmp_path, monkeypatch, variables, netrc, mode):
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -80,7 +79,7 @@ def test_who_has_a_key_for_the_server_is_online(tmp_path, monkeypatch, variables
     assert given["mode"] == mode
 
 
-def test_a_server_that_does_not_answer_ends_no_run(tmp_path, monkeypatch, capsys):
+def test_a_server_that_does_not_answer_means_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     asked = []
