@@ -1,4 +1,4 @@
-"""The documentation names modules and files that there are."""
+"""Modules and files that the documentation names exist."""
 
 import re
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_module_that_is_run_in_the_documentation_is_there():
+def test_every_module_in_the_documentation_exists():
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {
         (file.name, module)

@@ -122,7 +122,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     assert json.loads((finished / "speculator" / "config.json").read_text())["trained_length"] == longest
     assert f"| stage2 | 10 | 8 of up to {longest} tokens | up to {10 * 8 * longest:,} |" in card
     assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.005, cosine |" in card
-    assert "| 2 of functions.jsonl (held-out) | 1 | speculator, rule block |" in card
+    assert "| 2 of functions.jsonl (held-out) | 1 | draft head, rule block |" in card
     assert {path.name for path in (finished / "eval").iterdir()} == {
         "report.json",
         "report.md",
@@ -193,6 +193,16 @@ def test_the_same_command_again_says_that_it_is_done(finished, command):
     assert done.returncode == 0
     assert "is done" in done.stdout
     assert (finished / "eval" / "report.json").stat().st_mtime_ns == before
+
+
+def test_a_killed_run_renders_its_report_without_measuring_again(finished, command):
+    report = finished / "eval" / "report.json"
+    before, text = report.stat().st_mtime_ns, report.with_suffix(".md").read_text()
+    report.with_suffix(".md").unlink()
+    done = run(command(finished))
+    assert done.returncode == 0, done.stderr
+    assert report.stat().st_mtime_ns == before
+    assert report.with_suffix(".md").read_text() == text
 
 
 def test_a_card_that_a_kill_prevented_is_written_by_the_next_call(finished, command):
