@@ -245,7 +245,6 @@ def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, fold
         (["--ngram", "--max_new_tokens", "2"], "--max_new_tokens"),
         (["--ngram", "--max_new_tokens", "400"], "context of 128"),
         (["--ngram", "--output", "."], "--output"),
-        (["--ngram", "--suite", ""], "--suite"),
     ],
 )
 def test_wrong_input_is_one_line(folders, capsys, flags, message):

@@ -170,7 +170,7 @@ def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):
         (["--max_new_tokens", "4"], "--max_new_tokens must be at least 5"),
         (
             ["--suite", str(suite), "--batch_size", "16", "--max_new_tokens", "16"],
-            "--batch_size 16: of suite.jsonl at most 3 prompts",
+            "--batch_size 16",
         ),
         (["--batch_size", "0"], "--batch_size must be at least 1"),
         (["--speculator", str(tmp_path / "nowhere")], "no folder"),
