@@ -115,7 +115,7 @@ CONFIGS = {
 
 
 def tiny_model(family: str = "llama", scale: float = 4.0):
-    """A random model whose distributions are far from uniform: its weights are `scale` times the usual ones."""
+    """Make a random model; weights are `scale` times the usual ones, so that distributions are far from uniform."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
     for parameter in model.parameters():
@@ -150,7 +150,7 @@ def tiny_head(
 
 
 def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
-    """A `decoding.json` as if measured here, in float32 and at batch size 1, but for what is given."""
+    """Write a `decoding.json` as if measured here, in float32 and at batch size 1, with the given fields replaced."""
     here = measured_on(
         SimpleNamespace(device=resolve_device(), dtype=torch.float32, broadcast_object=lambda said: said), 1
     )
@@ -158,7 +158,7 @@ def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
 
 
 def auto_drafter(head: Speculator, cost=None) -> AdaptiveDrafter:
-    """One that drafts trees, a path beside them, copies and chains in turn, and nothing where these do not pay."""
+    """Make an adaptive drafter that alternates between trees, hybrid drafts, lookup and chains."""
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     shapes = [*(Chain(n) for n in range(1, head.n_predict + 1)), FixedTree([(0,), (1,), (0, 0)])]
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
@@ -175,7 +175,7 @@ def auto_drafter(head: Speculator, cost=None) -> AdaptiveDrafter:
 
 
 def exit_code(main, argv: list[str]) -> int:
-    """Of a command; what does not parse ends it by itself."""
+    """Exit code of a command; argparse exits by itself on a parse error."""
     try:
         return main(argv)
     except SystemExit as ended:
@@ -183,7 +183,7 @@ def exit_code(main, argv: list[str]) -> int:
 
 
 class Oracle(Drafter):
-    """Drafts what it was given as the text: every token right, or every token wrong. Prompts come in order."""
+    """Drafts the given completions: every token right, or every token wrong. Prompts arrive in order."""
 
     name, num_speculative_tokens, nodes, rules = "oracle", 3, 3, ("match",)
 
@@ -209,7 +209,7 @@ class Oracle(Drafter):
 
 
 class MisstatedHead(HeadDrafter):
-    """The classic bug: draws its tokens from one distribution and tells another."""
+    """A known-wrong head: samples from one distribution and reports another."""
 
     def propose(self, pending, sampling, u, texts):
         colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
@@ -231,7 +231,7 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
-    """A tiny Llama with its tokenizer, as a user has one on disk."""
+    """Folder with a tiny Llama and its tokenizer."""
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**_SHAPE, "vocab_size": 300, "eos_token_id": 0})).save_pretrained(folder)
@@ -241,7 +241,7 @@ def target_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
-    """Real text: the functions of some standard modules, a row each."""
+    """File of real text: the functions of some standard modules, one per row."""
     file = tmp_path_factory.mktemp("text") / "functions.jsonl"
     modules = (argparse, inspect, textwrap, tarfile, doctest)
     members = [member for module in modules for member in vars(module).values() if inspect.getmodule(member) is module]

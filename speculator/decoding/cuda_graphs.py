@@ -142,7 +142,7 @@ def tensors(result: Any) -> Iterator[Tensor]:
 
 
 def capturable(target: Any, drafter: Any | None) -> bool:
-    """Whether steps can be captured: the device supports it, and neither target nor drafter waits for the device."""
+    """Return whether the device supports captures and neither target nor drafter waits for the device."""
     on_device = enabled and target.device.type in DEVICES
     return on_device and target.capturable and (drafter is None or drafter.capturable)
 

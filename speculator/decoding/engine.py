@@ -212,7 +212,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or is in a slot."""
+        """True while a request waits or is in a slot."""
         return bool(self.waiting) or any(slot.request for slot in self.scheduler.slots)
 
     def run(self) -> None:

@@ -38,7 +38,7 @@ class Step:
 
 
 def acceptance_length(steps: Iterable[Step]) -> float:
-    """Mean of accepted + 1 over the steps that were not cut; nan if there are none."""
+    """Mean of accepted + 1 over the steps that were not cut; nan without any."""
     lengths = [step.accepted + 1 for step in steps if not step.cut]
     return sum(lengths) / len(lengths) if lengths else float("nan")
 

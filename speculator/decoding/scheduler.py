@@ -1,4 +1,4 @@
-"""Which request is in which slot: admission, prefix sharing, chunked prefill. Host-side bookkeeping only."""
+"""Assignment of requests to slots: admission, prefix sharing, chunked prefill. Host-side bookkeeping only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> bool:
-        """Whether some admitted prompt is not computed yet."""
+        """True while some admitted prompt is not computed yet."""
         return any(slot.phase in (PREFILLING, WAITING_FOR_PREFIX) for slot in self.slots)
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
-"""Steps as graphs. Without a GPU a double stands in: it records what a step launches, and runs that record again.
+"""Captured steps. Without a GPU, a double records the operations of a step and runs the record again.
 
-As a CUDA graph does, a replay of the double runs no Python of the step, knows no number but those in tensors, and puts
-every result where it lay at the recording.
+Like a CUDA graph, a replay of the double runs no Python of the step, reads changing numbers from tensors only, and
+writes every result to its place at the recording.
 """
 
 import copy
@@ -73,7 +73,7 @@ NAMES = [
 
 
 def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
-    """Sliding and full layers."""
+    """A target with sliding and full attention layers."""
     return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
 
 
@@ -103,7 +103,7 @@ def make_drafter(name: str, target: Target):
 
 
 class Record(graphs.Asked):
-    """What a function launched."""
+    """Records the operations that a function launches."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class Record(graphs.Asked):
 
 
 class Double:
-    """A graph: what was recorded, once more. The recording ran, so the first replay has nothing left to do."""
+    """A graph that runs a record again. The recording itself counts as the first replay."""
 
     made = 0
 
@@ -151,7 +151,7 @@ class Double:
 
 
 class Comparison(Double):
-    """Runs the function itself again, and holds it against the record."""
+    """A graph that runs the function again and compares it with the record."""
 
     def __init__(self, work, given):
         super().__init__(work, given)
@@ -167,7 +167,7 @@ class Comparison(Double):
 
 
 def capturing(monkeypatch, double: type[Double]) -> None:
-    """Capture on the CPU, with a bucket that a short text outgrows."""
+    """Capture on the CPU, with a cache bucket that a short sequence outgrows."""
 
     def capture(work, pool, *given):
         graph = double(work, given)
@@ -187,7 +187,7 @@ def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) 
 
 
 def early_end(rows: list[list[int]]) -> tuple[int, ...]:
-    """A token that ends some of the rows, and not all."""
+    """Return a token that ends some of the rows, but not all."""
     least = min(rows, key=lambda row: len(set(row)))
     others = Counter(token for row in rows for token in row[:-1] if token not in least)
     return (others.most_common()[-1][0],) if others else ()
@@ -198,8 +198,8 @@ def early_end(rows: list[list[int]]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_replayed_step_gives_the_tokens_of_the_loop(name, sampling, monkeypatch):
-    """Buckets alone, then buckets and replays; alone and in a batch whose rows end at different times."""
+def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, monkeypatch):
+    """With cache buckets, then with replays; one row, and a batch whose rows end at different times."""
     target = make_target()
     for rows in (1, 4):
         eos = early_end(texts(target, make_drafter(name, target), sampling, rows))
@@ -215,15 +215,15 @@ def test_a_replayed_step_gives_the_tokens_of_the_loop(name, sampling, monkeypatc
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_of_one_bucket_launch_the_same(name, monkeypatch):
-    """Operations, shapes and every number that the host gives: what differs could not be replayed."""
+    """Operations, shapes and host numbers must be equal, or a replay would be wrong."""
     capturing(monkeypatch, Comparison)
     target = make_target()
     texts(target, make_drafter(name, target), "sampled", rows=3)
     assert Comparison.made >= (1 if name == "auto-eagle3" else 2)
 
 
-def test_the_double_has_teeth(target, monkeypatch):
-    """A number of the host, taken anew each step, stays what it was at capture; an answer of the device is refused."""
+def test_the_double_detects_host_numbers_and_device_waits(target, monkeypatch):
+    """A host number stays as captured; reading a value back from the device fails."""
     capturing(monkeypatch, Comparison)
 
     class Counting(HeadDrafter):
@@ -242,8 +242,8 @@ def test_the_double_has_teeth(target, monkeypatch):
             Engine(target, kind(tiny_head())).generate([[1, 2]], max_new_tokens=20)
 
 
-def test_an_engine_keeps_what_was_captured(monkeypatch):
-    """Another text, other seeds and temperatures of one kind: the same graphs. More room: new ones, not stale ones."""
+def test_an_engine_keeps_its_graphs(monkeypatch):
+    """Other prompts, seeds and temperatures reuse graphs; a grown cache needs new ones."""
     target = make_target()
     turns = [
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
@@ -268,8 +268,8 @@ def test_an_engine_keeps_what_was_captured(monkeypatch):
             assert made[1] == made[0]
 
 
-def test_the_scores_of_one_step_are_not_anothers(monkeypatch):
-    """A step that notes scores is not captured; the replays after it have none."""
+def test_steps_with_logprobs_are_not_captured(monkeypatch):
+    """Replays after such a step return no log-probabilities."""
     target = make_target()
     capturing(monkeypatch, Double)
     engine = Engine(target, slots=2)
@@ -280,7 +280,7 @@ def test_the_scores_of_one_step_are_not_anothers(monkeypatch):
     assert engine.generate(PROMPTS[:2], max_new_tokens=12).tokens == expected
 
 
-def test_numbers_of_top_k_share_graphs(monkeypatch):
+def test_values_of_top_k_share_graphs(monkeypatch):
     target = make_target()
     capturing(monkeypatch, Double)
     engine, made = Engine(target, slots=1), []
@@ -293,8 +293,8 @@ def test_numbers_of_top_k_share_graphs(monkeypatch):
     assert made[0] == made[3] < made[4]
 
 
-def test_a_chunk_beside_a_long_beginning_fits_the_rounded_cache(monkeypatch):
-    """A prompt whose beginning is in its slot already, beside one that is new."""
+def test_a_chunk_next_to_a_long_prefix_fits_the_rounded_cache(monkeypatch):
+    """One prompt has a prefix in its slot already, the other has none."""
     target = make_target()
     monkeypatch.setitem(cache_module.BUCKETS, "cpu", 32)
     prompts = [[i % 31 for i in range(48)], [i % 7 for i in range(48)]]
@@ -305,8 +305,8 @@ def test_a_chunk_beside_a_long_beginning_fits_the_rounded_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "model-tree", "hybrid-fixed-tree"])
-def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
-    """The target's cache has more than was asked for, and need not grow."""
+def test_a_longer_sequence_of_the_same_bucket_fits(name, monkeypatch):
+    """The target's cache is larger than requested and need not grow."""
     target = make_target()
     expected = [generate(target, make_drafter(name, target), [[1]], max_new_tokens=n).tokens for n in (2, 90)]
     capturing(monkeypatch, Double)
@@ -320,8 +320,8 @@ def test_a_longer_text_of_the_same_bucket_finds_room(name, monkeypatch):
     assert len(capacities) == 1
 
 
-def test_a_head_keeps_its_tensors_where_a_shape_has_room(monkeypatch):
-    """Other tensors would make graphs void."""
+def test_a_head_keeps_its_tensors_if_a_new_shape_fits(monkeypatch):
+    """Replacing the tensors would invalidate graphs."""
     target = make_target()
     capturing(monkeypatch, Double)
     engine = Engine(target, make_drafter("eagle3-tree", target), slots=1)
@@ -336,8 +336,8 @@ def test_a_head_keeps_its_tensors_where_a_shape_has_room(monkeypatch):
     assert source.version == kept[0] + 1
 
 
-def test_graphs_of_a_cache_that_has_grown_get_a_pool_of_their_own(monkeypatch):
-    """torch refuses a capture into a pool whose graphs are gone."""
+def test_graphs_of_a_grown_cache_get_a_new_pool(monkeypatch):
+    """torch rejects a capture into a pool whose graphs are gone."""
     target, pools = make_target(), []
     capturing(monkeypatch, Double)
     double = graphs.capture
@@ -352,8 +352,8 @@ def test_graphs_of_a_cache_that_has_grown_get_a_pool_of_their_own(monkeypatch):
     assert len(set(map(id, pools))) == 2
 
 
-def test_rows_join_and_leave_captured_steps(monkeypatch):
-    """Fewer rows, other rows in their places, and rows that wait in a captured step for the rest of their prompt."""
+def test_requests_join_and_leave_captured_steps(monkeypatch):
+    """Rows finish, are replaced, or wait in a captured step for the rest of their prompt."""
     target = make_target()
     prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
     settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
@@ -370,7 +370,7 @@ def test_rows_join_and_leave_captured_steps(monkeypatch):
             assert Double.made >= 2
 
 
-def test_who_needs_the_host_is_called(target, monkeypatch):
+def test_drafters_that_need_the_host_run_eagerly(target, monkeypatch):
     capturing(monkeypatch, Double)
 
     def tokens(drafter):
@@ -419,7 +419,7 @@ def refused(work, pool, *given):
 
 
 class Wrong(Double):
-    """Replays something else than what was captured."""
+    """A graph whose replay gives a wrong result."""
 
     def replay(self):
         super().replay()
@@ -427,7 +427,7 @@ class Wrong(Double):
 
 
 class Forgetful(Double):
-    """Gives the right result, and leaves its cache's lengths as they were."""
+    """A graph that gives the right result but does not update the cache's lengths."""
 
     def __init__(self, work, given):
         lengths = given[0].cache.lengths
@@ -438,7 +438,7 @@ class Forgetful(Double):
 
 @pytest.mark.parametrize("kind", [refused, Wrong, Forgetful])
 @pytest.mark.parametrize("name", ["none", "head-tree", "model-chain"])
-def test_a_graph_that_is_refused_or_wrong_is_seen_and_none_is_captured_any_more(kind, name, monkeypatch):
+def test_a_failed_or_wrong_graph_switches_capturing_off(kind, name, monkeypatch):
     target = make_target()
     expected = texts(target, make_drafter(name, target), "greedy", 2)
     capturing(monkeypatch, Double)
@@ -455,8 +455,8 @@ def test_a_graph_that_is_refused_or_wrong_is_seen_and_none_is_captured_any_more(
     assert made == (Double.made, kind.made if kind is not refused else 0)
 
 
-def test_an_engine_takes_its_cache_along(target, monkeypatch):
-    """At once: a cache in a reference cycle would wait for the garbage collector."""
+def test_an_engine_frees_its_cache_when_deleted(target, monkeypatch):
+    """A cache in a reference cycle would wait for the garbage collector."""
     monkeypatch.setattr(graphs, "DEVICES", ())
     for captured in (False, True):
         if captured:
@@ -473,8 +473,8 @@ def test_an_engine_takes_its_cache_along(target, monkeypatch):
             gc.enable()
 
 
-def test_c_and_v_leave_captures_out(target, monkeypatch):
-    """Captures that take long change neither; blocks are left."""
+def test_measured_costs_exclude_captures(target, monkeypatch):
+    """Slow captures change neither c nor v, and some blocks remain."""
     capturing(monkeypatch, Double)
     quick = graphs.capture
 
@@ -508,7 +508,7 @@ def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
         assert 0 not in seen[-len(decoded.steps[0]) :], "the run that counts replays what was there"
 
 
-def test_a_model_that_asks_the_device_is_known_at_load():
+def test_a_model_that_waits_for_the_device_is_not_capturable():
     assert make_target().capturable
     experts = tiny_model("mixtral")
     experts.set_experts_implementation("eager")
@@ -518,7 +518,7 @@ def test_a_model_that_asks_the_device_is_known_at_load():
         assert not Target(model, tokenizer=None).capturable
 
 
-def test_what_asks_is_noted():
+def test_operations_that_wait_for_the_device_are_recorded():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             x = torch.arange(4)

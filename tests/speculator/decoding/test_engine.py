@@ -34,7 +34,7 @@ from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Schedu
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
 
-def test_eos_ends_a_row_and_the_others_go_on(target, head):
+def test_eos_ends_a_row_and_the_others_continue(target, head):
     plain = generate(target, None, PROMPTS, max_new_tokens=30).tokens
     target.model.generation_config.eos_token_id = [plain[0][4], plain[1][12]]
     eos = target.eos_token_ids
@@ -76,7 +76,7 @@ def test_tokens_stream_in_order(target, head):
         *([{1: 2}], [torch.tensor([0.5])], [torch.tensor([[1, 2]])], torch.empty(0, 3, dtype=torch.long), "def", 5),
     ],
 )
-def test_bad_prompts_are_refused(target, prompts):
+def test_invalid_prompts_are_rejected(target, prompts):
     with pytest.raises(UserError, match="prompt"):
         generate(target, None, prompts)
 
@@ -94,12 +94,12 @@ def test_a_batch_may_be_one_tensor(target):
 
 
 @pytest.mark.parametrize("count", [0, -5, 2.5, True, None, "8", float("nan")])
-def test_a_count_of_new_tokens_that_is_none_is_refused(target, count):
+def test_max_new_tokens_must_be_a_positive_integer(target, count):
     with pytest.raises(UserError, match="max_new_tokens"):
         generate(target, None, PROMPTS, max_new_tokens=count)
 
 
-def test_the_last_seeds_streams_are_refused_in_one_line(target):
+def test_seeds_beyond_64_bits_are_rejected(target):
     with pytest.raises(UserError, match="seed"):
         generate(target, None, PROMPTS, Sampling(1.0, seed=2**63 - 2))
 
@@ -138,7 +138,7 @@ def test_stop_strings_end_a_row_where_transformers_does(target_folder):
     assert stopped >= 2
 
 
-def test_stop_strings_are_sought_in_the_text_that_is_shown():
+def test_stop_strings_are_searched_in_the_printed_text():
     class Tidying:  # as tokenizers of WordPiece by default
         added_tokens_decoder: ClassVar = {}
 
@@ -180,8 +180,8 @@ def test_one_eos_token_may_be_given_alone(target):
 
 
 @pytest.mark.parametrize("common", [3, 30])
-def test_chats_that_take_turns_keep_what_each_has_read(target, head, common):
-    """They begin alike, as templates do; neither takes the other's slot while another is free."""
+def test_alternating_chats_keep_their_slots(target, head, common):
+    """Both share a prefix; neither takes the other's slot while another is free."""
     beginning = [i * 7 % 32 for i in range(common)]
     chats = [[*beginning, *range(10, 20)], [*beginning, *range(20, 30)]]
     for drafter in (None, HeadDrafter(head)):
@@ -195,7 +195,7 @@ def test_chats_that_take_turns_keep_what_each_has_read(target, head, common):
                 chat += [*answer, 7, 8]
 
 
-def test_of_slots_with_other_texts_the_one_used_least_recently_is_taken(target):
+def test_the_least_recently_used_slot_is_reused(target):
     engine = Engine(target, slots=2)
     first, second, third = ([token] * 20 for token in (3, 4, 5))
     for prompt in (first, second, first, third):  # third takes second's
@@ -217,7 +217,7 @@ def test_a_slot_was_last_used_when_its_request_ended(target):
     assert engine.num_prefilled_tokens == before + 1
 
 
-def test_what_is_to_be_copied_is_not_given_away_before(target):
+def test_a_prefix_source_is_not_reused_before_it_is_copied(target):
     engine, long = Engine(target, slots=3), [i * 7 % 32 for i in range(80)]
     for prompt in ([3] * 20, long, [4] * 20):
         engine.generate([prompt], max_new_tokens=2)
@@ -226,7 +226,7 @@ def test_what_is_to_be_copied_is_not_given_away_before(target):
     assert engine.num_prefilled_tokens == before + 2 + 6
 
 
-def test_what_two_texts_begin_with_is_copied_to_another_slot(target):
+def test_a_common_prefix_is_copied_to_another_slot(target):
     engine, long = Engine(target, slots=2), [i * 7 % 32 for i in range(80)]
     engine.generate([long], max_new_tokens=2)
     before = engine.num_prefilled_tokens
@@ -239,8 +239,8 @@ def test_what_two_texts_begin_with_is_copied_to_another_slot(target):
     assert engine.num_prefilled_tokens <= before + 2, "the longer text is still there"
 
 
-def test_a_chats_next_turn_processes_only_what_is_new(target, head):
-    """Two rows, two turns, the second one's text changed near its end; drafters with a memory of their own too."""
+def test_a_chats_next_turn_processes_only_new_tokens(target, head):
+    """Two rows and two turns; the second turn edits the end of the first. Includes drafters with per-row state."""
     draft_model = Target(tiny_model("qwen3"), None)
     for drafter in (
         None,
@@ -259,7 +259,7 @@ def test_a_chats_next_turn_processes_only_what_is_new(target, head):
         assert again == generate(target, drafter, turns, max_new_tokens=12).tokens
 
 
-def test_rules_and_settings_that_do_not_fit_are_refused(target, head):
+def test_invalid_rules_and_settings_are_rejected(target, head):
     with pytest.raises(UserError, match="tokens"):
         generate(target, HeadDrafter(head), [[1]], rule="tokens")
     with pytest.raises(UserError, match="does not fit"):
@@ -276,7 +276,7 @@ def test_rules_and_settings_that_do_not_fit_are_refused(target, head):
         Tree((2, 2), 7)
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(target_folder):
+def test_a_draft_model_with_another_tokenizer_is_rejected(target_folder):
     target = Target.load(str(target_folder))
     other = Target.load(str(target_folder))
     other.tokenizer.add_tokens(["<new>"])
@@ -286,7 +286,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(target_folder):
 
 @pytest.mark.parametrize("size", [24, 40])
 def test_a_draft_models_vocabulary_may_be_padded_otherwise(target, size):
-    """Smaller: the missing tokens are never drafted. Larger: the surplus is cut off, and q is what is left."""
+    """A smaller vocabulary never drafts the missing tokens; a larger one is cut and renormalised."""
     model = tiny_model("qwen3")
     model.resize_token_embeddings(size)
     drafter = DraftModelDrafter(Target(model, None), target)
@@ -341,7 +341,7 @@ DRAFTERS = {
 
 
 def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
-    """Prompts, sampling and lengths of all sorts; every fourth prompt begins as the one before it."""
+    """Mixed prompts, sampling and lengths; every fourth prompt shares a prefix with the one before it."""
     draw = random.Random(0)
     prompts: list[list[int]] = []
     for i in range(count):
@@ -352,8 +352,8 @@ def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_text_does_not_depend_on_when_it_joined_nor_beside_whom(name):
-    """Rows join and leave at random, in three slots and chunks of seven tokens; some are cancelled under way."""
+def test_a_completion_does_not_depend_on_admission_time_or_batch_mates(name):
+    """Requests are admitted and finish at random, in three slots and chunks of seven tokens; some are cancelled."""
     target = double_target()
     prompts, settings, limits = ragged(14)
     expected = [
@@ -383,7 +383,7 @@ def test_a_text_does_not_depend_on_when_it_joined_nor_beside_whom(name):
 
 
 @pytest.mark.parametrize("name", ["none", "tree", "model-tree"])
-def test_max_batch_size_changes_no_text(name):
+def test_max_batch_size_changes_no_completion(name):
     target = double_target()
     prompts, settings, limits = ragged(9)
     whole = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits)
@@ -398,7 +398,7 @@ def test_max_batch_size_changes_no_text(name):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(name, chunk):
+def test_chunked_prefill_equals_whole_prefill(name, chunk):
     target = double_target()
     prompts = [[i % 32 for i in range(50)], [3, 1, 4], [i * 7 % 32 for i in range(64)]]
     expected = generate(target, DRAFTERS[name](target), prompts, Sampling(0.8), max_new_tokens=20)
@@ -408,7 +408,7 @@ def test_a_prefill_in_chunks_is_that_of_the_whole_prompt(name, chunk):
 
 
 def test_a_long_prompt_does_not_stall_the_others():
-    """While it is read, chunk by chunk, the rest decode: one step for each chunk."""
+    """During its chunked prefill the other rows take one step per chunk."""
     target = double_target()
     engine = Engine(target, slots=2, chunk=4)
     short = engine.submit([1, 2], max_new_tokens=40)
@@ -427,8 +427,8 @@ def test_a_long_prompt_does_not_stall_the_others():
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_slot_that_held_a_longer_text_is_as_new(name):
-    """Another text in it, one that begins alike, one that is a part of it."""
+def test_a_slot_that_held_a_longer_sequence_is_as_new(name):
+    """The next prompt is unrelated, shares a prefix, or is a prefix of the old sequence."""
     target = double_target()
     engine = Engine(target, DRAFTERS[name](target), slots=1)
     first = [i * 5 % 32 for i in range(40)]
@@ -440,7 +440,7 @@ def test_a_slot_that_held_a_longer_text_is_as_new(name):
         assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
 
 
-def test_a_request_takes_the_slot_that_begins_most_alike(target):
+def test_a_request_takes_the_slot_with_the_longest_common_prefix(target):
     engine = Engine(target, slots=3)
     texts = [[1, 2, 3, 4, 5, 6], [1, 2, 9, 9], [7, 7, 7]]
     engine.generate(texts, max_new_tokens=2)
@@ -459,7 +459,7 @@ EACH = [Sampling(0.9, seed=seed) for seed in range(len(SIBLINGS))]
 
 
 def beside_siblings(name: str, chunk: int, waits: int) -> tuple[list, Engine]:
-    """Prompts that begin alike, each `waits` steps after the one before."""
+    """Decode prompts with a common prefix, each submitted `waits` steps after the one before."""
     target = double_target()
     engine, requests = Engine(target, DRAFTERS[name](target), slots=len(SIBLINGS), chunk=chunk), []
     for prompt, own in zip(SIBLINGS, EACH, strict=True):
@@ -471,7 +471,7 @@ def beside_siblings(name: str, chunk: int, waits: int) -> tuple[list, Engine]:
 
 
 def without_siblings(name: str) -> list:
-    """Each in an engine of its own."""
+    """Decode each prompt in its own engine."""
     target = double_target()
     each = [
         generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=10)
@@ -481,8 +481,8 @@ def without_siblings(name: str) -> list:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_what_prompts_begin_with_is_processed_once(name):
-    """Whether they come together, or while it is read and afterwards; of siblings the last token is processed too."""
+def test_a_common_prefix_is_prefilled_once(name):
+    """Requests arrive together, during the prefill of the prefix, or later; the last token is always computed."""
     alone = without_siblings(name)
     for chunk, waits in ((64, 0), (7, 2)):
         made, engine = beside_siblings(name, chunk, waits)
@@ -491,8 +491,8 @@ def test_what_prompts_begin_with_is_processed_once(name):
         assert engine.num_prefilled_tokens == 40 + 3 * (1 + again) + (3 + again) + 2
 
 
-def test_prefixes_are_found_by_hashes_and_believed_when_compared(monkeypatch):
-    """Of many rows a prompt is compared with those that seem to begin alike, and hashes that lie cost no text."""
+def test_prefixes_are_found_by_hash_and_then_compared(monkeypatch):
+    """A prompt is compared with rows of equal hash only, and hash collisions change no completion."""
     compared = []
 
     def counted(a, b):
@@ -510,7 +510,7 @@ def test_prefixes_are_found_by_hashes_and_believed_when_compared(monkeypatch):
     assert beside_siblings("none", 7, 2)[0] == alone
 
 
-def test_prefixes_that_are_gone_are_forgotten():
+def test_stale_prefixes_leave_the_table():
     scheduler = Scheduler(1)
     for own in range(500):
         request = Request([own] * 80, Sampling(), 4)
@@ -520,8 +520,8 @@ def test_prefixes_that_are_gone_are_forgotten():
     assert len(scheduler._prefixes) <= slots_module._MIN_TABLE_SIZE + 10
 
 
-def test_who_follows_a_follower_waits_until_that_one_has_been_copied_to():
-    """Rows are copied together: what a row is given now can't be given on now."""
+def test_a_destination_of_a_copy_is_not_a_source_in_the_same_pass():
+    """All rows are copied at once, so a chain of prefix sources takes several passes."""
     scheduler = Scheduler(3)
     texts = [list(range(10)), [*range(8), 50, 51], [*range(6), 60]]
     leaders = [None, (scheduler.slots[0], texts[0], 8), (scheduler.slots[1], texts[1], 6)]
@@ -535,7 +535,7 @@ def test_who_follows_a_follower_waits_until_that_one_has_been_copied_to():
     assert scheduler.share_prefixes(0) == ([], [], 0)
 
 
-def test_rows_that_are_not_copied_or_too_early_give_other_texts(monkeypatch):
+def test_missing_or_early_copies_change_completions(monkeypatch):
     alone = without_siblings("none")
     with monkeypatch.context() as patch:
         patch.setattr("speculator.target.kv_cache.KVCache.move", lambda *given: None)
@@ -557,7 +557,7 @@ def test_rows_that_are_not_copied_or_too_early_give_other_texts(monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_who_follows_a_text_that_is_cancelled_reads_its_prompt(steps):
+def test_a_request_whose_prefix_source_is_cancelled_prefills_its_prompt(steps):
     target = double_target()
     engine = Engine(target, slots=3, chunk=7)
     requests = [engine.submit(prompt, max_new_tokens=9) for prompt in SIBLINGS[:3]]
@@ -570,8 +570,8 @@ def test_who_follows_a_text_that_is_cancelled_reads_its_prompt(steps):
     assert [request.tokens for request in requests[1:]] == [expected] * 2
 
 
-def test_a_request_does_not_wait_for_a_beginning_that_is_short(target):
-    """Of 20 tokens 8 are shared: both are read at once. Where they have been read they are copied."""
+def test_a_request_does_not_wait_for_a_short_prefix(target):
+    """With 8 of 20 tokens shared, both prompts are prefilled at once; a computed prefix is copied."""
     prompts = [[*range(8), *[own] * 12] for own in (9, 10, 11)]
     engine = Engine(target, slots=3)
     for prompt in prompts[:2]:
@@ -583,7 +583,7 @@ def test_a_request_does_not_wait_for_a_beginning_that_is_short(target):
     assert engine.num_prefilled_tokens == 40 + 12
 
 
-def test_why_a_text_ended(target):
+def test_finish_reasons(target):
     plain = generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=())
     assert plain.finish_reasons == ["length"]
     eos = [plain.tokens[0][5]]
@@ -612,8 +612,8 @@ def test_a_request_is_cancelled_from_its_callback_and_its_slot_is_free(target):
     assert second.tokens == generate(target, None, [[5]], max_new_tokens=4).tokens[0]
 
 
-def test_what_was_interrupted_is_not_trusted(target, monkeypatch):
-    """A prefill has overwritten keys of the text before; a step has left the device ahead of the host."""
+def test_an_interrupted_step_leaves_no_reusable_prefix(target, monkeypatch):
+    """An interrupted prefill has overwritten old keys; an interrupted step leaves the device ahead of the host."""
     engine = Engine(target, slots=1)
     (first,) = engine.generate([[1, 2, 3, 4]], max_new_tokens=12).tokens
     text = [1, 2, 3, 4, *first]
@@ -640,12 +640,12 @@ def test_what_was_interrupted_is_not_trusted(target, monkeypatch):
     ("a", "b", "count"),
     [([], [], 0), ([1], [], 0), ([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 2, 3], 2), ([1, 9, 3], [1, 2, 3], 1)],
 )
-def test_what_two_texts_share_ends_where_they_first_differ(a, b, count):
+def test_common_prefix_ends_at_the_first_difference(a, b, count):
     assert common_prefix(a, b) == common_prefix(b, a) == count
 
 
-def test_a_drafter_is_given_every_position_and_again_those_it_asks_for(target):
-    """Prompts chunk by chunk, then what each step kept: in the rows where they are, with the states of a whole pass."""
+def test_a_drafter_sees_every_position_and_its_overlap_again(target):
+    """Prefill chunks and committed tokens give, row by row, the hidden states of one whole forward pass."""
 
     class Noting(HeadDrafter):
         def open(self, slots, capacity):
@@ -683,7 +683,7 @@ def test_a_drafter_is_given_every_position_and_again_those_it_asks_for(target):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_text_longer_than_was_foreseen_is_the_same(name, monkeypatch):
+def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkeypatch):
     target = double_target()
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
     how = {"sampling": Sampling(0.8), "max_new_tokens": [60, 5, 90]}
@@ -695,8 +695,8 @@ def test_a_text_longer_than_was_foreseen_is_the_same(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_scores_are_the_targets_own(name):
-    """Of every token that is taken, a cut step's too; a batch-mate that asks for none gets none."""
+def test_token_logprobs_are_the_targets_own(name):
+    """Every new token has one, also in a cut step; a batch-mate that asks for none gets none."""
     target = double_target()
     engine = Engine(target, DRAFTERS[name](target), slots=2)
     asked = engine.submit([3, 1, 4], Sampling(0.8), max_new_tokens=23, logprobs=2)
