@@ -27,7 +27,7 @@ from speculator import (
     UserError,
     generate,
 )
-from speculator.decoding import scheduler as slots_module
+from speculator.decoding import scheduler as scheduler_module
 from speculator.decoding.request import Request, StopStrings
 from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Scheduler, common_prefix
 
@@ -499,14 +499,14 @@ def test_prefixes_are_found_by_hash_and_then_compared(monkeypatch):
         compared.append((a, b))
         return common_prefix(a, b)
 
-    monkeypatch.setattr(slots_module, "common_prefix", counted)
+    monkeypatch.setattr(scheduler_module, "common_prefix", counted)
     for prompts, most in (([[own] * 20 for own in range(100)], 0), ([[1] * 20] * 100, 99)):
         scheduler = Scheduler(100)
         scheduler.admit(deque(Request(prompt, Sampling(), 4) for prompt in prompts), 0)
         assert len(compared) == most
         assert len(scheduler.rows_in(WAITING_FOR_PREFIX)) == most
     alone = without_siblings("none")
-    monkeypatch.setattr(slots_module, "_block_hashes", lambda prompt: [0] * (len(prompt) // 8))
+    monkeypatch.setattr(scheduler_module, "_block_hashes", lambda prompt: [0] * (len(prompt) // 8))
     assert beside_siblings("none", 7, 2)[0] == alone
 
 
@@ -517,7 +517,7 @@ def test_stale_prefixes_leave_the_table():
         scheduler.admit(deque([request]), 0)
         request.finish_reason = "stop"
         scheduler.release()
-    assert len(scheduler._prefixes) <= slots_module._MIN_TABLE_SIZE + 10
+    assert len(scheduler._prefixes) <= scheduler_module._MIN_TABLE_SIZE + 10
 
 
 def test_a_destination_of_a_copy_is_not_a_source_in_the_same_pass():
