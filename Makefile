@@ -7,9 +7,37 @@ BIN := .venv/bin
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
 
-# What docs/reference says. On a machine without a network: python3 -m benchmarks.reference
-reference: .venv/installed
-	$(BIN)/python -m benchmarks.reference
+# The reference run of docs/reference, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
+# Needs spec_bench.jsonl: https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl
+REFERENCE ?= runs/reference
+REFERENCE_TARGET ?= HuggingFaceTB/SmolLM2-135M-Instruct
+REFERENCE_TRAIN_FLAGS ?=
+reference_reports :=
+
+$(REFERENCE)/text/manifest.json: | .venv/installed
+	$(BIN)/python -m data generate --target $(REFERENCE_TARGET) --dtype bfloat16 --sources self --temperature 0 1 \
+		--max_rows 2688 --max_prompt_tokens 160 --max_new_tokens 256 --batch_size 32 --output $(@D)
+
+$(REFERENCE)/mlp/eval/report.json $(REFERENCE)/eagle3/eval/report.json: \
+$(REFERENCE)/%/eval/report.json: $(REFERENCE)/text/manifest.json
+	$(BIN)/python train.py --config configs/smollm2-135m-$*.yaml --target.name_or_path $(REFERENCE_TARGET) \
+		--data.sources '["$(REFERENCE)/text"]' --output_dir $(REFERENCE)/$* $(REFERENCE_TRAIN_FLAGS)
+
+# $(call reference_report,HEAD,NUMBER,SUITE,PROMPTS,FLAGS)
+define reference_report
+reference_reports += $(REFERENCE)/eval-$(1)-$(2)/report.json
+$(REFERENCE)/eval-$(1)-$(2)/report.json: $(REFERENCE)/$(1)/eval/report.json
+	$(BIN)/python -m eval --target $(REFERENCE_TARGET) --dtype bfloat16 --speculator $(REFERENCE)/$(1)/speculator \
+		--suite $(3) --max_prompts $(4) --max_new_tokens 16 $(5) --output $$(@D)
+endef
+$(eval $(call reference_report,eagle3,1,spec_bench.jsonl,130,--baseline hf_prompt_lookup))
+$(eval $(call reference_report,eagle3,2,openai/gsm8k/main:test,20,--baseline hf_prompt_lookup))
+$(eval $(call reference_report,eagle3,3,openai/openai_humaneval:test,20,--baseline hf_prompt_lookup))
+$(eval $(call reference_report,mlp,1,spec_bench.jsonl,26))
+$(eval $(call reference_report,mlp,2,openai/gsm8k/main:test,4))
+$(eval $(call reference_report,mlp,3,openai/openai_humaneval:test,4))
+
+reference: $(reference_reports)
 
 # Exported heads in other servers, each with its own environment (4 GB in all, kept). Servers that can't be installed
 # are skipped.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, the target and its prompts, the report as .json and .md."""
+"""Flags, prompts and report files that the comparisons of drafters share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from eval import suites
 from speculator import Target
 from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
-from speculator.errors import OneLineParser, UserError
-from speculator.files import check_folder, make_folder, write_json, write_text
+from speculator.errors import OneLineParser
+from speculator.files import make_folder, write_json, write_text
 
 
 def build_parser(name: str, description: str, max_prompts: int) -> OneLineParser:
-    """The flags that every benchmark has."""
+    """The flags that select target, prompts and output folder."""
     parser = OneLineParser(prog=f"python -m benchmarks.{name}", description=description)
     suites.add_flags(parser, max_prompts)
     parser.add_argument("--output", type=Path, required=True, help="folder for the report")
@@ -26,36 +26,16 @@ def build_parser(name: str, description: str, max_prompts: int) -> OneLineParser
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
-    """The target.
-
-    Raises:
-        UserError: there is none, or the flags can't be.
-    """
+    """Load the target and check that prompts and answers fit its context."""
     suites.check_flags(arguments)
-    check_folder("--output", arguments.output)
     target = drafting.load_target(arguments)
     suites.check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     return target
 
 
 def load_prompts(arguments: argparse.Namespace, target: Target) -> list[list[int]]:
-    """The prompts; what can't be measured has been refused by now, so the output folder is made."""
-    suite = suites.held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts)
-    make_folder(arguments.output)
-    return suite.prompts
-
-
-def check_steps(arguments: argparse.Namespace, num_speculative_tokens: int) -> None:
-    """Refuse texts so short that every step could be cut by their end, and none be counted.
-
-    Raises:
-        UserError: they are.
-    """
-    if arguments.max_new_tokens < num_speculative_tokens + 2:
-        raise UserError(
-            f"--max_new_tokens must be at least {num_speculative_tokens + 2}: one of the prefill, and a whole step of "
-            f"{num_speculative_tokens} drafted tokens"
-        )
+    """Held-out prompts from the machine's Python sources."""
+    return suites.held_out(PYTHON_SOURCES, target.tokenizer, arguments.prompt_tokens, arguments.max_prompts).prompts
 
 
 def write(
@@ -66,7 +46,7 @@ def write(
     name: str,
     markdown: Callable[[dict], str],
 ) -> None:
-    """Write what was `measured`, and on what, as NAME.md and NAME.json, and print the former."""
+    """Write the measurements and their conditions as NAME.json and NAME.md, and print the latter."""
     report = {
         "target": target.name,
         "hardware": hardware(target.device),
@@ -77,6 +57,7 @@ def write(
         "max_new_tokens": arguments.max_new_tokens,
         **measured,
     }
+    make_folder(arguments.output)
     write_text(arguments.output / f"{name}.md", markdown(report))
     write_json(arguments.output / f"{name}.json", report)
     print(markdown(report))

@@ -1,6 +1,6 @@
-"""Models of published shapes with random weights, and what bounds them on this machine: bandwidth and matrix rate.
+"""Models of published shapes with random weights, and the machine's limits: memory bandwidth and matrix rate.
 
-What a step costs depends on shapes; how much of a draft is accepted depends on weights, so that is never measured here.
+The cost of a step depends on shapes only. Acceptance depends on the weights, so it is never measured here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from speculator.target.model import Target
 
 @dataclass(frozen=True)
 class Preset:
-    """A target's shape and its head's.
+    """Shapes of a target (arguments of LlamaConfig) and its head (arguments of MLPSpeculatorConfig).
 
-    Attributes:
-        target: of LlamaConfig.
-        head: of MLPSpeculatorConfig, as published.
-        acceptance_length, source: an acceptance that others measured, for projections.
+    `acceptance_length` is a published figure for projections, with its source.
     """
 
     target: dict[str, Any]
@@ -40,16 +37,16 @@ NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_toke
 
 
 def llama(
-    vocabulary: int, hidden: int, inner: int, layers: int, heads: int, shared: int, context: int
+    vocabulary: int, hidden: int, inner: int, layers: int, heads: int, key_heads: int, context: int
 ) -> dict[str, int]:
-    """Sizes of a Llama's config; `shared` are its key heads."""
+    """Arguments of LlamaConfig."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": shared,
+        "num_key_value_heads": key_heads,
         "max_position_embeddings": context,
     }
 
@@ -75,20 +72,20 @@ PRESETS = {
         llama(512, 64, 128, 2, 4, 2, 1024),
         _untied(32, 3),
         acceptance_length=2.0,
-        source="no one: a shape for tests",
+        source="made up for tests",
     ),
 }
 
 
 def random_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
-    """A target of a preset's shape, made on the device and in its dtype: there is never a second copy."""
+    """Create a target of a preset's shape directly on the device and in its dtype."""
     config = LlamaConfig(**PRESETS[name].target, **NO_ENDS)
     config.name_or_path = f"{name}, random weights"
     return of_random_weights(config, dtype, resolve_device())
 
 
 def of_random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Target:
-    """A target of any shape, made likewise."""
+    """Create a target from any config directly on the device."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -96,16 +93,16 @@ def of_random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torc
 
 
 def random_head(target: Target, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Speculator:
-    """A head for a target, made likewise."""
+    """Create a head for a target directly on its device."""
     config = MLPSpeculatorConfig(vocab_size=target.vocab_size, emb_dim=target.hidden_size, **shape)
     with target.device:
         return MLPSpeculator._from_config(config, dtype=dtype)
 
 
 def step_bytes(target: Target, rows: int, live: int) -> int:
-    """The least that a forward pass reads: every weight once, and the keys and values of `live` positions a row.
+    """Bytes that a forward pass must read: every weight once, and keys and values of `live` positions per row.
 
-    Of an embedding table of its own only a few rows are read; one that is the output matrix too is read whole.
+    An embedding table that is not tied to the output matrix does not count: only a few of its rows are read.
     """
     model, config = target.model, target.config
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -118,13 +115,13 @@ def step_bytes(target: Target, rows: int, live: int) -> int:
 
 
 def draft_bytes(head: MLPSpeculator, length: int) -> float:
-    """The least that a drafted token reads, in the mean over a chain of `length`."""
+    """Bytes that a drafted token must read, averaged over a chain of `length`."""
     steps = [head.proj[min(i, len(head.proj) - 1)].weight.nbytes + head.output(i).weight.nbytes for i in range(length)]
     return sum(steps) / length
 
 
 def bandwidth() -> float:
-    """Bytes per second of a large copy on the device; what is read and what is written both count."""
+    """Bytes per second of a large copy on the device, counting reads and writes."""
     device = resolve_device()
     source = torch.ones(2**32 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
@@ -132,7 +129,7 @@ def bandwidth() -> float:
 
 
 def matrix_rate(dtype: torch.dtype = torch.bfloat16) -> float:
-    """Floating-point operations per second of a large matrix product of random numbers on the device."""
+    """Floating-point operations per second of a large product of random matrices on the device."""
     device = resolve_device()
     side = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -140,7 +137,7 @@ def matrix_rate(dtype: torch.dtype = torch.bfloat16) -> float:
 
 
 def median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    """The median time of what is run again and again, after a warm-up."""
+    """Median time of repeated calls after a warm-up."""
     times = []
     for _ in range(repeats + 2):
         synchronize()

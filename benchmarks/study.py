@@ -1,11 +1,10 @@
-"""What each part of the recipe is worth: one factor at a time on the embedded target, every arm at its own best rate.
+"""Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures|attention|refused] [--steps 1200] --output runs/study
+    python -m benchmarks.study [--table recipes|architectures] [--steps 1200] --output runs/study
 
-Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of the grid
-for seed 0 on validation prompts; the table shows held-out prompts, over all seeds. The target's hidden states are
-computed once. A result is a file, with its head beside it: what is there is not done again, so a study that was cut off
-goes on.
+Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
+seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed
+once. A result is a file, so an interrupted study resumes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -33,11 +32,10 @@ from data.prepare import token_rows
 from eval.metrics import acceptance
 from eval.suites import Suite, from_text
 from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate
-from speculator.checkpoints import load_any
 from speculator.decoding.drafter import Shape
-from speculator.errors import OneLineParser, UserError, run_command
+from speculator.errors import OneLineParser, run_command
 from speculator.files import write_text
-from speculator.heads import Eagle3Speculator, MLPSpeculatorConfig, Speculator
+from speculator.heads import MLPSpeculatorConfig, Speculator
 from speculator.tables import markdown_table
 from speculator.target.model import Target
 from train.checks import own_sampling
@@ -48,7 +46,6 @@ from train.trainer import Collator, SpeculatorTrainer
 SOURCES = ["python-sources"]
 LENGTH = 256
 STEPS = 1200
-"""Of one row each, by default: 307,200 tokens."""
 RATES = (5e-3, 1e-2, 2e-2)
 SEEDS = (0, 1, 2)
 PROMPTS = {"validation": 32, "held-out": 64}
@@ -66,7 +63,7 @@ LK = LossConfig(kl=0.0, lk=1.0)
 
 @dataclass(frozen=True)
 class Arm:
-    """One recipe."""
+    """One row of a table. `on_policy` is the share of the budget spent on the target's own text at the end."""
 
     name: str
     loss: LossConfig
@@ -75,19 +72,11 @@ class Arm:
     weight_decay: float = 0.0
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
-    """The last part of the budget goes to the target's own text, half of it greedy, half at temperature 1."""
-    rejected_token_weight: float | None = None
-    """The head drafts the target's own text, and so often counts a token there that took a refused draft's place."""
     shape: dict[str, Any] = field(default_factory=dict)
-    """Settings of the head."""
-    frozen_output: bool = False
-    """The output matrix stays as it was initialised."""
-    part: float = 1.0
-    """Of the budget that is used."""
 
 
 PUBLISHED = Arm("published", HARD, bf16_weights=True, weight_decay=0.1, rates=(1e-3,))
-ARMS = [
+RECIPES = [
     PUBLISHED,
     dataclasses.replace(PUBLISHED, name="published, rate tuned", rates=RATES),
     Arm("float32 weights", HARD),
@@ -96,47 +85,20 @@ ARMS = [
     Arm("+ LK instead of KL", LK, "target"),
     Arm("KL, a quarter on the target's own text", KL, "target", on_policy=0.25),
 ]
-
-
 INDEPENDENT = "independent"
-EAGLE3 = Arm("EAGLE-3", KL, rates=(2.5e-3, 5e-3, 1e-2), shape={"architecture": "eagle3"})
-"""Starts from the target's output matrix, and has fewer weights than the others."""
 ARCHITECTURES = [
     Arm("MLP", KL),
     Arm("independent heads", KL, shape={"architecture": INDEPENDENT}),
-    Arm("LSTM", KL, shape={"architecture": "lstm", "inner_dim": 171}),  # as many weights as the MLP's
-    EAGLE3,
+    Arm("LSTM", KL, shape={"architecture": "lstm", "inner_dim": 171}),  # as many weights as the MLP
+    Arm("EAGLE-3", KL, rates=(2.5e-3, 5e-3, 1e-2), shape={"architecture": "eagle3"}),
 ]
-
-
-def _varied(name: str, frozen_output: bool = False, part: float = 1.0, **shape: Any) -> Arm:
-    """One thing changed, at the rate that was the best for EAGLE-3."""
-    more = {"shape": EAGLE3.shape | shape, "frozen_output": frozen_output, "part": part}
-    return dataclasses.replace(EAGLE3, name=name, rates=(2.5e-3,), **more)
-
-
-ATTENTION = [
-    _varied("EAGLE-3, four steps"),
-    *(_varied(f"{steps} step{'s' * (steps > 1)}", n_predict=steps) for steps in (1, 3, 5, 7)),
-    _varied("without fc_norm and norm_output", options={"fc_norm": False, "norm_output": False}),
-    _varied("norm_before_residual", norm_before_residual=True),
-    _varied("output matrix frozen", frozen_output=True),
-    _varied("half of the rows", part=0.5),
-]
-
-OWN = Arm("counts once", KL, "target", rates=(1e-2,), on_policy=0.25, rejected_token_weight=1.0)
-REFUSED = [OWN, *(dataclasses.replace(OWN, name=f"counts {w} times", rejected_token_weight=float(w)) for w in (2, 4))]
-
-TABLES = {"recipes": ARMS, "architectures": ARCHITECTURES, "attention": ATTENTION, "refused": REFUSED}
-LONGER = {"recipes": (ARMS[0], ARMS[2], ARMS[4], ARMS[6])}
-"""Those that are trained on four times the tokens too, for one seed."""
+TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES}
+LONGER = {"recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6])}
+"""Arms that are also trained on four times the tokens, with one seed."""
 
 
 class Independent(MLPSpeculator):
-    """The floor: heads that see the hidden state alone (Medusa's, 2401.10774), none what the one before it drafted.
-
-    Here and not among the heads, as nobody would serve it.
-    """
+    """Medusa-style heads (2401.10774): each sees the hidden state only, not the tokens drafted before it."""
 
     def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
         return state
@@ -146,10 +108,7 @@ class Independent(MLPSpeculator):
 
 
 class BF16AdamW(torch.optim.AdamW):
-    """AdamW with weights, gradients and moments in bfloat16, as the published recipe trains.
-
-    The matrix products stay in float32, so a CPU without bfloat16 units does the same training in bearable time.
-    """
+    """AdamW with weights, gradients and moments in bfloat16, as in the published recipe; products stay in float32."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any):
         self._shown = parameters
@@ -169,8 +128,8 @@ class BF16AdamW(torch.optim.AdamW):
         self._show()
 
 
-class Remembered:
-    """A target that reads each row once and keeps its last states and the taps last asked for."""
+class CachedTarget:
+    """Wraps a target and caches the hidden states of every row, with the auxiliary layers requested last."""
 
     def __init__(self, target: Target):
         self.target, self.logits, self.vocab_size, self.aux_layers = target, target.logits, target.vocab_size, self
@@ -179,7 +138,7 @@ class Remembered:
 
     @contextmanager
     def recorded(self, wanted: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """As `AuxLayers.recorded`, which the trainer asks for."""
+        """Stand in for `AuxLayers.recorded`."""
         if tuple(wanted) != self._wanted:
             self._wanted, self._kept = tuple(wanted), {}
         yield lambda last: self._read if wanted else last
@@ -196,6 +155,7 @@ class Remembered:
 
 
 def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator:
+    """Create the untrained head of an arm."""
     if arm.shape.get("architecture") == INDEPENDENT:
         torch.manual_seed(seed)
         return Independent(
@@ -204,14 +164,11 @@ def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator
             )
         )
     shape = HeadOptions(initialise=arm.initialise, **arm.shape)
-    head = new_head(RunConfig(speculator=shape, seed=seed), target, rows)
-    if arm.frozen_output:
-        cast(Eagle3Speculator, head).lm_head.requires_grad_(False)
-    return head
+    return new_head(RunConfig(speculator=shape, seed=seed), target, rows)
 
 
-def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, head: Speculator) -> Speculator:
-    """Train a head on rows of text or, with half the rate, of the target's own."""
+def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: CachedTarget, head: Speculator) -> Speculator:
+    """Train a head on rows, one row per step."""
     set_seed(seed)
     steps = len(rows)
     settings = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
@@ -225,13 +182,13 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: Remembered, h
     schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
     SpeculatorTrainer(
         model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=rows,
-        data_collator=Collator(head.config, arm.rejected_token_weight), optimizers=(optimiser, schedule),
+        data_collator=Collator(head.config, None), optimizers=(optimiser, schedule),
     ).train()  # fmt: skip
     return head
 
 
 def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
-    """Tokens per step: of sampled chains and, at temperature 0, of a tree too."""
+    """Acceptance length of sampled chains and, at temperature 0, of a tree."""
     found = {}
     for column, (temperature, shape) in DRAFTS.items():
         made = generate(
@@ -243,69 +200,54 @@ def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
 
 
 class Study:
-    """The results in a folder, made where they are missing."""
+    """Results in a folder; missing ones are computed on demand."""
 
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
         self.target, self.folder, self.steps = target, folder, steps
         text = token_rows(SOURCES, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
-        if len(text) < 4 * steps:
-            raise UserError(f"{', '.join(SOURCES)} gives {len(text)} rows of {LENGTH} tokens, not {4 * steps}")
-        self.text = text.remove_columns([name for name in text.column_names if name != "input_ids"])
+        self.text = text.select_columns("input_ids")
         self.suites = {
             split: from_text(SOURCES, target.tokenizer, PROMPT_TOKENS, count, split=split)
             for split, count in PROMPTS.items()
         }
-        self.seen = Remembered(target)
+        self.cached = CachedTarget(target)
 
-    def _own_text(self, count: int, folder: Path, head: Speculator | None) -> Dataset:
-        """`count` rows that the target said: without a head to draft them the same for every arm and seed."""
-        beginnings = [row[:PROMPT_TOKENS] for row in self.text[2 * self.steps : 2 * self.steps + count]["input_ids"]]
+    def _own_text(self, count: int) -> Dataset:
+        """Generate `count` rows of the target's own text, the same rows for every arm and seed."""
+        prompts = [row[:PROMPT_TOKENS] for row in self.text[2 * self.steps : 2 * self.steps + count]["input_ids"]]
         return generate_rows(
             self.target,
-            None if head is None else HeadDrafter(head),
-            beginnings,
-            folder,
+            None,
+            prompts,
+            self.folder / f"own_text_{count}",
             sampling=own_sampling(GenerateConfig()),
             max_new_tokens=LENGTH - PROMPT_TOKENS,
             batch_size=50,
-            keep_refused=head is not None,
         )
 
     def _trained(self, arm: Arm, rate: float, seed: int, steps: int) -> Speculator:
-        """A head after both stages. Arms that weigh refused drafts share the head of stage 1, and what it drafted."""
+        """Train a head on text, then at half the rate on the target's own text."""
         own = round(arm.on_policy * steps)
-        text, first = self.text.select(range(steps - own)), self.folder / f"first_{rate:g}_{steps}_seed_{seed}"
-        if arm.rejected_token_weight is None or not first.exists():
-            head = train(arm, rate, seed, text, self.seen, fresh_head(arm, seed, self.target, text))
-            if arm.rejected_token_weight is not None:
-                head.save_pretrained(first)
-        if arm.rejected_token_weight is None:
-            folder, drafting = self.folder / f"own_text_{own}", None
-        else:
-            head = load_any(first)
-            folder, drafting = self.folder / f"own_text_{first.name}", head
-        return (
-            train(arm, rate / 2, seed, self._own_text(own, folder, drafting), self.seen, head.train()) if own else head
-        )
+        text = self.text.select(range(steps - own))
+        head = train(arm, rate, seed, text, self.cached, fresh_head(arm, seed, self.target, text))
+        return train(arm, rate / 2, seed, self._own_text(own), self.cached, head.train()) if own else head
 
     def result(self, arm: Arm, rate: float, seed: int, budget: int = 1) -> dict[str, Any]:
-        """acceptance_length of one head on both splits; trained now unless its file is there."""
-        steps = round(budget * self.steps * arm.part)
+        """Acceptance lengths of one head on both splits, read from its file or computed now."""
+        steps = budget * self.steps
         file = self.folder / f"{arm.name} {rate:g} {steps} steps seed {seed}.json".replace(" ", "_")
         if not file.exists():
             began = time.monotonic()
             head = self._trained(arm, rate, seed, steps)
             seconds = time.monotonic() - began
-            head.save_pretrained(file.with_suffix(""))
-            splits = ["held-out", *["validation"] * (len(arm.rates) > 1)]  # the latter to choose a rate by
-            figures = {split: measure(head, self.target, self.suites[split]) for split in splits}
+            figures = {split: measure(head, self.target, suite) for split, suite in self.suites.items()}
             about = {"arm": arm.name, "rate": rate, "seed": seed, "budget": budget, "seconds": seconds}
             write_text(file, json.dumps(about | figures))
             print(f"{file.name}: {figures}", file=sys.stderr)
         return json.loads(file.read_text())
 
     def best_rate(self, arm: Arm) -> float:
-        """The best for seed 0, by the mean of both temperatures on validation prompts; never at the grid's edge."""
+        """Best learning rate for seed 0 on validation prompts; extends the grid while the best is at its edge."""
         if len(arm.rates) == 1:
             return arm.rates[0]
         rates = sorted(arm.rates)
@@ -316,14 +258,14 @@ class Study:
             rates = sorted([*rates, best * 2 if best == rates[-1] else best / 2])
 
     def row(self, arm: Arm, seeds: tuple[int, ...], budget: int = 1) -> dict[str, Any]:
-        """One line of the table: means over seeds, and their spread."""
+        """Means and standard deviations over seeds."""
         rate = self.best_rate(arm)
         results = [self.result(arm, rate, seed, budget) for seed in seeds]
         columns = {name: [result["held-out"][name] for result in results] for name in results[0]["held-out"]}
         return {
             "arm": arm.name,
             "budget": budget,
-            "tokens": round(budget * self.steps * arm.part) * LENGTH,
+            "tokens": budget * self.steps * LENGTH,
             "seconds": mean(result["seconds"] for result in results),
             "rate": rate,
             "seeds": len(seeds),
@@ -332,7 +274,7 @@ class Study:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; accepted tokens against the first row of the same budget."""
+    """Render rows; accepted tokens are compared with the first row of the same budget."""
     header = ("recipe", "tokens", "seconds", "rate", *DRAFTS, f"accepted, against {rows[0]['arm']}")
     lines = []
     for row in rows:

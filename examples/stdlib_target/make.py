@@ -22,9 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
-
-from benchmarks.language_model import (  # noqa: E402
+from language_model import (  # noqa: E402
     LanguageModelTrainer,
     Log,
     arguments,
@@ -32,6 +30,8 @@ from benchmarks.language_model import (  # noqa: E402
     save,
     train_tokenizer,
 )
+from transformers import LlamaForCausalLM  # noqa: E402
+
 from data.prepare import token_rows  # noqa: E402
 from data.rendering import load_tokenizer  # noqa: E402
 from data.sources import PYTHON_SOURCES, documents  # noqa: E402

@@ -14,11 +14,10 @@ import os
 from pathlib import Path
 
 import torch
+from language_model import LanguageModelTrainer, Log, arguments, save
 from make import corpus_rows
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
-
-from benchmarks.language_model import LanguageModelTrainer, Log, arguments, save
 
 _NGRAM, _PROMPT, _NEW = 4, 64, 128
 _READ = 8  # of a batch's rows, those that ordinary training reads whole
