@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import study
-from benchmarks.study import ARCHITECTURES, ARMS, PUBLISHED, TABLES, Arm, Study, fresh_head, table
+from benchmarks.study import ARCHITECTURES, PUBLISHED, RECIPES, TABLES, Arm, Study, fresh_head, table
 from speculator.target.model import Target
 from train.config import HeadOptions
 from train.initialise import parameters
@@ -47,12 +47,12 @@ def test_the_published_recipe_keeps_its_published_rate(tmp_path):
 
 
 def test_every_tuned_arm_has_more_rates_than_one_and_no_two_arms_are_the_same():
-    assert all(len(arm.rates) >= 3 for arm in ARMS[1:])
-    assert len({repr(arm) for arm in ARMS}) == len({arm.name for arm in ARMS}) == len(ARMS) <= 7
+    assert all(len(arm.rates) >= 3 for arm in RECIPES[1:])
+    assert len({repr(arm) for arm in RECIPES}) == len({arm.name for arm in RECIPES}) == len(RECIPES) <= 7
 
 
 def test_a_row_has_the_mean_and_the_spread_over_seeds(tmp_path):
-    row = Faked(tmp_path).row(ARMS[2], (0, 1, 2))
+    row = Faked(tmp_path).row(RECIPES[2], (0, 1, 2))
     assert row["rate"] == 0.04
     assert row["T=0"] == pytest.approx((2.0, 0.0))
     assert row["T=1"] == pytest.approx((2.01, 0.01))
@@ -99,20 +99,6 @@ def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monk
         result = real.result(arm, 1e-3, seed=0)
         assert all(1 <= figure <= 5 for figure in result["held-out"].values())
     assert len(list(tmp_path.glob("*_seed_0.json"))) == len(arms)
-    # Of tokens that count more or less often the text is the same, and so is the head that drafted it.
-    assert len(list(tmp_path.glob("first_*"))) == len(list(tmp_path.glob("own_text_first_*"))) == 1
-
-
-def test_a_remembered_row_has_the_states_and_the_taps_that_the_target_has(target):
-    seen, tokens = study.Remembered(target), torch.arange(12).view(2, 6)
-    for wanted in ((), (0, 1), (1,)):
-        with target.aux_layers.recorded(wanted) as read:
-            last = target.hidden(tokens)
-            expected = read(last)
-        for _ in range(2):
-            with seen.aux_layers.recorded(wanted) as read:
-                assert torch.allclose(seen.hidden(tokens, torch.zeros_like(tokens)), last, atol=1e-5)
-            assert torch.allclose(read(last), expected, atol=1e-5)
 
 
 def test_independent_heads_see_the_hidden_state_alone(target):
