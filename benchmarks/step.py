@@ -100,12 +100,16 @@ def run(arguments: argparse.Namespace) -> None:
     longest, deepest = preset.target["max_position_embeddings"], preset.head["n_predict"]
     refuse_below(arguments, context=1, blocks=1)
     refuse((arguments.context >= longest, f"--context {arguments.context}: {arguments.preset} has {longest} positions"))
+    sizes = arguments.batch_size or [1, 8, 32]
+    refuse((min(sizes) < 1, "--batch_size must be at least 1"))
+    if arguments.output:
+        make_folder(arguments.output)
     logging.set_verbosity_error()
     rate = bandwidth()
     target = random_target(arguments.preset)
     head = random_head(target, preset.head)
     assert isinstance(head, MLPSpeculator)
-    shapes = [(size, length) for size in arguments.batch_size or [1, 8, 32] for length in range(1, deepest + 1)]
+    shapes = [(size, length) for size in sizes for length in range(1, deepest + 1)]
     rows = [
         measure_steps(target, head, length, size, arguments.context, arguments.blocks, rate)
         for size, length in tqdm(shapes, desc=arguments.preset, unit="shape")
@@ -125,7 +129,6 @@ def run(arguments: argparse.Namespace) -> None:
         "rows": rows,
     }
     if arguments.output:
-        make_folder(arguments.output)
         write_text(arguments.output / f"step-{arguments.preset}.md", markdown(report))
         write_json(arguments.output / f"step-{arguments.preset}.json", report)
     print(markdown(report))

@@ -68,10 +68,10 @@ def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
         assert 0 < row["draft_over_decode_by_bytes"] < 1
         assert row["decode_over_bound"] > 1, "nothing reads faster than the machine copies"
     last = report["rows"][-1]
-    assert report["projection"]["speedup"]["2"] == projected(last, 2.0)
+    assert last["projected_speedup"] == projected(last, report["acceptance_length"])
     out = capsys.readouterr().out
     assert (tmp_path / "step-tiny.md").read_text().strip() == out.strip()
-    assert "A projection, not a measurement" in out
+    assert "a projection, not a measurement" in out
     assert f"| 2 | 3 | {1e3 * last['decode_seconds']:.2f} | {last['decode_over_bound']:.2f} |" in out
 
 
@@ -82,21 +82,14 @@ def test_a_projection_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--batch_size", "0"], "--batch_size must be at least 1"),
-        (["--context", "1024"], "--context 1024: tiny has room for 1024"),
-        (["--context", "0"], "--context must be at least 1"),
-        (["--blocks", "0"], "--blocks must be at least 1"),
-        (["--acceptance_length", "4.5"], "--acceptance_length 4.5 is not in 1..4: the head drafts 3"),
-        (["--acceptance_length", "nan"], "--acceptance_length nan is not in 1..4"),
-        (["--output", "a_file"], "can't make the folder a_file"),
-    ],
+    "flags",
+    [["--batch_size", "0"], ["--context", "1024"], ["--context", "0"], ["--blocks", "0"], ["--output", "a_file"]],
+    ids=" ".join,
 )
-def test_wrong_input_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
+def test_wrong_input_is_one_line_that_names_the_flag(flags, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
     assert main(["--preset", "tiny", *flags]) == 2
     error = capsys.readouterr().err
-    assert message in error
     assert error.count("\n") == 1
+    assert flags[0] in error or "a_file" in error
