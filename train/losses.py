@@ -52,8 +52,8 @@ def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> 
 def kl(log_q: Tensor, target: TargetProbs, temperature: float) -> Tensor:  # [C, V_d] -> [C]
     """KL(p || q) at a temperature, times temperature^2 so that the gradient keeps its size (1503.02531).
 
-    With a draft vocabulary: sum of p (log p - log q) over it, without renormalising p. With M the mass of p in the draft
-    vocabulary, the minimum M log M is reached where q is proportional to p.
+    With a draft vocabulary: sum of p (log p - log q) over it, without renormalising p. With M the mass of p in the
+    draft vocabulary, the minimum M log M is reached where q is proportional to p.
     """
     if temperature != 1:
         log_q = (log_q / temperature).log_softmax(-1)

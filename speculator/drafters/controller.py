@@ -4,11 +4,11 @@ Plain numbers on the host. A decision reads committed tokens, earlier steps and 
 before anything of its step is drafted, so the accept rule of whatever is drafted keeps the target's distribution. It
 reads no clock: the same requests in the same order, with the same costs, are decoded by the same drafts.
 
-How often a draft is accepted depends on the text. Tuning measured it on some text; on others the log-odds of all depths
-are taken to be shifted by as much, which is estimated for each request and for all of them: a Kalman filter on a shift
-that wanders and comes back (an Ornstein-Uhlenbeck process), a request's to that of all, that of all to 0. Most sequences
-shift little, some much and at once: of two such filters, one for either, each counts as it has foretold what came. What
-all have in common changes slowly.
+How often a draft is accepted depends on the text. Tuning measured it on one text. On another text we assume that the
+log-odds of all depths are shifted by the same amount, and estimate this shift for every request and for all requests
+together. The estimate is a Kalman filter on an Ornstein-Uhlenbeck process: a request's shift returns to the shared one,
+the shared one to 0. Most requests shift little, some much and at once, so two filters with different variances run side
+by side, each weighted by how well it predicted the outcomes so far. The shared shift changes slowly.
 
 A mixed step accepts what the head's draft does, and then goes on along the copied path where that has agreed so far.
 Both sources are right on easy tokens, so how often a copied token is right where the head's was refused is a shift of

@@ -95,9 +95,9 @@ def timed_steps(
 ) -> Iterator[tuple[Draft, Verified]]:
     """Decode `count` steps behind `prompts`; yields each step's draft and result, and adds its seconds to `costs`.
 
-    Before every `BLOCK` steps as many plain steps are run and undone, so that both are timed behind the same text. The
-    first step of a block is not counted, nor is a block in which a graph was captured. Sequences may run past the context's
-    end, where positions are clamped: what they say there means nothing, but the time it takes does.
+    Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
+    sequence. The first step of a block and blocks that captured a graph do not count. Sequences may run past the end of
+    the context, where positions are clamped: their tokens are meaningless, their time is not.
     """
     limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)

@@ -267,7 +267,7 @@ def _read(file: Path, head: Speculator) -> _Tuned:
 
 
 def contexts(target: Target) -> list[int]:
-    """Lengths of sequences on which costs are measured: a short one, and those that fill half of its context at most."""
+    """Return the sequence lengths to measure costs at: a short one, and longer ones up to half the context."""
     half = target.context_length // 2
     short, *longer = _CONTEXTS
     return [min(short, half), *(length for length in longer if length <= half)]

@@ -80,8 +80,8 @@ class Target:
         tokenizer: its tokenizer.
         group: the processes that hold it together; None: it is whole in this one.
 
-    The model is changed: frozen, in eval mode, its matrix products made fast for few rows (`speculator.target.linear`), and
-    attending through `speculator.target.attention`, which knows no padding; batches go through this class.
+    The model is modified: it is frozen, in eval mode, multiplies matrices fast for few rows (`speculator.target.linear`)
+    and attends through `speculator.target.attention`, which ignores padding. Run batches through this class.
 
     Attributes:
         original_attention: what the model attended through before, as `set_attn_implementation` takes it.

@@ -239,7 +239,8 @@ def test_disk_and_tokens_are_those_of_the_settings(target_folder):
 
 
 def test_of_a_target_that_writes_its_own_prompts_all_that_it_writes_counts(target_folder):
-    sizes = "--data.self_source.max_rows 10 --data.self_source.max_prompt_tokens 3 --data.self_source.max_new_tokens 5 --data.self_source.turns 2"
+    source = {"max_rows": 10, "max_prompt_tokens": 3, "max_new_tokens": 5, "turns": 2}
+    sizes = " ".join(f"--data.self_source.{name} {value}" for name, value in source.items())
     own = "--stage2.generate.max_rows 20 --stage2.generate.max_new_tokens 7"
     config = parse(["--config", "configs/quickstart.yaml", "--data.sources", "[self]", *sizes.split(), *own.split()])
     made = Plan(config, AutoConfig.from_pretrained(target_folder), CPU)

@@ -130,8 +130,8 @@ def joint_attention(
 class FusedAttention(torch.autograd.Function):
     """Flash attention over the text's keys, combined with the own keys by their log-sum-exps.
 
-    In a softmax over both, p = exp(s - lse) and ds = p * (d_out . v - d_out . out) for every key, with the joint lse and
-    out. Flash attention's backward pass computes these from the lse and out that it is given.
+    In a softmax over both, p = exp(s - lse) and ds = p * (d_out . v - d_out . out) for every key, with the joint lse
+    and out. Flash attention's backward pass computes these from the lse and out that it is given.
     """
 
     @staticmethod
@@ -228,7 +228,7 @@ def attend_own(
 
 
 class BlockedAttention(torch.autograd.Function):
-    """`attend_own` in blocks of rows; the backward pass recomputes each block, so that one block's scores are in memory."""
+    """`attend_own` in blocks of rows; the backward pass recomputes each block to keep one block's scores in memory."""
 
     @staticmethod
     def forward(ctx: Any, rows: Rows, step: int, *tensors: Tensor) -> Tensor:

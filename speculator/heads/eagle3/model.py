@@ -10,8 +10,8 @@ Position t reads the auxiliary hidden states at t and the token after it:
     logits = lm_head(rms(s; norm))                      of x[t+2]
 
 Step i continues step i-1 of the same position: g is s, or rms(s; norm) with norm_output; it reads x[t+1+i] with the
-rope of t + i, and drafts x[t+2+i]. It attends to the keys of step 0 at positions 0..t and of its own steps 1..i. A draft
-sees the same: the text up to t, then its own tokens. For t = 2 and step 2, with T a text position, D a drafted token:
+rope of t + i, and drafts x[t+2+i]. It attends to the keys of step 0 at positions 0..t and of its own steps 1..i. A
+draft sees the same: the text up to t, then its own tokens. For t = 2 and step 2, with T a text position, D a drafted token:
 
     keys         T 0     T 1     T 2     D 1     D 2
     read         x1      x2      x3      x4      x5
@@ -44,7 +44,7 @@ _SCORES_ON_GPU = 2**25
 
 
 class Eagle3Speculator(UnrolledHead):
-    """One attention layer over the target's auxiliary hidden states. Modules are named as in the `speculators` layout."""
+    """One attention layer over the target's auxiliary hidden states; module names follow the `speculators` layout."""
 
     config_class = Eagle3SpeculatorConfig
 

@@ -59,7 +59,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [7] * 13])
 
 
 def inputs(head: Eagle3Speculator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Auxiliary hidden states [2, 13, nD] and tokens [2, 13 + STEPS - 1] of the packed rows whose documents are DOCUMENTS."""
+    """Auxiliary hidden states [2, 13, nD] and tokens [2, 13 + STEPS - 1] of packed rows with DOCUMENTS."""
     generator = torch.Generator().manual_seed(1)
     aux_hidden = torch.randn(*DOCUMENTS.shape, head.fc.in_features, generator=generator, dtype=torch.float64)
     return aux_hidden, torch.randint(V, (2, DOCUMENTS.shape[1] + STEPS - 1), generator=generator)
