@@ -148,7 +148,7 @@ def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _copied(arguments: argparse.Namespace) -> int:
-    """Return how many tokens n-gram lookup copies; with a model, `--num_speculative_tokens` is the model's draft only."""
+    """Return the length of n-gram lookup; with a model, `--num_speculative_tokens` is the model's draft only."""
     given = None if _models(arguments) else arguments.num_speculative_tokens
     return _DEFAULT_LENGTH if given is None else given
 

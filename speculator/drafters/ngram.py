@@ -136,8 +136,8 @@ class NgramDrafter(Drafter):
     Args:
         num_speculative_tokens: the most tokens to copy.
         max_ngram: the longest suffix to look for; shorter ones are tried in turn, down to one token.
-        memory: number of tokens of other sequences to search: the other rows as they grow, and the most recently finished
-            ones. 0 searches the row's own sequence only.
+        memory: number of tokens of other sequences to search: the other rows, and the most recently finished ones.
+            0 searches the row's own sequence only.
         corpus: sequences to look in besides.
     """
 

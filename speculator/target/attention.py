@@ -1,8 +1,8 @@
 """Attention masks, and the one attention function that every target runs, registered with transformers as `ATTENTION`.
 
 The function attends over the KV cache that is being written (`speculator.target.kv_cache.current`). A token sees the
-committed positions of its row and its ancestors among the new tokens: the earlier ones of a chain, or its path in a tree.
-Without an open cache, as when the model is called directly, attention is causal.
+committed positions of its row and its ancestors among the new tokens: the earlier ones of a chain, or its path in a
+tree. Without an open cache, as when the model is called directly, attention is causal.
 """
 
 from __future__ import annotations

@@ -80,8 +80,9 @@ class Target:
         tokenizer: its tokenizer.
         group: the processes that hold it together; None: it is whole in this one.
 
-    The model is modified: it is frozen, in eval mode, multiplies matrices fast for few rows (`speculator.target.linear`)
-    and attends through `speculator.target.attention`, which ignores padding. Run batches through this class.
+    The model is modified: it is frozen, in eval mode, and multiplies matrices fast for few rows
+    (`speculator.target.linear`). It attends through `speculator.target.attention`, which ignores padding. Run batches
+    through this class.
 
     Attributes:
         original_attention: what the model attended through before, as `set_attn_implementation` takes it.

@@ -11,7 +11,8 @@ Position t reads the auxiliary hidden states at t and the token after it:
 
 Step i continues step i-1 of the same position: g is s, or rms(s; norm) with norm_output; it reads x[t+1+i] with the
 rope of t + i, and drafts x[t+2+i]. It attends to the keys of step 0 at positions 0..t and of its own steps 1..i. A
-draft sees the same: the text up to t, then its own tokens. For t = 2 and step 2, with T a text position, D a drafted token:
+draft sees the same: the text up to t, then its own tokens. For t = 2 and step 2, with T a
+text position and D a drafted token:
 
     keys         T 0     T 1     T 2     D 1     D 2
     read         x1      x2      x3      x4      x5
