@@ -268,8 +268,8 @@ def _head_size(config: RunConfig, known: PreTrainedConfig | None) -> str:
     if known is None:
         inner = head.inner_dim or "the target's hidden size"
         return (
-            f"{drafts}, inner_dim {inner}, {'tied' if head.tie_weights else 'not tied'}; its parameters depend on the "
-            f"vocabulary and hidden size of {config.target.name_or_path}, whose config is not on this machine"
+            f"{drafts}, inner_dim {inner}; its parameters depend on the vocabulary and hidden size of "
+            f"{config.target.name_or_path}, whose config is not on this machine"
         )
     text = known.get_text_config()
     return f"{drafts}, {parameters(head, text):,} parameters"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from tqdm.auto import tqdm
+from transformers import AutoConfig, PreTrainedConfig, modeling_gguf_pytorch_utils
 
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import check_input
+
+# transformers shows one line per tensor in log files; `disable=None` keeps its progress bar to terminals.
+modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
 
 _MAGIC = b"GGUF"
 _EOS, _EOT, _TOKENS = (f"tokenizer.ggml.{name}" for name in ("eos_token_id", "eot_token_id", "tokens"))

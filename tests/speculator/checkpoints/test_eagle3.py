@@ -463,6 +463,7 @@ def test_the_embedding_of_a_gguf_target_is_not_looked_for_elsewhere(tmp_path, ba
     head = head_of(base)
     head.config.base_model_name_or_path = name
     head.save_pretrained(tmp_path / "mine")
+    capsys.readouterr()
     assert main(["export", "--speculator", "mine", "--format", "speculators", "--output", "out"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

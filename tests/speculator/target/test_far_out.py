@@ -101,7 +101,7 @@ def test_a_context_that_is_cut_is_said(caplog):
     caplog.clear()
     target = Target(model_of(FAR["dynamic"]), tokenizer=None)
     assert not caplog.messages
-    with pytest.raises(UserError, match="context of 72"):
+    with pytest.raises(UserError, match="72"):
         generate(target, None, [[1] * 72])
 
 

@@ -148,3 +148,8 @@ def test_a_missing_package_is_named(file, monkeypatch, package):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=f"package {package}: pip install {package}"):
         Target.load(str(file))
+
+
+def test_loading_shows_no_progress_bar_where_stderr_is_not_a_terminal(file, capfd):
+    Target.load(str(file))
+    assert "de-quantizing" not in capfd.readouterr().err
