@@ -20,9 +20,8 @@ from torch import accelerator
 from tqdm import tqdm
 
 from speculator.errors import UserError
-from speculator.files import digest, make_folder, new_folder, take, write_text
+from speculator.files import acquire, make_folder, new_folder, read_json, sha256, write_text
 from speculator.target.sharding import Group, share
-from speculator.target.stored import read_object
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
@@ -30,7 +29,6 @@ _FEATURES = {
     "refused": Sequence(Value("int8")),
 }
 _POLL_SECONDS = 0.2
-_MOST_BYTES = 1 << 30  # of a batch
 
 
 def state() -> PartialState:
@@ -48,7 +46,7 @@ def begun(folder: Path) -> dict[str, Any] | None:
     for file in (manifest, work / "record.json", manifest):  # another process may be finishing it just now
         if file.exists():
             try:
-                return read_object(file, _MOST_BYTES)
+                return read_json(file)
             except UserError as error:
                 if file == manifest or not manifest.exists():
                     raise UserError(f"{error}: damaged; remove {folder}, and it is made anew") from None
@@ -176,7 +174,7 @@ class Batches:
             make_folder(self._work)
             write_text(self._record, json.dumps({**self.record, **self._notes}, sort_keys=True))
         if state().is_main_process and not self._lock.is_locked:
-            take(self._lock, f"{self.folder}: another run is writing it")
+            acquire(self._lock, f"{self.folder}: another run is writing it")
         return self._work
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
@@ -263,7 +261,7 @@ class Batches:
     def _kept(self, batch: int) -> dict[str, Any] | None:
         """What a batch's file says; None if it is damaged."""
         try:
-            content = read_object(self._file(batch), _MOST_BYTES)
+            content = read_json(self._file(batch))
         except UserError:
             return None
         return content if content.pop("sha256", None) == self._sum(content) else None
@@ -301,4 +299,4 @@ def _wait_for(file: Path) -> None:
 
 def _sums(folder: Path) -> dict[str, str]:
     """The checksums of a folder's files, by their names."""
-    return {str(file.relative_to(folder)): digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {str(file.relative_to(folder)): sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -20,7 +20,7 @@ from data.sources import SPLITS, SourceError, fingerprint, parse, token_document
 from data.tally import Tally, tell
 from data.workers import sensible
 from speculator import chat
-from speculator.files import cache_folder, digest, make_folder, new_folder, write_text
+from speculator.files import cache_folder, make_folder, new_folder, sha256, write_text
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
@@ -172,7 +172,7 @@ def _whole(folder: Path) -> dict[str, Any] | None:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    return {file.name: digest(file) for file in sorted(folder.iterdir()) if file.name != _MANIFEST}
+    return {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name != _MANIFEST}
 
 
 def _make(

@@ -24,8 +24,7 @@ from datasets.exceptions import DatasetsError
 from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
 from speculator.errors import first_line
-from speculator.files import check_input
-from speculator.lines import json_rows, opened, whole_rows
+from speculator.files import check_input, open_binary, parse_rows, read_rows
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Share of each split, as ranges of a document's SHA-256 modulo 100."""
@@ -114,11 +113,11 @@ def _local_file(file: Path, name: str) -> Iterator[Document]:
     if suffix == ".parquet":
         yield from _numbered(_parquet(file), name, str(file))
     elif suffix == ".jsonl" or (suffix == ".json" and not _holds_a_list(file)):
-        yield from _numbered(json_rows(file), name, str(file))
+        yield from _numbered(parse_rows(file), name, str(file))
     elif suffix == ".json":
         yield from _numbered(_good(_listed(file)), name, str(file))
     else:
-        with opened(file) as stream:
+        with open_binary(file) as stream:
             yield from _pieces(stream, name, str(file))
 
 
@@ -140,7 +139,7 @@ def _numbered(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str
 
 
 def _holds_a_list(file: Path) -> bool:
-    with opened(file) as stream:
+    with open_binary(file) as stream:
         start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
         while not start and (character := stream.read(1)):
             start = character.strip()
@@ -150,7 +149,7 @@ def _holds_a_list(file: Path) -> bool:
 def _listed(file: Path) -> Iterator[Any]:
     """The rows of a .json list."""
     text = bytearray()
-    with opened(file) as stream:  # `read` takes memory for all that it is asked for, however short the file
+    with open_binary(file) as stream:  # `read` takes memory for all that it is asked for, however short the file
         while len(text) <= _MOST_OF_A_LIST and (piece := stream.read(1 << 20)):
             text += piece
     if len(text) > _MOST_OF_A_LIST:
@@ -249,7 +248,7 @@ def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
         UserError: it can't be read, or a line of it can't.
     """
     if Path(location).exists():
-        return whole_rows(Path(location))
+        return read_rows(Path(location))
     return ((f"{location}:{number}", row) for number, row in enumerate(hub_dataset(*hub_id(location)), start=1))
 
 

@@ -24,7 +24,7 @@ from speculator.drafters import HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.tuned import automatic
 from speculator.errors import OneLineParser, refuse_below
-from speculator.files import check_file, write_json
+from speculator.files import check_output_file, write_json
 from speculator.tables import markdown_table
 
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
     refuse_below(arguments, samples=100, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2)
     drafting.check(arguments, required=True)
-    check_file("--output", arguments.output)
+    check_output_file("--output", arguments.output)
     target = drafting.load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = drafting.drafter(arguments, target)

@@ -35,7 +35,7 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuned import automatic, tuned_shapes
 from speculator.errors import OneLineParser, refuse
-from speculator.files import check_folder, make_folder, write_json, write_text
+from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
 
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluate and print the report."""
     check_flags(arguments)
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
-    check_folder("--output", arguments.output)
+    check_output_folder("--output", arguments.output)
     tracking.check(arguments.report_to)
     target = drafting.load_target(arguments)
     head = load_head(arguments.speculator, target)

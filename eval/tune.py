@@ -43,7 +43,7 @@ from speculator.drafters.tuned import (
     shapes_to_measure,
 )
 from speculator.errors import OneLineParser, UserError
-from speculator.files import check_file, write_json
+from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output = arguments.output or Path(arguments.speculator) / TUNED
     check_flags(arguments)
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
-    check_file("--output", output)
+    check_output_file("--output", output)
     target = drafting.load_target(arguments)
     head = load_head(arguments.speculator, target)
     suite = suite_of(arguments, arguments.suite, target)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from speculator.chat import chat_text, chat_tokens
 from speculator.errors import UserError, check_text
-from speculator.lines import whole_rows
+from speculator.files import read_rows
 
 KEYS = {
     "turns": "a list of texts",
@@ -111,7 +111,7 @@ def read_prompts(file: Path) -> list[tuple[dict, Prompt]]:
     Raises:
         UserError: the file can't be read, a line is no such row, or there is none.
     """
-    rows = [(row, prompt_of(where, row, ("prompt", "messages"))) for where, row in whole_rows(file)]
+    rows = [(row, prompt_of(where, row, ("prompt", "messages"))) for where, row in read_rows(file)]
     if not rows:
         raise UserError(f"--prompts {file}: no rows in it")
     return rows

@@ -336,7 +336,7 @@ def outcome(
         chain = parents[0][:own] == tuple(range(-1, own - 1))
         assert draft.probs is not None
         form = None if chain else torch.tensor([each[:own] for each in parents])
-        draft.own = Draft(
+        draft.base = Draft(
             draft.tokens[:, :own], torch.full((len(tokens),), own), draft.probs[:, :own], form, depth, width
         )
         draft.parents, draft.probs = torch.tensor(parents), None
@@ -469,20 +469,20 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
         def one_row(p: torch.Tensor, draft: Draft, i: int) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = tuple(draft.tokens[i].tolist())
             parents = tuple(range(-1, len(tokens) - 1)) if draft.parents is None else tuple(draft.parents[i].tolist())
-            own = draft.own or draft
+            own = draft.base or draft
             distributions = None if own.probs is None else list(own.probs[i])
             case = Case(tokens, parents, distributions, 1.0, int(draft.lengths[i]))
             table = {case.path(node): p[0, node + 1] for node in range(-1, len(tokens))}
             find = BREAKS[name]
-            if draft.own is not None:
-                case.own, find = draft.own.tokens.shape[1], then_match_breaks(find, RESTS[name])
+            if draft.base is not None:
+                case.own, find = draft.base.tokens.shape[1], then_match_breaks(find, RESTS[name])
             breaks = find(World(p.shape[-1], draft.depth, table, {}), case)
             breaks += [set() for _ in range(len(tokens) + 1 - len(breaks))]
             cells = list(product(*(_cells(each) for each in breaks)))
             u = torch.tensor([[middle for middle, _ in cell] for cell in cells], dtype=torch.float64)
             index = torch.full((len(cells),), i)
             many = at_rows(draft, index)
-            many.own = draft.own and at_rows(draft.own, index)
+            many.base = draft.base and at_rows(draft.base, index)
             last, rest = rule(p.expand(len(cells), -1, -1), many, u)
             chances: dict[tuple, float] = {}
             outcomes = list(zip(last.tolist(), map(tuple, rest.tolist()), strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from speculator.errors import UserError, first_line
-from speculator.sealed import damage
+from speculator.files import manifest_error
 
 METRIC = "eval_acceptance_length"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
@@ -29,7 +29,7 @@ def numbered(stage: Path) -> dict[int, Path]:
 def _first_whole(folders: list[Path]) -> tuple[Path | None, list[str]]:
     passed_over: list[str] = []
     for folder in folders:
-        problem = damage(folder)
+        problem = manifest_error(folder)
         if problem is None:
             return folder, passed_over
         passed_over.append(f"passing over {folder}: {problem}")

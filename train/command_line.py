@@ -25,7 +25,6 @@ set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 _LONGEST_MESSAGE = 500
-_LARGEST_FILE = 1 << 18  # bytes of YAML
 _MOST = 10**8  # of any count of a config ...
 _UNBOUNDED = ("seed", "max_tokens", "max_package_bytes")  # ... but these
 
@@ -39,7 +38,7 @@ def _fail(message: str) -> NoReturn:
 def _check_file(name: str) -> None:
     """Refuse a config file that can't be one, before the parser reads it."""
     try:
-        read = load_yaml(read_text(name, _LARGEST_FILE))
+        read = load_yaml(read_text(name))
     except UserError as error:
         _fail(f"--config {error}")
     except yaml.YAMLError as error:

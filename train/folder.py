@@ -19,7 +19,7 @@ import yaml
 from filelock import FileLock
 
 from speculator.errors import UserError
-from speculator.files import is_partial, make_folder, read_text, take, write_text
+from speculator.files import acquire, is_partial, make_folder, read_text, write_text
 from train.bounded_yaml import load_yaml
 from train.config import ROOT, RunConfig
 
@@ -75,7 +75,7 @@ def held(folder: Path) -> Iterator[None]:
     """
     make_folder(folder)
     lock = FileLock(folder / _LOCK)
-    take(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
+    acquire(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from data.tally import Tally, tell
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.files import cache_folder, make_folder, take
+from speculator.files import acquire, cache_folder, make_folder
 from speculator.target.model import Target
 from train import checks
 from train.checkpoint import reporting_full_disk
@@ -97,7 +97,7 @@ def _write(config: RunConfig, target: Target, folder: Path) -> None:
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
         make_folder(folder.parent)
-        take(lock, f"{folder}: another run is writing these chats; start again when it has")
+        acquire(lock, f"{folder}: another run is writing these chats; start again when it has")
         tell(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
     PartialState().wait_for_everyone()
     try:

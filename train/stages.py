@@ -22,9 +22,8 @@ from eval.suites import Suite
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
-from speculator.files import new_folder, read_text, write_text
+from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
-from speculator.sealed import damage, seal
 from speculator.target.model import Target
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
@@ -142,7 +141,7 @@ def _stop(last: Path) -> NoReturn:
 def is_published(folder: Path) -> bool:
     """Whether a head is there and as it was written; a damaged one is said to be. On every process of the run."""
     state = PartialState()
-    problem = damage(folder) if folder.exists() else "it is not there"
+    problem = manifest_error(folder) if folder.exists() else "it is not there"
     if state.is_main_process and folder.exists() and problem:
         print(f"{folder}: {problem}; it is made anew", file=sys.stderr)
     state.wait_for_everyone()
@@ -157,7 +156,7 @@ def publish(head: Speculator, folder: Path) -> None:
     """
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
-        seal(scratch)
+        write_manifest(scratch)
         shutil.rmtree(folder, ignore_errors=True)
 
 

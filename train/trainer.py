@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from speculator.errors import UserError
+from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
-from speculator.sealed import seal
 from speculator.target.model import Target
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
@@ -215,7 +215,7 @@ class SpeculatorTrainer(Trainer):
                 torch.save(self._since_log(), self._since_log_file(folder))
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
-                    seal(folder)
+                    write_manifest(folder)
         except Exception:
             if self.args.should_save:  # this process alone writes the folder
                 shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse
-from speculator.files import check_folder
+from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
 
@@ -151,7 +151,7 @@ def _check(arguments: argparse.Namespace) -> None:
         refuse((idle, f"{', '.join(idle)}: of --sources of {kind}"))
         vars(arguments).update({name: default for name, default in flags.items() if getattr(arguments, name) is None})
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
-    check_folder("--output", arguments.output)
+    check_output_folder("--output", arguments.output)
     refuse(
         (low, f"{', '.join(low)}: at least 1"),
         (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),

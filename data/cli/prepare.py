@@ -14,7 +14,7 @@ from data.rendering import load_tokenizer
 from data.tally import add_max_bad_rows
 from data.workers import PROCESSES
 from speculator.errors import OneLineParser, refuse
-from speculator.files import check_folder
+from speculator.files import check_output_folder
 
 
 def build_parser() -> OneLineParser:
@@ -47,7 +47,7 @@ def build_parser() -> OneLineParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prepare, and print what came of it."""
-    check_folder("--output", arguments.output)
+    check_output_folder("--output", arguments.output)
     parent = arguments.output.absolute().parent
     refuse(
         (arguments.num_proc not in (None, *PROCESSES), f"--num_proc must be in 1..{PROCESSES[-1]}"),

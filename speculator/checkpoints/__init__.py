@@ -14,9 +14,9 @@ from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
 from speculator.errors import UserError
+from speculator.files import MANIFEST, manifest_error
 from speculator.heads import ARCHITECTURES
 from speculator.heads.base import Speculator
-from speculator.sealed import MANIFEST, damage
 
 __all__ = [
     "FORMATS",
@@ -59,7 +59,7 @@ def recognise(folder: str | Path) -> Layout:
     Raises:
         UserError: no config.json, or one of another kind of model; or the folder was sealed, and is not as it was.
     """
-    if (Path(folder) / MANIFEST).exists() and (problem := damage(Path(folder))):
+    if (Path(folder) / MANIFEST).exists() and (problem := manifest_error(Path(folder))):
         raise UserError(f"{folder}: {problem}; if it was changed on purpose, delete {MANIFEST}")
     config = files.read_config(Path(folder))
     found = config.get("architectures")

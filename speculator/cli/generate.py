@@ -17,7 +17,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import LEGEND, TextStream, decode
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below, show
-from speculator.files import check_file, write_text
+from speculator.files import check_output_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
 
 HELP = "continue prompts or chat; the text is the target's own with any drafter"
@@ -96,7 +96,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "--show_drafts needs text that is printed as it is generated: no --output, --batch_size 1",
         ),
     )
-    check_file("--output", arguments.output)
+    check_output_file("--output", arguments.output)
     _sampling(arguments, 0)
     drafting.check(arguments, show_drafts=arguments.show_drafts)
 

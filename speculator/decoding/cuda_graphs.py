@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 DEVICES = ("cuda",)
@@ -184,46 +183,3 @@ def on(device: torch.device) -> AbstractContextManager:
 def new_pool(device: torch.device) -> Any:
     """Create a memory pool for captures that never run at the same time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-
-def asks_device(work: Callable[[], Any], device: torch.device) -> bool:
-    """Run the work and return whether the host waits for the device in it."""
-    with Asked() as asked:
-        work()
-    if asked.names or device.type != "cuda":
-        return bool(asked.names)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")  # also catches waits inside operators
-    try:
-        work()
-    except RuntimeError:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return False
-
-
-class Asked(TorchDispatchMode):
-    """Records the operations that move a number between device and host: a graph can't contain them."""
-
-    _ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "lift_fresh", "unique")
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        with self:  # in inference mode composite operations are not decomposed
-            result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:
-            result = func(*args, **kwargs)
-            self.note(func, args, kwargs, result)
-        return result
-
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func.name().split("::")[-1].split(".")[0]
-        chosen = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()
-        moved = name == "_to_copy" and result.device != args[0].device
-        if name.startswith(self._ASKING) or moved or any(getattr(part, "dtype", None) == torch.bool for part in chosen):
-            self.names.append(name)

@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from speculator.target.tree import TokenTree
+
 
 def take_at(values: Tensor, place: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
     """Each row's values at a place of its own."""
@@ -21,7 +23,7 @@ def gather_at(values: Tensor, places: Tensor) -> Tensor:  # [B, T, X], [B, n] ->
 
 
 @dataclass
-class Draft:
+class Draft(TokenTree):
     """Proposed tokens. In a verify pass position 0 is the pending token and draft token i stands at i + 1.
 
     Attributes:
@@ -33,7 +35,7 @@ class Draft:
             their children. None for a chain.
         depth: the longest path. A chain's is its n.
         width: the most siblings.
-        own: the draft that paths from elsewhere were hung on, whose tokens are this one's first. `probs` are its.
+        base: the draft to which lookup paths were added; its tokens come first, and `probs` are its.
     """
 
     tokens: Tensor
@@ -42,7 +44,7 @@ class Draft:
     parents: Tensor | None = None
     depth: int = 0
     width: int = 1
-    own: Draft | None = None
+    base: Draft | None = None
 
     def __post_init__(self):
         if self.parents is None:
@@ -62,29 +64,6 @@ class Draft:
     @cached_property
     def drafted(self) -> Tensor:  # [B, n] bool
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
-
-    @cached_property
-    def before(self) -> Tensor:  # [B, n] the verify position whose distribution decides over each token
-        if self.parents is None:
-            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        return self.parents + 1
-
-    @cached_property
-    def ancestors(self) -> Tensor:  # [B, n + 1, n + 1] bool: verify position j is on the path from the root to i
-        rows, count = self.tokens.shape
-        if self.parents is None:
-            full = torch.ones(count + 1, count + 1, dtype=torch.bool, device=self.tokens.device)
-            return full.tril().expand(rows, -1, -1)
-        known = torch.eye(count + 1, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
-        above = torch.nn.functional.pad(self.before, (1, 0))  # the parent, then its, then that one's second ...
-        for _ in range(self.depth.bit_length()):
-            known = known | known.gather(1, above[:, :, None].expand(-1, -1, count + 1))
-            above = above.gather(1, above)
-        return known
-
-    @cached_property
-    def depths(self) -> Tensor:  # [B, n + 1] of each verify position; the pending token's is 0
-        return self.ancestors.sum(-1) - 1
 
     @cached_property
     def longest(self) -> Tensor:  # [B] of the paths that each row really drafted

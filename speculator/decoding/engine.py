@@ -314,8 +314,8 @@ class Engine:
             self.cache.gather(path)
             tokens, hidden = tokens.gather(1, path), gather_at(hidden, path)
             drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
-            if draft.own is not None:
-                from_lookup = (path > draft.own.lengths[:, None]).sum(-1)
+            if draft.base is not None:
+                from_lookup = (path > draft.base.lengths[:, None]).sum(-1)
             if self._num_logprobs is not None:
                 logits = gather_at(logits, path)
         if self._num_logprobs is not None:  # such a step is not captured

@@ -206,10 +206,10 @@ def then_match_lookup(rule: Rule) -> Rule:
 
     @wraps(rule)
     def run(p: Tensor, draft: Draft, u: Tensor) -> tuple[Tensor, Tensor]:
-        if draft.own is None:
+        if draft.base is None:
             return rule(p, draft, u)
-        count = draft.own.tokens.shape[1]
-        last, probs = rule(p[:, : count + 1], draft.own, u[:, :count])
+        count = draft.base.tokens.shape[1]
+        last, probs = rule(p[:, : count + 1], draft.base, u[:, :count])
         return _match_from(last, probs, p, draft, u[:, count - draft.tokens.shape[1] - 1 :])
 
     return run

@@ -11,8 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from speculator.errors import UserError, check_text
-from speculator.files import read_text
-from speculator.lines import whole_rows
+from speculator.files import read_rows, read_text
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def read_corpus(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> Co
 def _texts(files: Sequence[Path]) -> Iterator[str]:
     for file in files:
         if file.name.endswith((".jsonl", ".jsonl.gz")):
-            for where, row in whole_rows(file):
+            for where, row in read_rows(file):
                 text = row.get("text") if isinstance(row, dict) else None
                 if not isinstance(text, str):
                     raise UserError(f'{where}: a row needs "text" (text)')

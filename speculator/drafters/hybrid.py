@@ -78,7 +78,7 @@ def joined(
         pad(draft.before - 1, (0, length), value=-1).scatter(1, place, torch.cat([at[:, None] - 1, place[:, :-1]], 1)),
         depth=draft.depth + length,
         width=draft.width + 1,
-        own=draft,
+        base=draft,
     )
 
 

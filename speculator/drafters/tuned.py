@@ -27,10 +27,9 @@ from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
-from speculator.files import cached_object
+from speculator.files import cached_object, read_json
 from speculator.heads import Speculator
 from speculator.target.model import Target
-from speculator.target.stored import read_object
 
 TUNED = "decoding.json"
 SIZES = (1, 8, 32, 4, 2, 16)
@@ -233,7 +232,7 @@ def _together(chains: Sequence[Sequence[float]]) -> list[float]:
 
 def _read(file: Path, head: Speculator) -> _Tuned:
     try:
-        read = read_object(file)
+        read = read_json(file)
         if type(read["settings"]) is not list:
             raise TypeError(read["settings"])
         batch_size: Any = read.get("batch_size")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from speculator.decoding.draft import Draft
+from speculator.target.tree import TokenTree
 
 Form = tuple[int, int, torch.dtype, torch.device]
 """Of one layer's keys, or of its values: heads, their size, and what they are kept as."""
@@ -63,7 +63,7 @@ class Write:
     block: Tensor
     slots: Tensor
     positions: Tensor
-    tree: Draft | None
+    tree: TokenTree | None
     lone: bool
     masks: dict[Any, Tensor] = field(default_factory=dict)
 
@@ -194,7 +194,7 @@ class KVCache(Cache):
         return self.bucket == 1 and self.rows[1] - self.rows[0] == 1
 
     @contextmanager
-    def writing(self, width: int, tree: Draft | None = None, base: int = 0) -> Iterator[Tensor]:
+    def writing(self, width: int, tree: TokenTree | None = None, base: int = 0) -> Iterator[Tensor]:
         """Let a model write `width` tokens into each selected row; gives their positions [R, width].
 
         Without a `tree` each token follows the one before it; with one they are its verify positions from `base` on.

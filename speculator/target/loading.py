@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 import warnings
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
 
 from speculator.errors import UserError, refuse
 from speculator.target.gguf import complete, is_gguf, located
 from speculator.target.sharding import Group, check_heads
-from speculator.target.stored import CONFIG, check_headers, read_object
 
-ADAPTER = "adapter_config.json"
-_MOST_LAYERS, _MOST_PARTS = 2000, 10**6  # that a config may ask for: more would be built for ever
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
 
 def read_target(
@@ -43,7 +43,7 @@ def read_target(
             warnings.simplefilter("ignore")  # of torch, on the way to an error that says it in a line
             where = located(name, revision)
             if not is_gguf(name) and (name.startswith((".", "/")) or folder.exists()):
-                _check_folder(folder, trust_remote_code)
+                _check_folder(folder)
             tokenizer = AutoTokenizer.from_pretrained(**where, **own)
             config = AutoConfig.from_pretrained(**where, **own)
             if isinstance(place, Group):
@@ -54,8 +54,12 @@ def read_target(
                 where["device_map"] = place
             elif place.type != "cpu" and getattr(config, "quantization_config", None):
                 where["device_map"] = {"": place}  # some lay out their weights where they are to run, and stay there
-            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, dtype=dtype, output_loading_info=True)
+            check_activation(config.get_text_config())
+            options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, **options)
         model, found = loaded
+        for key, stored_shape, shape in sorted(found["mismatched_keys"]):
+            raise UserError(f"{key} has shape {list(stored_shape)} in its files, and {list(shape)} by its {CONFIG}")
         if isinstance(place, torch.device) and "device_map" not in where:
             model = model.to(place)
         if is_gguf(name):
@@ -103,35 +107,17 @@ def add_adapter(model: Any, adapter: str) -> None:
         raise UserError(f"can't add the adapter {adapter!r} to {model.config.name_or_path}: {reason}") from None
 
 
-def _check_folder(folder: Path, trust_remote_code: bool) -> None:
-    """Refuse a model that is far larger than the files that it is to be read from, before anything of it is made.
+def check_activation(config: PreTrainedConfig) -> None:
+    """Raise a UserError for an activation function that transformers does not have."""
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config, key, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            (nearest,) = get_close_matches(name, list(ACT2FN), n=1, cutoff=0)
+            raise UserError(f"{key} {name!r} of its {CONFIG} is not an activation function; the nearest is {nearest!r}")
 
-    Raises:
-        UserError: the config describes far more weights than the files hold, or absurd counts; or there is no config
-            or no weights, or damaged ones.
-    """
-    missing = f"no {CONFIG} in {folder}, so not a model folder"
+
+def _check_folder(folder: Path) -> None:
+    missing = f"no {CONFIG} in {folder}, so not the folder of a model"
     if (folder / ADAPTER).is_file():
-        missing += f"; its {ADAPTER} makes it an adapter: give the model that it is for, and this as the adapter"
+        missing += f"; its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"
     refuse((not (folder / CONFIG).is_file(), missing))
-    for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
-        if (folder / name).exists():  # transformers goes on without the last two where it can't read them
-            _check_counts(read_object(folder / name))
-    stored = check_headers(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    refuse((min(text.hidden_size, text.vocab_size) < 1, "its config describes a model of size 0"))
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    described = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
-    # The smallest weights that are stored have half a byte; shared ones are stored once.
-    refuse((described > 8 * stored, f"its config describes {described:,} weights, but its files have {stored:,} bytes"))
-
-
-def _check_counts(config: dict[str, Any]) -> None:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_counts(value)
-        elif type(value) is int and key.startswith(("num_", "n_layer")):
-            most = _MOST_LAYERS if "layer" in key else _MOST_PARTS
-            refuse((value > most, f"{key} is {value} in its config"))

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput, is_flash_attn_2_available
 
-from speculator.decoding.cuda_graphs import asks_device
-from speculator.decoding.draft import Draft
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.target.attention import ATTENTION, WINDOWS, attending, own_attention
 from speculator.target.aux_layers import AuxLayers
 from speculator.target.gguf import is_gguf
+from speculator.target.host_sync import has_host_sync
 from speculator.target.kv_cache import Form, KVCache, forms
 from speculator.target.linear import pack_linears
 from speculator.target.loading import add_adapter, read_target
 from speculator.target.packed import Layout, in_one_row, masked, packed
 from speculator.target.probe import neighbours_matter, original_context, read_windows
 from speculator.target.sharding import Group, make_whole, whole
+from speculator.target.tree import TokenTree
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 8  # of each table's weights in a fingerprint
@@ -211,9 +211,9 @@ class Target:
             cache.select(0, 2, first)
             following = torch.stack([row[n : n + width] for row, n in zip(texts, (first, second), strict=True)])
             verify = self.logits(self.extend(cache, following)).float()
-            asks = asks_device(lambda: self.logits(self.extend(cache, following)), self.device)
+            syncs = has_host_sync(lambda: self.logits(self.extend(cache, following)), self.device)
             places = {weight.device for weight in self.model.parameters()}
-            self.capturable = not asks and len(places) == 1 and self.group is None
+            self.capturable = not syncs and len(places) == 1 and self.group is None
             moved = neighbours_matter(self._body, self.context_length, self.device)
             self.document_attention = self._choose_document_attention(texts)
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
@@ -399,7 +399,7 @@ class Target:
         self,
         cache: KVCache,
         tokens: Tensor,  # [R, T]
-        tree: Draft | None = None,
+        tree: TokenTree | None = None,
         base: int = 0,
     ) -> Tensor:  # [R, T, D]
         """Hidden states of `tokens` appended to the cache's selected rows: prefill and verify alike.

@@ -17,7 +17,6 @@ from data.rendering import load_tokenizer
 from data.sources import documents, token_documents
 from data.tally import Tally
 from speculator.errors import UserError
-from speculator.lines import MOST_BYTES
 from speculator.prompts import read_prompts
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -39,38 +38,14 @@ def test_a_short_list_of_json_takes_little_memory(tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "page.txt", "rows.jsonl.gz"])
 def test_a_pipe_or_a_device_is_refused_unread(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match="a pipe or device, not a file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read(tmp_path / name)
-    with pytest.raises(UserError, match="a pipe or device, not a file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read_prompts(tmp_path / name)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(UserError, match="a pipe or device, not a file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read(tmp_path / name)
-
-
-def test_a_line_without_end_is_passed_over_and_too_long_a_one_ends_the_file(tmp_path, monkeypatch):
-    file = tmp_path / "rows.jsonl.gz"
-    with gzip.open(file, "wb", compresslevel=1) as stream:
-        stream.write(b'{"text": "first"}\n')
-        stream.write(b'{"text": "' + b"x" * MOST_BYTES + b'"}\n')
-        stream.write(b'{"text": "last"}\n')
-    tally = Tally(1.0)
-    assert [row["text"] for row in read(file, tally)] == ["first", "last"]
-    assert list(tally.kinds) == ["a line of more than 16,777,216 bytes"]
-    with pytest.raises(UserError, match=r"rows.jsonl.gz:2: a line of more than 16,777,216 bytes"):
-        read(file)
-    with pytest.raises(UserError, match=r"rows.jsonl.gz:1: a row needs"):
-        read_prompts(file)
-
-    monkeypatch.setattr("speculator.lines._HOPELESS", 2 * MOST_BYTES)
-    with gzip.open(file, "wb", compresslevel=1) as stream:
-        for _ in range(8):
-            stream.write(bytes(MOST_BYTES))
-    for name in ("rows.jsonl.gz", "rows.json.gz"):
-        file = file.rename(tmp_path / name)
-        with pytest.raises(UserError, match="not a file of rows"):
-            read(file, Tally(1.0))
 
 
 def test_zeros_are_no_text(tmp_path, monkeypatch):
@@ -115,10 +90,10 @@ def test_of_a_text_that_is_not_utf8_the_pieces_that_are_stay(tmp_path):
         ("rows.json", b'[{"text": "Gr\xf6\xdfe"}]', "rows.json: not UTF-8 text"),
         ("page.txt", "Größe".encode("utf-16"), "page.txt: not UTF-8 text"),
         ("page.txt", "size".encode("utf-16-le"), "page.txt: not text: it has NUL"),
-        ("rows.jsonl", DEEP.encode(), "rows.jsonl:1: JSON that can't be read"),
+        ("rows.jsonl", DEEP.encode(), "rows.jsonl:1: not JSON"),
         ("rows.json", DEEP.encode(), "rows.json: JSON that can't be read"),
-        ("rows.jsonl", b'{"text": "x", "tools": ' + DEEP.encode() + b"}", "rows.jsonl:1: JSON that can't be read"),
-        ("rows.jsonl", b'{"input_ids": [' + b"9" * 10_000 + b"]}", "rows.jsonl:1: JSON that can't be read"),
+        ("rows.jsonl", b'{"text": "x", "tools": ' + DEEP.encode() + b"}", "rows.jsonl:1: not JSON"),
+        ("rows.jsonl", b'{"input_ids": [' + b"9" * 10_000 + b"]}", "rows.jsonl:1: not JSON"),
         ("rows.json", b"5", "rows.json:1: not a row"),
         ("rows.json", b'"text"', "rows.json:1: not a row"),
         ("rows.json", b"", None),
@@ -179,8 +154,6 @@ def test_places_that_hold_nothing_are_named(tmp_path):
     for name in ("loop.jsonl", "empty", "no\0where.jsonl", "no\0where"):
         with pytest.raises(UserError):
             read(tmp_path / name)
-    with pytest.raises(UserError, match="NUL"):
-        read_prompts(tmp_path / "no\0where.jsonl")
 
 
 def test_large_rows_stay_within_a_gigabyte_and_ten_seconds(tmp_path):

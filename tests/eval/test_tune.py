@@ -174,7 +174,7 @@ def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):
         ),
         (["--batch_size", "0"], "--batch_size must be at least 1"),
         (["--speculator", str(tmp_path / "nowhere")], "no folder"),
-        (["--output", str(tmp_path)], "is a folder, not a file"),
+        (["--output", str(tmp_path)], "not a regular file"),
     ):
         assert main([*command, *flags]) == 2
         error = capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from safetensors import SafetensorError
 
 from speculator.errors import UserError
-from speculator.sealed import MANIFEST, damage, seal
+from speculator.files import MANIFEST, manifest_error, write_manifest
 from train.checkpoint import newest, numbered, reporting_full_disk
 
 
@@ -17,7 +17,7 @@ def stage(tmp_path):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes(range(step)))
         (folder / "trainer_state.json").write_text("{}")
-        seal(folder)
+        write_manifest(folder)
     return tmp_path
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_one_is_passed_over_and_said_so(stage, harm):
     assert found == stage / "checkpoint-10"
     assert len(lines) == 1
     assert "checkpoint-20" in lines[0]
-    assert damage(found) is None
+    assert manifest_error(found) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from speculator.errors import UserError
-from speculator.sealed import damage
+from speculator.files import manifest_error
 from train import checkpoint, interrupts, processes
 
 ROOT = Path(__file__).parents[2]
@@ -217,4 +217,4 @@ def test_a_full_disk_of_one_process_is_one_line_and_what_was_saved_is_whole(laun
     assert f"rank : {rank} (local_rank: {rank}) exitcode : 2" in cause(said)
     newest, _ = checkpoint.newest(folder / "stage1")
     assert newest is not None
-    assert damage(newest) is None
+    assert manifest_error(newest) is None

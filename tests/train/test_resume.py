@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.errors import UserError
-from speculator.sealed import damage
+from speculator.files import manifest_error
 from train import checkpoint, interrupts, trainer
 from train.command_line import parse
 from train.folder import claim, held, refuse_foreign
@@ -245,7 +245,7 @@ def test_a_damaged_head_is_made_anew(finished, run, tmp_path, capfd, name):
     said = capfd.readouterr().err
     assert f"{folder}/{name}: model.safetensors does not match its checksum; it is made anew" in said
     assert weights(folder / name) == weights(finished / name)
-    assert damage(folder / name) is None
+    assert manifest_error(folder / name) is None
 
 
 def test_copies_of_checkpoints_are_left_alone_and_a_moved_run_goes_on(unfinished, run, tmp_path, monkeypatch, capfd):

@@ -37,6 +37,7 @@ from speculator import (
 from speculator.decoding import cuda_graphs as graphs
 from speculator.drafters.costs import StepSeconds, measure
 from speculator.target import kv_cache as cache_module
+from speculator.target.host_sync import HostSyncs
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
 SAMPLINGS = {
@@ -102,7 +103,7 @@ def make_drafter(name: str, target: Target):
     return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
 
 
-class Record(graphs.Asked):
+class Record(HostSyncs):
     """Records the operations that a function launches."""
 
     def __init__(self):
@@ -522,12 +523,12 @@ def test_operations_that_wait_for_the_device_are_recorded():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             x = torch.arange(4)
-            with graphs.Asked() as asked:
+            with HostSyncs() as syncs:
                 x.sum().item()
                 x[x > 1]
                 x + torch.tensor([1, 2, 3, 4])
                 x[x.flip(0)] = torch.where(x > 2, x, 0).cumsum(0)
-            assert Counter(asked.names) == {"_local_scalar_dense": 1, "index": 1, "lift_fresh": 1}
+            assert Counter(syncs.names) == {"_local_scalar_dense": 1, "index": 1, "lift_fresh": 1}
 
 
 # ---- with one

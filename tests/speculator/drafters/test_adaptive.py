@@ -141,8 +141,8 @@ class DropsWhatTheLookupDoesNotSay(AdaptiveDrafter):
 
     def propose(self, pending, sampling, u, texts):
         draft = super().propose(pending, sampling, u, texts)
-        if draft.own is not None and draft.lengths[0] > draft.own.lengths[0] and draft.before[0, -1] == 0:
-            return replace(draft, tokens=draft.tokens[:, -1:], lengths=draft.lengths * 0 + 1, parents=None, own=None)
+        if draft.base is not None and draft.lengths[0] > draft.base.lengths[0] and draft.before[0, -1] == 0:
+            return replace(draft, tokens=draft.tokens[:, -1:], lengths=draft.lengths * 0 + 1, parents=None, base=None)
         return draft
 
 

@@ -82,7 +82,7 @@ def test_a_deterministic_mixed_draft_keeps_the_target_distribution(length):
 
 def by_hand(p, draft, u, renormalise=True, order=None, reduce=True, stated=True):
     """Recursive rejection over siblings of two sources in plain words; what the flags turn off makes it right."""
-    lasts, rests, own = [], [], draft.own.tokens.shape[1]
+    lasts, rests, own = [], [], draft.base.tokens.shape[1]
     for row in range(len(p)):
         at = 0
         while True:
@@ -95,7 +95,7 @@ def by_hand(p, draft, u, renormalise=True, order=None, reduce=True, stated=True)
                 if child >= own and (stated or s is None):
                     s = torch.zeros_like(t).scatter(0, x, 1)
                 elif child < own and (s is None or order):
-                    s = draft.own.probs[row, child].clone()
+                    s = draft.base.probs[row, child].clone()
                 if s[x] <= 0:
                     continue
                 if u[row, child] * s[x] < t[x]:
@@ -152,13 +152,13 @@ def test_a_wrong_rule_for_mixed_drafts_fails(wrong):
 
 def drawn_from_p(p, draft, u):
     """Where the draft's own part ends, draws from p, as if nothing had been refused there."""
-    last, _ = rules.rejection(p[:, :2], draft.own, u)
+    last, _ = rules.rejection(p[:, :2], draft.base, u)
     return rules._match_from(last, p[torch.arange(len(p)), last], p, draft, u[:, 1:])
 
 
 def walked_by_one_uniform(p, draft, u):
     """Draws all that is behind the own part by the same uniform."""
-    last, probs = rules.rejection(p[:, :2], draft.own, u)
+    last, probs = rules.rejection(p[:, :2], draft.base, u)
     return rules._match_from(last, probs, p, draft, u[:, 1:2].expand(-1, u.shape[1] - 1))
 
 
@@ -217,7 +217,7 @@ def test_a_path_is_hung_on_where_it_leaves_the_draft():
         assert draft.lengths[row] == len(tokens)
         assert draft.tokens[row, : len(tokens)].tolist() == tokens
         assert draft.parents[row, : len(tokens)].tolist() == parents
-    assert draft.own is chain
+    assert draft.base is chain
     assert (draft.depth, draft.width) == (5, 2)
 
 

@@ -176,7 +176,7 @@ def test_an_adapter_that_does_not_fit_is_a_line(folder, adapter, tmp_path):
         with pytest.raises(UserError, match=message) as refusal:
             Target.load(str(folder), adapter=str(tmp_path / name))
         assert "\n" not in str(refusal.value)
-    with pytest.raises(UserError, match="makes it an adapter: give the model that it is for"):
+    with pytest.raises(UserError, match="makes it an adapter"):
         Target.load(str(adapter))
 
 
