@@ -55,7 +55,7 @@ def read_target(
             elif place.type != "cpu" and getattr(config, "quantization_config", None):
                 where["device_map"] = {"": place}  # some lay out their weights where they are to run, and stay there
             check_activation(config.get_text_config())
-            options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, **options)
         model, found = loaded
         for key, stored_shape, shape in sorted(found["mismatched_keys"]):
