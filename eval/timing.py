@@ -20,7 +20,7 @@ from speculator.decoding.request import Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter
-from speculator.target.attention import attending
+from speculator.target.attention import using_attention
 from speculator.target.model import Target
 
 _TRIES = 4  # runs of a batch until no CUDA graph had to be captured
@@ -142,7 +142,7 @@ def as_loaded(target: Target) -> Iterator[None]:
     """Run the model with transformers' own attention and without its generation config."""
     settings = target.model.generation_config
     try:
-        with attending(target.model, target.original_attention):
+        with using_attention(target.model, target.original_attention):
             target.model.generation_config = GenerationConfig()
             yield
     finally:

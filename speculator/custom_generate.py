@@ -30,7 +30,7 @@ from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuned import tuned_drafter
 from speculator.errors import UserError
 from speculator.heads import Speculator
-from speculator.target.attention import ATTENTION, own_attention
+from speculator.target.attention import ATTENTION, original_attention
 from speculator.target.linear import pack_linears, unpack_linears
 from speculator.target.model import Target
 
@@ -116,7 +116,7 @@ class _BorrowedModel:
         """Freeze the model, pack its matrices and change its attention; undo all of it at the end."""
         if self._target is None or self._target.model is not model:
             self._target, self._copies, self._head, self._drafters = None, {}, None, {}
-        attention = own_attention(model)
+        attention = original_attention(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         training = [module for module in model.modules() if module.training]
         packed = pack_linears(model, self._copies)

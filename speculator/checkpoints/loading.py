@@ -9,8 +9,9 @@ from typing import Any
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
+from speculator.target.fingerprint import same_target
 from speculator.target.linear import pack_linears
-from speculator.target.model import Target, same_target
+from speculator.target.model import Target
 from speculator.target.sharding import whole
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
-"""Attention masks, and the one attention function that every target runs, registered with transformers as `ATTENTION`.
+"""Attention masks, and the one attention function of all targets, registered with transformers as `ATTENTION`.
 
 The function attends over the KV cache that is being written (`speculator.target.kv_cache.current`). A token sees the
-committed positions of its row and its ancestors among the new tokens: the earlier ones of a chain, or its path in a
-tree. Without an open cache, as when the model is called directly, attention is causal.
+committed positions of its row, and its ancestors among the new tokens. Without such a cache attention is causal.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from speculator.target.kv_cache import Write, current
 
 ATTENTION = "speculator"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
-"""Sliding windows of attention layers by their models' own masks, which not all families pass on to `attention`."""
+"""Sliding window of each attention layer; not all families pass it to `attention`."""
 
 
 @contextmanager
-def attending(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
-    """A model attends through something else, as `set_attn_implementation` takes it, and then again through this."""
+def using_attention(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
+    """Use another attention implementation inside the block, then `ATTENTION` again."""
     try:
         model.set_attn_implementation(implementation)
         yield
@@ -33,27 +32,26 @@ def attending(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
         model.set_attn_implementation(ATTENTION)
 
 
-def own_attention(model: PreTrainedModel) -> Any:
-    """What a model attends through, by sub-config where it has some; its default where that was changed before."""
+def original_attention(model: PreTrainedModel) -> Any:
+    """Return a model's attention implementation, per sub-config if it has several, or its default if it was changed."""
     if model.config._attn_implementation == ATTENTION:
         try:
             model.set_attn_implementation("sdpa")
         except ValueError:
             model.set_attn_implementation("eager")
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
-    own: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
-    return {"": model.config._attn_implementation, **own} if own else model.config._attn_implementation
+    original: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": model.config._attn_implementation, **original} if original else model.config._attn_implementation
 
 
 def mask(
     write: Write, groups: int, window: int | None, dtype: torch.dtype
 ) -> Tensor | None:  # [R, 1, groups * width, extent]
-    """Of a write: a token sees the positions of what comes before it, and its own.
+    """Return the bias on attention scores: 0 for visible positions, -inf for others; None if all are visible.
 
-    0 is added to the score of what is seen, -inf to that of what is not. None where every token sees every position.
-    `groups` query heads share a key head and are laid end to end.
+    The `groups` query heads that share a key head are laid end to end.
     """
-    plain = write.lone and write.width == 1 and write.tree is None
+    plain = write.single_row and write.width == 1 and write.tree is None
     if plain and (window is None or write.extent <= window):
         return None
     if (groups, window, dtype) not in write.masks:
@@ -62,8 +60,7 @@ def mask(
             seen = slot <= write.slots[:, :, None]
         else:
             count = write.block.shape[1]
-            # A row that is not decoding may be longer: what it sees is nothing.
-            block = write.block.clamp(max=write.extent - 1)
+            block = write.block.clamp(max=write.extent - 1)  # an idle row may be longer
             seen = (slot < write.lengths[:, None, None]).repeat(1, write.width, 1)
             ancestors = write.tree.ancestors[:, count - write.width : count, :count]
             seen = seen.scatter(2, block[:, None].expand(-1, write.width, -1), ancestors)
@@ -73,13 +70,12 @@ def mask(
                 depths = write.lengths[:, None] + write.tree.depths[:, :count]
                 position = slot.repeat(len(block), 1).scatter(1, block, depths)[:, None]
             seen &= position > write.positions[:, :, None] - window
-            seen |= ~seen.any(-1, keepdim=True)  # what a kernel gives a token that sees nothing may be no number
+            seen |= ~seen.any(-1, keepdim=True)  # kernels may return NaN for a token that sees nothing
         write.masks[groups, window, dtype] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
     return write.masks[groups, window, dtype]
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What fused attention adds to the scores; made here it is made once for all layers."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
@@ -96,7 +92,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention over the cache that is being written, or causal where none is.
+    """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
     Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
     """
@@ -113,7 +109,7 @@ def attention(
         bias: Tensor | None = _bias(seen, query.dtype).repeat(groups, 1)
     else:
         bias = mask(write, groups, sliding_window, query.dtype)
-        bias = bias if bias is None else bias.to(query.device)  # a layer may be elsewhere
+        bias = bias if bias is None else bias.to(query.device)  # layers may be on several devices
     stacked = query.reshape(rows, key.shape[1], groups * width, size)
     if softcap is None and s_aux is None:
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=bias, scale=scaling)
@@ -129,10 +125,10 @@ def _explicit(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None,
-    sinks: Tensor | None,  # [Hq] a logit that every softmax of the head counts, without a value of its own
+    sinks: Tensor | None,  # [Hq] a logit in the softmax of each head without a value
     groups: int,
 ) -> Tensor:
-    """What the fused function can't do: scores squashed by tanh (Gemma 2), attention sinks (gpt-oss)."""
+    """Compute attention that the fused function lacks: soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,4 +1,4 @@
-"""Targets in GGUF files: weights, tokenizer, chat template and settings in one, read by transformers' own loader."""
+"""Targets in GGUF files, which transformers' own loader reads: weights, tokenizer, chat template and settings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,12 @@ _EOS, _EOT, _TOKENS = (f"tokenizer.ggml.{name}" for name in ("eos_token_id", "eo
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a target's name is that of a GGUF file."""
+    """Return whether a target's name is that of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 
 def located(name: str, revision: str | None = None) -> dict[str, Any]:
-    """Where a hub id, a folder or a GGUF file lies, as the arguments of transformers' `from_pretrained`.
-
-    Raises:
-        UserError: of a GGUF file, as `metadata`; a revision of what is on this disk.
-    """
+    """Return the location of a hub id, folder or GGUF file as arguments of transformers' `from_pretrained`."""
     refuse((revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"))
     if not is_gguf(name):
         return {"pretrained_model_name_or_path": name, "revision": revision}
@@ -40,12 +36,7 @@ def located(name: str, revision: str | None = None) -> dict[str, Any]:
 def read_config(
     name: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> PreTrainedConfig:
-    """The config of a hub id, a folder or a GGUF file, the weights left unread.
-
-    Raises:
-        UserError: as `located`.
-        OSError, ValueError: as transformers.
-    """
+    """Read the config of a hub id, folder or GGUF file, without the weights."""
     config = AutoConfig.from_pretrained(**located(name, revision), **options, trust_remote_code=trust_remote_code)
     if is_gguf(name):
         config.get_text_config().max_position_embeddings = metadata(name)["context_length"]
@@ -54,17 +45,12 @@ def read_config(
 
 @lru_cache(maxsize=4)
 def metadata(name: str) -> dict[str, Any]:
-    """A GGUF file's "context_length" and "eos_token_ids".
-
-    Raises:
-        UserError: the file is not there, is no GGUF, is damaged or says too little; or a package that reads it is
-            missing.
-    """
+    """Read "context_length" and "eos_token_ids" of a GGUF file."""
     file = check_input(name)
     with file.open("rb") as stream:
-        refuse((stream.read(len(_MAGIC)) != _MAGIC, f"{name} is no GGUF file"))
+        refuse((stream.read(len(_MAGIC)) != _MAGIC, f"{name} is not a GGUF file"))
     try:
-        import accelerate  # noqa: F401  transformers loads GGUF files by it
+        import accelerate  # noqa: F401  transformers needs it to load GGUF files
         from gguf import GGUFReader
     except ImportError as error:
         package = "accelerate" if "accelerate" in str(error) else "gguf"
@@ -72,16 +58,16 @@ def metadata(name: str) -> dict[str, Any]:
     try:
         fields = GGUFReader(file).fields
         length = f"{fields['general.architecture'].contents()}.context_length"
-        known = {key: fields[key].contents() for key in (length, _EOS, _EOT) if key in fields}
-    except Exception as error:  # whatever the package stumbles over in a file that someone else wrote
+        values = {key: fields[key].contents() for key in (length, _EOS, _EOT) if key in fields}
+    except Exception as error:  # the package raises anything for a damaged file
         raise UserError(f"{name} is damaged or cut short: {first_line(error)}") from None
     missing = [key for key in (length, _EOS, _TOKENS) if key not in fields]
-    refuse((missing, f"{name}: its metadata have no {', '.join(missing)}"))
-    return {"context_length": known.pop(length), "eos_token_ids": sorted(set(known.values()))}
+    refuse((missing, f"{name}: its metadata lack {', '.join(missing)}"))
+    return {"context_length": values.pop(length), "eos_token_ids": sorted(set(values.values()))}
 
 
 def complete(model: Any, name: str) -> None:
-    """Give a model out of a GGUF file what the loader leaves out, and take what would tell it from any other model."""
+    """Set what the loader leaves out of a model from a GGUF file, and remove the mark of a quantised model."""
     known = metadata(name)
     model.config.name_or_path = name
     model.config.get_text_config().max_position_embeddings = known["context_length"]

@@ -1,12 +1,12 @@
-"""The KV cache: storage for a fixed number of rows, each with a length of its own, allocated once.
+"""KV cache: storage for a fixed number of rows, allocated once, each row with its own length.
 
-A row's positions below its length are committed; what lies above is dead and will be overwritten. So a verify pass
-writes its tokens behind each row's length, and to keep n of them, or none, is one addition to `lengths`; the accepted
-path of a tree moves to the front first. Who sees what is not decided here but in `speculator.target.attention`.
+A row's positions below its length are committed; those above are free and will be overwritten. A verify pass writes
+its tokens after each row's length. Keeping n of them is one addition to `lengths`; a tree's accepted path moves to the
+front first. `speculator.target.attention` decides which positions a token sees.
 
-transformers' models are used unmodified: their layers write through `KVCache`. A pass runs over neighbouring rows,
-those that `select` names. What is being written is found in a context variable (`current`), because keyword arguments
-given to a model do not reach its attention in every family (GPT-2, OPT and StableLM drop them).
+transformers' models are used unmodified: their layers write through `KVCache`. A pass runs over the neighbouring rows
+that `select` chose. A context variable (`current`) holds the write in progress, because in some families (GPT-2, OPT,
+StableLM) keyword arguments of the model do not reach its attention.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from speculator.target.tree import TokenTree
 
 Form = tuple[int, int, torch.dtype, torch.device]
-"""Of one layer's keys, or of its values: heads, their size, and what they are kept as."""
+"""Heads, head size, dtype and device of one layer's keys or values."""
 BUCKETS = {"cuda": 256}
-"""By kind of device: `KVCache.bucket`. Elsewhere 1, since dead positions cost time where nothing is captured."""
+"""`KVCache.bucket` by device type; 1 elsewhere, because reading free positions takes time."""
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """(keys, values) of each layer in a cache that a model has filled; () of a layer that shares another's."""
+    """Return the forms of keys and values of each layer of a filled cache; () for a layer that shares another's."""
     layers: list[Any] = cache.layers
     return [() if layer.keys is None else (_form(layer.keys), _form(layer.values)) for layer in layers]
 
@@ -43,18 +43,18 @@ def _form(buffer: Tensor) -> Form:
 
 @dataclass
 class Write:
-    """The tokens of one pass, R rows of `width`, on their way into the cache.
+    """Tokens of one pass, R rows of `width`, that are being written into the cache.
 
     Attributes:
-        lengths: [R] tokens that were committed before them.
-        width: tokens of each row.
-        extent: how many positions of each row are read.
-        block: [R, base + width] where they lie, behind the `base` positions that earlier passes wrote uncommitted.
-        slots: [R, width] where this pass writes: the last of `block`.
-        positions: [R, width] in the text.
-        tree: their parents; None where each token follows the one before it.
-        lone: a single row, which ends where the host knows: slices will do, and no position that is read is dead.
-        masks: whoever attends keeps them here for the other layers.
+        lengths: [R] committed tokens of each row.
+        width: tokens per row.
+        extent: positions of each row that attention reads.
+        block: [R, base + width] cache positions after the committed ones; earlier passes wrote the first `base`.
+        slots: [R, width] cache positions that this pass writes: the last of `block`.
+        positions: [R, width] positions in the sequence.
+        tree: structure of the tokens; None for a chain.
+        single_row: one row whose length the host knows, so that slices suffice and every position read is live.
+        masks: attention masks, shared by all layers.
     """
 
     lengths: Tensor
@@ -64,7 +64,7 @@ class Write:
     slots: Tensor
     positions: Tensor
     tree: TokenTree | None
-    lone: bool
+    single_row: bool
     masks: dict[Any, Tensor] = field(default_factory=dict)
 
 
@@ -72,12 +72,12 @@ _current: ContextVar[Write | None] = ContextVar("_current", default=None)
 
 
 def current() -> Write | None:
-    """The write that is under way, if a cache is being written."""
+    """Return the write in progress, if any."""
     return _current.get()
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's buffers [B, H, capacity, Dh], views of the cache's, and of these the selected rows."""
+    """One layer's buffers [B, H, capacity, Dh], views of the cache's, and views of their selected rows."""
 
     is_compileable = True
     is_sliding = False
@@ -87,7 +87,7 @@ class _Layer(CacheLayerMixin):
     def __init__(self, cache: KVCache):
         super().__init__()
         self.is_initialized = True
-        self._cache = weakref.ref(cache)  # a cycle would keep the buffers until the garbage collector comes
+        self._cache = weakref.ref(cache)  # a reference cycle would delay freeing the buffers
 
     @property
     def cache(self) -> KVCache:
@@ -96,18 +96,18 @@ class _Layer(CacheLayerMixin):
         return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the cache is there from the start."""
+        """Do nothing: the buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write [R, H, T, Dh] behind each row's length; return every position that may be live."""
+        """Write [R, H, T, Dh] after each row's length; return all positions that may be live."""
         cache, write = self.cache, _current.get()
         assert write is not None
         keys, values = self.selected[0][:, :, : write.extent], self.selected[1][:, :, : write.extent]
-        if write.lone:  # a plain copy
-            keys[:, :, -write.width :] = key_states  # casts, as under autocast
+        if write.single_row:
+            keys[:, :, -write.width :] = key_states  # casts, for autocast
             values[:, :, -write.width :] = value_states
-        else:  # into the whole buffer: a row that is not decoding may be longer than those that are
-            rows, slots = cache.index.to(keys.device), write.slots.to(keys.device)  # a layer may be elsewhere
+        else:  # into the whole buffer: an idle row may be longer than the decoding rows
+            rows, slots = cache.index.to(keys.device), write.slots.to(keys.device)  # layers may be on several devices
             self.selected[0][rows, :, slots] = key_states.transpose(1, 2).to(keys.dtype)
             self.selected[1][rows, :, slots] = value_states.transpose(1, 2).to(values.dtype)
         return keys, values
@@ -133,18 +133,17 @@ class KVCache(Cache):
     """Keys and values of B rows.
 
     Args:
-        layers: the forms of each layer's keys and values, see `forms`.
+        layers: forms of each layer's keys and values, see `forms`.
         rows: B.
-        capacity: positions per row: the longest text, plus what a pass writes behind it.
-        device: where the lengths live.
+        capacity: positions per row: the longest text, plus the tokens that a pass writes after it.
+        device: device of the lengths.
 
     Attributes:
-        stacks: by form, the buffers [n, B, H, capacity, Dh] in one tensor, so that a path moves at once.
-        lengths: [B] of the rows, updated in place.
-        selected: [R] of the selected rows, a view.
-        longest: at least the most of these, known to the host without asking the device. It decides how many positions
-            are read.
-        bucket: `longest` is rounded up to a multiple of it. So shapes change once in so many tokens.
+        stacks: buffers [n, B, H, capacity, Dh] by form, so that a path of all layers moves at once.
+        lengths: [B] committed tokens of each row, updated in place.
+        selected: [R] lengths of the selected rows, a view.
+        longest: upper bound of the selected lengths, known to the host; it decides how many positions are read.
+        bucket: `longest` is rounded up to a multiple of this, so that shapes rarely change.
     """
 
     def __init__(self, layers: Sequence[tuple[Form, ...]], rows: int, capacity: int, device: torch.device):
@@ -163,7 +162,7 @@ class KVCache(Cache):
         self.select(0, rows, 0)
 
     def _share(self, stacks: dict[Form, Tensor]) -> None:
-        """Let the layers have the stacks' parts."""
+        """Give each layer its part of the stacks."""
         self.stacks = stacks
         self.rows = (0, 0)
         parts = {form: iter(stack) for form, stack in stacks.items()}
@@ -173,13 +172,13 @@ class KVCache(Cache):
                 layer.keys, layer.values = (next(parts[form]) for form in both)
 
     def _room(self, capacity: int) -> int:
-        """Positions for rows of `capacity`, however `longest` and the extent of a write are rounded."""
+        """Return the positions to allocate, given that `longest` and the extent of a write are rounded up."""
         return _up(capacity + self.bucket - 1, self.bucket)
 
     def select(self, start: int, stop: int, longest: int) -> None:
-        """Let the next passes run over the rows start..stop - 1, the longest of which has `longest` tokens at most.
+        """Run the next passes over rows start..stop - 1, none of which has more than `longest` tokens.
 
-        With a single row this must be exact, unless the device has a bucket.
+        Unless the device has a bucket, `longest` must be exact for a single row.
         """
         self.longest = _up(longest, self.bucket)
         if (start, stop) != self.rows:
@@ -190,28 +189,30 @@ class KVCache(Cache):
                 layer.select(start, stop)  # type: ignore[union-attr]
 
     @property
-    def lone(self) -> bool:
+    def single_row(self) -> bool:
         return self.bucket == 1 and self.rows[1] - self.rows[0] == 1
 
     @contextmanager
     def writing(self, width: int, tree: TokenTree | None = None, base: int = 0) -> Iterator[Tensor]:
-        """Let a model write `width` tokens into each selected row; gives their positions [R, width].
+        """Write `width` tokens into each selected row inside the block; yield their positions [R, width].
 
-        Without a `tree` each token follows the one before it; with one they are its verify positions from `base` on.
-        The `base` positions before them have been written, and are not committed.
+        Args:
+            width: tokens per row.
+            tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
+            base: tokens that earlier passes wrote and did not commit.
 
         Raises:
-            ValueError: the tokens would not fit.
+            ValueError: the tokens do not fit.
         """
         if self.longest + base + width > self.capacity:
             raise ValueError(f"{self.longest} + {base + width} tokens do not fit a cache of {self.capacity}")
-        # Fused attention wants masks of aligned width.
+        # Fused attention needs masks of aligned width.
         extent = self.longest + _up(base + width, min(self.bucket, 16))
         block = self.selected[:, None] + torch.arange(base + width, device=self.lengths.device)
         slots = positions = block[:, base:] if base else block
         if tree is not None:
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
-        self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.lone)
+        self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.single_row)
         token = _current.set(self.write)
         try:
             yield positions
@@ -220,36 +221,36 @@ class KVCache(Cache):
             self.write.masks.clear()
 
     def commit(self, counts: Tensor) -> None:  # [R]
-        """Keep the first `counts` tokens of the last write in each selected row."""
+        """Commit the first `counts` tokens of the last write in each selected row."""
         self.selected += counts
 
     def truncate(self, lengths: Tensor) -> None:  # [R]
-        """Let the selected rows end there: what lies above is dead."""
+        """Set the lengths of the selected rows, and free the positions above."""
         self.selected.copy_(lengths)
 
     def gather(self, path: Tensor) -> None:  # [R, n]
-        """Put what the last write left at `path` to its front, in that order: the accepted tokens of a tree."""
+        """Move the tokens at `path` of the last write, a tree's accepted path, to its front."""
         source, count = self.selected[:, None] + path, path.shape[1]
         for part in self._parts:
             places = source.to(part.device)
-            if self.lone:
+            if self.single_row:
                 part[:, :, :, self.longest : self.longest + count] = part.index_select(3, places[0])
             else:
                 rows, front = self.index.to(part.device), self.write.block[:, :count].to(part.device)
                 part[:, rows, :, front] = part[:, rows, :, places]
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Row destination[i] becomes what row source[i] was, as far as the first `longest` tokens go."""
+        """Copy the first `longest` tokens of row source[i] to row destination[i]."""
         old, new = (torch.tensor(rows, device=self.lengths.device) for rows in (source, destination))
         self.lengths[new] = self.lengths[old]
         for stack in self.stacks.values():
-            # On a CPU index_copy_ and index_select take twenty times as long for a row of many.
+            # On a CPU index_copy_ and index_select take twenty times as long.
             stack[:, new.to(stack.device), :, :longest] = stack[:, old.to(stack.device), :, :longest]
 
     def grow(self, capacity: int) -> bool:
-        """Have at least `capacity` positions a row; half as many again as before, so that growing stays rare.
+        """Allocate at least `capacity` positions per row, and at least 1.5 times as many as now.
 
-        Returns whether there were fewer: the buffers are others then, and for a moment both are held.
+        Returns True if the buffers were replaced; for a moment old and new ones exist together.
         """
         if self._room(capacity) <= self.capacity:
             return False
@@ -263,7 +264,7 @@ class KVCache(Cache):
 
 
 def bucketed(longest: int, device: torch.device) -> int:
-    """What caches on a device take for the most tokens of their rows, so that shapes change rarely."""
+    """Round up to the cache's bucket on a device."""
     return _up(longest, BUCKETS.get(device.type, 1))
 
 

@@ -1,9 +1,10 @@
-"""Reading a target's tokenizer and model, with what is wrong with their files said in a line."""
+"""Load a target's tokenizer, model and adapter; whatever is wrong with their files becomes one line."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
@@ -27,25 +28,21 @@ def read_target(
     place: torch.device | Literal["auto"] | Group,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedTokenizerBase, Any]:
-    """Tokenizer and model of a hub id or folder. Code that comes with a model is not run unless it is trusted.
+    """Load the tokenizer and the model of a hub id, folder or GGUF file.
 
     Args:
-        place: a device; "auto": all that are here; or the processes among which it is sharded.
-
-    Raises:
-        UserError: whatever is wrong with them.
+        place: a device; "auto" for all devices of this process; or the processes that share the model.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
-    own: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
-        folder = Path(name)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, on the way to an error that says it in a line
-            where = located(name, revision)
-            if not is_gguf(name) and (name.startswith((".", "/")) or folder.exists()):
-                _check_folder(folder)
-            tokenizer = AutoTokenizer.from_pretrained(**where, **own)
-            config = AutoConfig.from_pretrained(**where, **own)
+            warnings.simplefilter("ignore")  # torch warns before errors that are reported here
+            where = {**located(name, revision), "trust_remote_code": trust_remote_code}
+            if not is_gguf(name) and (name.startswith((".", "/")) or Path(name).exists()):
+                _check_folder(Path(name))
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            config = AutoConfig.from_pretrained(**where)
+            _check_activation(config.get_text_config())
             if isinstance(place, Group):
                 if place.parallel == "tp":
                     check_heads(name, config.get_text_config(), place.size)
@@ -53,32 +50,23 @@ def read_target(
             elif place == "auto":
                 where["device_map"] = place
             elif place.type != "cpu" and getattr(config, "quantization_config", None):
-                where["device_map"] = {"": place}  # some lay out their weights where they are to run, and stay there
-            check_activation(config.get_text_config())
+                where["device_map"] = {"": place}  # some kinds of weights can't be moved after loading
             options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **own, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **options)
         model, found = loaded
-        for key, stored_shape, shape in sorted(found["mismatched_keys"]):
-            raise UserError(f"{key} has shape {list(stored_shape)} in its files, and {list(shape)} by its {CONFIG}")
         if isinstance(place, torch.device) and "device_map" not in where:
             model = model.to(place)
         if is_gguf(name):
             complete(model, name)
-        if missing := sorted(found["missing_keys"]):
-            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-            raise UserError(f"its files hold no {missing[0]}{others}")
-        layers = model.config.get_text_config().num_hidden_layers
-        stored = re.compile(rf"{model.base_model_prefix}\.(?:layers|h)\.(\d+)\.")
-        if any((layer := stored.match(key)) and int(layer[1]) >= layers for key in found["unexpected_keys"]):
-            raise UserError(f"its files hold more layers than the {layers} of its {CONFIG}")
+        _check_weights(model, **{kind: found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")})
         size = model.config.get_text_config().vocab_size
         if tokenizer.vocab_size > size:
-            raise UserError(f"its tokenizer has {tokenizer.vocab_size} tokens, the model only {size}")
+            raise UserError(f"its tokenizer has {tokenizer.vocab_size} tokens, and the model only {size}")
     except Exception as error:  # a damaged folder fails anywhere in the libraries that read it
         reason = shorten(str(error), 300) or type(error).__name__
         if "trust_remote_code" in str(error):
             reason = (
-                "it needs Python code of its own, which is not run unless you trust it: --trust_remote_code; train.py: "
+                "it comes with Python code, which runs only if you trust it: --trust_remote_code; train.py: "
                 "--target.trust_remote_code true"
             )
         raise UserError(f"can't load the target {name!r}: {reason}") from None
@@ -86,34 +74,24 @@ def read_target(
 
 
 def add_adapter(model: Any, adapter: str) -> None:
-    """Put a PEFT adapter's weights beside a model's own, as transformers does; they are not merged into them.
-
-    Raises:
-        UserError: no such adapter, or it does not fit; or the package that reads it is missing.
-    """
+    """Load a PEFT adapter next to a model's weights, without merging it."""
     local = adapter.startswith((".", "/")) or Path(adapter).exists()
-    refuse((local and not (Path(adapter) / ADAPTER).is_file(), f"no {ADAPTER} in {adapter}, so no adapter's folder"))
+    refuse(
+        (local and not (Path(adapter) / ADAPTER).is_file(), f"no {ADAPTER} in {adapter}, so not an adapter's folder")
+    )
     try:
-        import peft  # noqa: F401  transformers loads adapters by it
+        import peft  # noqa: F401  transformers needs it to load adapters
     except ImportError:
         raise UserError(f"{adapter}: adapters need the package peft: pip install peft") from None
     try:
-        found = model.load_adapter(adapter)
-        for keys, fault in ((found.missing_keys, "its files hold no"), (found.unexpected_keys, "the model has no")):
+        found = model.load_adapter(adapter, ignore_mismatched_sizes=True)
+        _check_shapes(found.mismatched_keys)
+        for keys, fault in ((found.missing_keys, "its files lack"), (found.unexpected_keys, "the model lacks")):
             if keys:
                 raise UserError(f"{fault} {sorted(keys)[0]}")
-    except Exception as error:  # it was made by others, for another model perhaps
+    except Exception as error:
         reason = shorten(str(error), 300) or type(error).__name__
         raise UserError(f"can't add the adapter {adapter!r} to {model.config.name_or_path}: {reason}") from None
-
-
-def check_activation(config: PreTrainedConfig) -> None:
-    """Raise a UserError for an activation function that transformers does not have."""
-    for key in ("hidden_act", "hidden_activation", "activation_function"):
-        name = getattr(config, key, None)
-        if isinstance(name, str) and name not in ACT2FN:
-            (nearest,) = get_close_matches(name, list(ACT2FN), n=1, cutoff=0)
-            raise UserError(f"{key} {name!r} of its {CONFIG} is not an activation function; the nearest is {nearest!r}")
 
 
 def _check_folder(folder: Path) -> None:
@@ -121,3 +99,28 @@ def _check_folder(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         missing += f"; its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"
     refuse((not (folder / CONFIG).is_file(), missing))
+
+
+def _check_activation(config: PreTrainedConfig) -> None:
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config, key, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            (nearest,) = get_close_matches(name, list(ACT2FN), n=1, cutoff=0)
+            raise UserError(f"{key} {name!r} in its {CONFIG} is not an activation function; the nearest is {nearest!r}")
+
+
+def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatched_keys: Any) -> None:
+    """Raise a UserError unless the files hold all weights of the model, in its shapes, and no further layers."""
+    _check_shapes(mismatched_keys)
+    if missing := sorted(missing_keys):
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise UserError(f"its files lack {missing[0]}{others}")
+    layers = model.config.get_text_config().num_hidden_layers
+    stored = re.compile(rf"{model.base_model_prefix}\.(?:layers|h)\.(\d+)\.")
+    if any((layer := stored.match(key)) and int(layer[1]) >= layers for key in unexpected_keys):
+        raise UserError(f"its files hold more layers than the {layers} of its {CONFIG}")
+
+
+def _check_shapes(mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    for name, stored, shape in sorted(mismatched):
+        raise UserError(f"{name} has shape {list(stored)} in its files, but {list(shape)} by its {CONFIG}")

@@ -1,7 +1,7 @@
-"""Rows of several documents, as a model's own attention reads each document as if alone.
+"""Layouts of several documents per row, so that a model's own attention separates them.
 
-Each layout gives the arguments of a model's forward pass for tokens [B, S], of which each document, one piece of a row,
-has a number of its own in `documents` [B, S].
+A layout gives the arguments of the model's forward pass for tokens [B, S]; `documents` [B, S] numbers the contiguous
+documents of each row.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from transformers.masking_utils import create_masks_for_generate
 Layout = Callable[[PreTrainedModel, Tensor, Tensor], dict[str, Any]]
 
 
-def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S] the place at which each one's document begins
+def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
+    """Return the index at which each token's document starts."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     new = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return index.where(new, 0).cummax(1).values
 
 
 def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Positions that begin at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
+    """Start positions at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
 
-    Where they fall back to 0, transformers' masks separate what comes before from what comes after.
+    transformers' masks separate the tokens before and after a fall back to 0.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
     return {"input_ids": tokens, "position_ids": index - document_starts(documents)}
 
 
 def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Masks beside the positions, for families that make theirs without (gpt-oss, AFMoE)."""
+    """Add masks to the positions, for families that create theirs without positions (gpt-oss, AFMoE)."""
     given = packed(model, tokens, documents)
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
     masks = create_masks_for_generate(model.config, like, None, None, given["position_ids"])
@@ -41,5 +42,5 @@ def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[st
 
 
 def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """One row of them all, since flash attention parts no documents in several."""
+    """Join all rows into one, because flash attention separates documents only in a single row."""
     return {name: each.reshape(1, -1) for name, each in packed(model, tokens, documents).items()}

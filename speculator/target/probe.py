@@ -1,25 +1,109 @@
-"""What a model's own code does far out in its context, asked at load without processing long texts."""
+"""The probe at load: refuses models that can't be decoded exactly, and finds out what the others support."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
-from speculator.target.attention import attention
+from speculator.errors import UserError, refuse
+from speculator.target.attention import ATTENTION, WINDOWS, attention
+from speculator.target.host_sync import has_host_sync
+from speculator.target.packed import Layout, in_one_row, masked, packed
 
+if TYPE_CHECKING:
+    from speculator.target.model import Target
+
+_log = logging.getLogger(__name__)
 _PROBE = "speculator_probe"
-_FAR = 2**20  # positions; further out nothing is looked at
+_LENGTH = 16  # tokens of each of the probe's two texts
+_FAR = 2**20  # the furthest position that is examined
+# Largest `_gap`, in standard deviations of the logits. Rounding stays below it (0.1 for 30 layers in bfloat16); a wrong
+# mask or position does not (1 and more).
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+
+
+@torch.no_grad()
+def probe(target: Target) -> None:
+    """Compare prefill and verification of two texts of unequal length with the model's own logits.
+
+    Sets `capturable`, `document_attention` and `output_matrix` of the target. So short a probe can't show sliding
+    windows and rotary factors that follow the longest text of a batch, so these are examined separately.
+
+    Raises:
+        UserError: the model can't be run through a KV cache, or its logits differ.
+    """
+    model, device, name = target.model, target.device, f"{target.name}: {type(target.model).__name__}"
+    tolerance = _tolerance(model)
+    first, second = _LENGTH // 2, _LENGTH // 4
+    texts = torch.arange(2 * _LENGTH, device=device).view(2, -1) * 7 % target.vocab_size
+    lengths = torch.tensor([first, second], device=device)
+    width = _LENGTH - first
+
+    def following(rows: Tensor) -> Tensor:  # [2, _LENGTH, ...] -> [2, width, ...]
+        return torch.stack([row[n : n + width] for row, n in zip(rows, (first, second), strict=True)])
+
+    try:
+        own = target.aux_layers.prove(texts).logits.float()
+        windows = read_windows(model, target.context_length)
+        WINDOWS.update(windows)
+        model.set_attn_implementation(ATTENTION)
+        cache = target.cache(2, _LENGTH)
+        hidden = target.extend(cache, texts[:, :first])
+        cache.commit(lengths)
+        prefill = target.logits(hidden).float()
+        output = model.get_output_embeddings()
+        if output is not None and torch.equal(output(hidden), target.logits(hidden)):
+            target.output_matrix = output
+        cache.select(0, 2, first)
+        verified = target.logits(target.extend(cache, following(texts))).float()
+        syncs = has_host_sync(lambda: target.logits(target.extend(cache, following(texts))), device)
+        one_device = len({weight.device for weight in model.parameters()}) == 1
+        target.capturable = not syncs and one_device and target.group is None
+        moved = neighbours_matter(model.base_model, target.context_length, device)
+        target.document_attention = _choose_document_attention(target, texts, tolerance)
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
+        raise UserError(f"{name} can't be run through a KV cache: {error}") from error
+    gap = max(_gap(prefill, own[:, :first]), _gap(verified, following(own)))
+    window = getattr(target.config, "sliding_window", None)
+    refuse(
+        (not own.isfinite().all(), f"{target.name}: its logits are not finite: the weights are damaged"),
+        (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
+        (
+            not gap < tolerance,
+            f"{name} can't be verified exactly: its logits with a preallocated cache differ by {gap:.2g} standard "
+            "deviations",
+        ),
+        (
+            not moved < tolerance,
+            f"{name} can't be verified exactly: its logits for a text depend on how long the batch's other texts are",
+        ),
+        (
+            _has_window(target) and not any(windows.values()),
+            f"{name} can't be verified exactly: none of its attention masks has its sliding window of {window} tokens",
+        ),
+    )
+
+
+def context_length(config: PreTrainedConfig, name: str) -> int:
+    """Return the longest sequence that can be decoded exactly; with longrope that is the original context."""
+    length, original = getattr(config, "max_position_embeddings", None), original_context(config)
+    if original and (length is None or original < length):
+        _log.warning(
+            f"{name}: the context is limited to {original} tokens: beyond that, longrope makes a text depend on the "
+            "lengths of the other texts in its batch"
+        )
+        return original
+    return length or 2**31
 
 
 def original_context(config: PreTrainedConfig) -> int | None:
-    """The length beyond which longrope changes every position's factors by the longest text of a batch; else None.
-
-    (Dynamic NTK does so beyond `max_position_embeddings` alone, where a context ends anyway.)
-    """
+    """Return the length beyond which longrope's factors follow the longest text of a batch; None without longrope."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
     found = [
         each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -30,16 +114,9 @@ def original_context(config: PreTrainedConfig) -> int | None:
 
 
 def read_windows(model: PreTrainedModel, length: int) -> dict[nn.Module, int | None]:
-    """The sliding window of each attention layer by the model's own masks, evaluated over the whole context.
+    """Return the sliding window of each attention layer, found by evaluating the model's masks over `length` positions.
 
-    A layer whose mask does not come from transformers' mask functions is left out.
-
-    Args:
-        model: its attention implementation is changed.
-        length: of its context.
-
-    Raises:
-        ValueError: a mask that is neither causal nor a window.
+    Layers whose mask is not made by transformers' mask functions are left out. Changes the model's attention.
     """
     windows: dict[nn.Module, int | None] = {}
 
@@ -59,7 +136,7 @@ def read_windows(model: PreTrainedModel, length: int) -> dict[nn.Module, int | N
 
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
-    """How many tokens, its own included, a mask lets a token see that has many before it; 0 where it sees them all."""
+    """Count the tokens that a late token attends to, itself included; 0 if it attends to all."""
     slots, first = torch.arange(length), torch.tensor(0)
     widths = []
     for place in (2 * length // 3, length - 1):
@@ -73,11 +150,55 @@ def _window(mask_function: Callable[..., Tensor], length: int) -> int:
     return widths[1]
 
 
+def _has_window(target: Target) -> bool:
+    """Return whether the config has a sliding window shorter than the context."""
+    config = target.config
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    used = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+    return bool(used and isinstance(window, int) and window < target.context_length)
+
+
 def neighbours_matter(body: nn.Module, length: int, device: torch.device) -> float:
-    """How far, in standard deviations, a row's hidden states move when another row of the batch is at the end of the
-    context: rotary factors that follow the longest text do that. Only the positions are far out, not the text.
+    """Measure how far a row's hidden states move, in standard deviations, when another row is at the context's end.
+
+    Rotary factors that follow the longest text of a batch move them. Only positions are far out; the text is short.
     """
     near = torch.arange(4, device=device).expand(2, -1)
     far = torch.stack([near[0], near[0] + min(length, _FAR) - 4])
-    alone, beside = (body(input_ids=near, position_ids=at, use_cache=False).last_hidden_state[0] for at in (near, far))
-    return ((alone - beside).abs().max() / alone.std()).item()
+    alone, batched = (body(input_ids=near, position_ids=at, use_cache=False).last_hidden_state[0] for at in (near, far))
+    return ((alone - batched).abs().max() / alone.std()).item()
+
+
+def _choose_document_attention(target: Target, texts: Tensor, tolerance: float) -> tuple[Any, Layout] | None:
+    """Return the first way to read several documents in a row that gives each one's own logits."""
+    half = _LENGTH // 2
+    documents = torch.arange(_LENGTH, device=target.device).ge(half).expand_as(texts)
+    alone = target.logits(target.hidden(texts.view(-1, half))).view(*texts.shape, -1).float()
+    original = target.original_attention
+    choices: list[tuple[Any, Layout]] = [(original, packed), (original, masked)]
+    if "flash" in (original if isinstance(original, str) else original[""]):
+        choices = [(original, in_one_row)]
+    elif target.device.type == "cuda" and target.dtype.itemsize == 2 and is_flash_attn_2_available():
+        choices.insert(0, ("flash_attention_2", in_one_row))
+    for choice in choices:
+        try:
+            hidden = target.hidden_of_documents(texts, documents, *choice)
+            if _gap(target.logits(hidden).float(), alone) < tolerance:
+                return choice
+        except (ImportError, RuntimeError, ValueError):  # not supported by this family
+            continue
+    return None
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    # Some quantised models round activations as coarsely as bfloat16.
+    return _TOLERANCE[torch.bfloat16 if getattr(model, "is_quantized", False) else model.dtype]
+
+
+def _gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
+    """Return the root mean square difference at the worst position, in standard deviations of the expected logits.
+
+    The largest difference of a single logit would grow with the vocabulary by rounding alone.
+    """
+    worst = (logits - expected).square().mean(-1).max().sqrt()
+    return (worst / expected.std()).item()

@@ -1,9 +1,8 @@
-"""A target that several processes hold together, sharded by transformers itself: who they are, how they stay in step.
+"""A target that several processes share, sharded by transformers itself.
 
-The processes of a group hold one target. Each runs the model's body as often as the others do, in the same order: with
-the same rows where texts are decoded, and under tensor parallelism always. So whatever a process decides that the next
-pass depends on, the group's first process decides for all (`Group.broadcast`). The output matrix is whole in every
-process: logits need nobody else.
+The processes of a group each run the model's body equally often and in the same order: with the same rows when
+decoding, and under tensor parallelism always. The first process therefore decides for all whatever the next pass depends on
+(`Group.broadcast`). Every process holds the whole output matrix, so logits need no communication.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class _Replicas(DistributedConfig):
-    """Several groups beside each other: nothing is sharded between them."""
+    """Several groups; nothing is sharded between them."""
 
     @property
     def dp_size(self) -> int:
@@ -31,20 +30,17 @@ class _Replicas(DistributedConfig):
 
 
 class Group:
-    """The processes that hold one target.
+    """Processes that share one target.
 
     Args:
-        parallel: "tp", each holds a part of every layer's heads and columns; or "fsdp", each holds a part of every
-            layer's weights, and has a layer whole while it runs.
-        size: how many; 0: all. Neighbouring processes, by their numbers, are a group.
+        parallel: "tp": each holds a part of every layer's heads and columns; "fsdp": each holds a part of every layer's
+            weights, and gathers a layer while it runs.
+        size: processes per group, consecutive ones; 0: all.
 
     Attributes:
-        count: of groups.
-        index: which of them this process is in.
-        rank: of this process in it.
-
-    Raises:
-        UserError: there is one process alone, or they can't be divided so.
+        count: number of groups.
+        index: number of this process's group.
+        rank: number of this process in its group.
     """
 
     def __init__(self, parallel: str, size: int = 0):
@@ -52,10 +48,10 @@ class Group:
         start = "torchrun --nproc_per_node N train.py, or accelerate launch --multi_gpu --num_processes N train.py"
         fields = DistributedConfig.__dataclass_fields__
         refuse(
-            (world == 1, f"parallel {parallel} needs several processes, and this is one alone: {start}"),
+            (world == 1, f"parallel {parallel} needs several processes: {start}"),
             (
                 0 < size < world and _GROUPS not in fields,
-                f"parallel_size {size}: this version of transformers shards a target over all {world} processes only",
+                f"parallel_size {size}: this version of transformers can only shard over all {world} processes",
             ),
         )
         self.parallel, self.size = parallel, divided(world, size)
@@ -67,31 +63,30 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this process decides for the group."""
         return self.rank == 0
 
     def config(self) -> DistributedConfig:
-        """What transformers loads the model by: each process reads its part."""
+        """Return the config with which transformers loads this process's part of the model."""
         more: dict[str, Any] = {_GROUPS: self.count} if self.count > 1 else {}
         if self.parallel == "fsdp":
             return DistributedConfig(fsdp_size=self.size, **more)
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
     def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """These integer tensors as the group's first process has them; of the same shapes in all, None stays None."""
-        said = torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
-        distributed.broadcast(said, self._first, group=self._processes)
-        parts = iter(said.split([tensor.numel() for tensor in tensors if tensor is not None]))
+        """Return integer tensors as the group's first process has them; shapes must agree, and None stays None."""
+        sent = torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
+        distributed.broadcast(sent, self._first, group=self._processes)
+        parts = iter(sent.split([tensor.numel() for tensor in tensors if tensor is not None]))
         return tuple(None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors)
 
     def broadcast_object(self, value: Value) -> Value:
-        """This picklable value as the group's first process has it."""
-        said: list[Any] = [value]
-        distributed.broadcast_object_list(said, self._first, group=self._processes)
-        return said[0]
+        """Return a picklable value as the group's first process has it."""
+        sent: list[Any] = [value]
+        distributed.broadcast_object_list(sent, self._first, group=self._processes)
+        return sent[0]
 
-    def gathered(self, rows: Tensor) -> Tensor:  # [B, S] int, of own sizes -> [size * most B, most S]
-        """Every process's rows one below the other, filled up with 0 to the largest."""
+    def gathered(self, rows: Tensor) -> Tensor:  # [B, S] int -> [size * max B, max S]
+        """Gather the rows of all processes, padded with 0 to the largest."""
         rows = rows.long()
         shapes = rows.new_empty(self.size, 2)
         distributed.all_gather(list(shapes), rows.new_tensor(rows.shape), group=self._processes)
@@ -103,16 +98,12 @@ class Group:
 
 
 def share(group: Group | None, process: int, processes: int) -> tuple[int, int]:
-    """(index, count) among those that work on rows of their own: groups, or processes where there is no group."""
+    """Return (index, count) among the workers with their own rows: groups, or processes without a group."""
     return (process, processes) if group is None else (group.index, group.count)
 
 
 def divided(world: int, size: int) -> int:
-    """Of so many processes those that hold a target together; 0: all.
-
-    Raises:
-        UserError: they can't be divided so.
-    """
+    """Return the processes per group; a size of 0 means all."""
     if size and (size < 2 or world % size):
         raise UserError(
             f"parallel_size {size}: {world} processes can't be divided into groups of {size}, at least 2 each"
@@ -121,21 +112,17 @@ def divided(world: int, size: int) -> int:
 
 
 def check_heads(name: str, config: PreTrainedConfig, parts: int) -> None:
-    """Refuse a model whose heads can't be divided into so many parts, as tensor parallelism does.
-
-    Raises:
-        UserError: they can't.
-    """
+    """Raise a UserError if tensor parallelism can't divide a model's key heads into equal parts."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if heads is not None and heads % parts:
         raise UserError(
-            f"{name}: its {heads} key heads can't be divided among {parts} processes: take another parallel_size, or "
+            f"{name}: {parts} processes can't share its {heads} key heads evenly: use another parallel_size, or "
             "parallel fsdp"
         )
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A weight as numbers alone: out of its shards, for which the whole group has to ask, and not quantised."""
+    """Return a weight as a plain tensor, gathered if sharded (by all processes) and dequantised if quantised."""
     weight = weight.detach()
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
@@ -144,7 +131,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def make_whole(module: nn.Module) -> None:
-    """Let a module of a sharded model have its weights whole, and run without the group."""
-    vars(module).pop("forward", None)  # what gathers its output
+    """Gather the weights of a sharded module, which then runs without communication."""
+    vars(module).pop("forward", None)  # gathers the output
     for name, weight in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(whole(weight), requires_grad=False))

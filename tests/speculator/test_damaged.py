@@ -17,7 +17,7 @@ from speculator import MLPSpeculator, MLPSpeculatorConfig, Target, UserError, lo
 from speculator.__main__ import main
 from speculator.checkpoints.layout import base_config
 from speculator.files import MANIFEST, write_manifest
-from speculator.target.model import same_target
+from speculator.target.fingerprint import same_target
 from train.config import RunConfig
 from train.dry_run import _known_config
 
@@ -81,11 +81,9 @@ DAMAGED_TARGETS = {
     "no such type": (lambda f: edit(f, model_type="nonesuch"), "nonesuch"),
     "size NaN": (lambda f: edit(f, hidden_size=float("nan")), "hidden_size"),
     "no heads": (lambda f: edit(f, num_attention_heads=0), "target"),
-    "context of 1": (lambda f: edit(f, max_position_embeddings=1), "context"),
     "fewer layers than stored": (lambda f: edit(f, num_hidden_layers=1), "layers"),
     "other sizes than stored": (lambda f: edit(f, intermediate_size=48), "mlp.down_proj.weight"),
     "unknown activation": (lambda f: edit(f, hidden_act="sillu"), "hidden_act 'sillu'"),
-    "EOS a text": (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "end"}'), "eos_token_id"),
     "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"version": "1.0", "model"'), "target"),
     "no tokenizer": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], "tokenizer"),
     "another tokenizer": (lambda f: tiny_tokenizer(400).save_pretrained(f), "400"),
@@ -150,7 +148,7 @@ def test_a_damaged_tokenizer_alone_is_one_line(folder, text):
 
 
 def test_code_of_a_target_is_not_run_whoever_is_asked(with_code, capsys):
-    assert "needs Python code of its own, which is not run" in refused(with_code, capsys)
+    assert "--trust_remote_code" in refused(with_code, capsys)
 
 
 def test_code_of_a_tokenizer_or_base_is_not_run_either(with_code):

@@ -149,7 +149,7 @@ def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, t
 
 
 def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):
-    with pytest.raises(UserError, match="parallel tp needs several processes, and this is one alone: torchrun"):
+    with pytest.raises(UserError, match="torchrun"):
         Target.load(str(target_folder), parallel="tp")
     with pytest.raises(UserError, match="parallel_size 2 is of parallel tp or fsdp"):
         Target.load(str(target_folder), parallel_size=2)
@@ -161,7 +161,7 @@ def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch
 
 
 def test_heads_that_cannot_be_divided_are_said(whole):
-    with pytest.raises(UserError, match="its 2 key heads can't be divided among 4 processes"):
+    with pytest.raises(UserError, match="2 key heads"):
         check_heads("tiny", whole.config, 4)
 
 

@@ -452,7 +452,7 @@ def test_a_head_that_names_no_taps_reads_the_servers_default(tmp_path, base, tar
 
 def test_a_head_for_a_deeper_target_is_refused(tmp_path, base, target):
     folder = write(head_of(base, aux_layers=[2, 4, 8]), tmp_path / "flat", FLAT)
-    with pytest.raises(UserError, match=r"taps 2 4 8: .* has 8 layers, so taps 0 to 7"):
+    with pytest.raises(UserError, match="8 layers"):
         load_head(folder, target)
 
 

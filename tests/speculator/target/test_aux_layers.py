@@ -1,5 +1,3 @@
-"""What a head reads of the target's layers is transformers' hidden states, in training, prefill and verify."""
-
 import pytest
 import torch
 from conftest import CONFIGS, tiny_model
@@ -14,14 +12,13 @@ TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0
 
 
 def states_of(model, tokens, wanted):
-    """By transformers' own flag; of Gemma 3n's four streams the active one."""
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
     return torch.cat([states[k] if states[k].ndim == 3 else states[k][0] for k in wanted], -1)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_taps_are_transformers_hidden_states_in_training_prefill_and_verify(family):
+def test_aux_hidden_states_equal_transformers_in_training_prefill_and_verification(family):
     model, close = tiny_model(family), {"atol": 1e-3, "rtol": 1e-4}
     wanted = range(model.config.num_hidden_layers)
     expected = states_of(model, TOKENS, wanted)
@@ -46,11 +43,11 @@ def test_taps_are_transformers_hidden_states_in_training_prefill_and_verify(fami
     width = expected.shape[-1] // len(wanted)
     rows = [row[n : n + 5, width:] for row, n in zip(expected, (7, 4), strict=True)]
     torch.testing.assert_close(read(hidden), torch.stack(rows), **close)
-    assert not any(layer._forward_pre_hooks for layer in target.aux_layers.layers), "a hook stays on"
+    assert not any(layer._forward_pre_hooks for layer in target.aux_layers.layers), "a hook was left"
 
 
 class Recording(Drafter):
-    """Drafts a tree, and keeps the states that it is given of each text."""
+    """Drafts a tree and records the states of each sequence."""
 
     name, num_speculative_tokens, nodes, rules, aux_layers = "recording", 2, 4, ("match",), (0, 1)
 
@@ -73,7 +70,7 @@ class Recording(Drafter):
             self.states[id(text)].append((begin, states[:count]))
 
 
-def test_the_engine_gives_a_drafter_its_taps_at_every_position():
+def test_the_engine_gives_a_drafter_the_states_of_every_position():
     target, drafter = Target(tiny_model().double(), tokenizer=None), Recording()
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9]]
     Engine(target, drafter, slots=3, chunk=3).generate(prompts, max_new_tokens=16)
@@ -85,8 +82,8 @@ def test_the_engine_gives_a_drafter_its_taps_at_every_position():
         torch.testing.assert_close(states, expected[: len(states)], atol=1e-10, rtol=1e-10)
 
 
-def test_a_model_whose_layers_are_not_what_transformers_reports_has_no_taps(monkeypatch):
-    """Off by one, as if the layers were another list: it decodes, and a head that reads it is refused."""
+def test_hooks_that_read_other_states_are_refused(monkeypatch):
+    """Layers off by one: the target decodes, and a head that reads them is refused."""
     own = AuxLayers.__init__
 
     def off_by_one(self, model):
@@ -96,11 +93,11 @@ def test_a_model_whose_layers_are_not_what_transformers_reports_has_no_taps(monk
     monkeypatch.setattr(AuxLayers, "__init__", off_by_one)
     target = Target(tiny_model(), tokenizer=None)
     target.aux_layers.check((), target.name)
-    with pytest.raises(UserError, match="what its layers read is not"):
+    with pytest.raises(UserError, match="hidden states"):
         target.aux_layers.check((0, 1), target.name)
 
 
-def test_taps_outside_the_target_are_refused(target):
+def test_layers_outside_the_target_are_refused(target):
     target.aux_layers.check((0, 1), "a target")
-    with pytest.raises(UserError, match="taps 1 2: a target has 2 layers, so taps 0 to 1"):
+    with pytest.raises(UserError, match="2 layers"):
         target.aux_layers.check((1, 2), "a target")

@@ -1,4 +1,4 @@
-"""What a load's short probe can't see: windows longer than it, rotary factors that change with the length of a text."""
+"""Properties beyond the probe's short texts: sliding windows, and rotary factors that depend on the text length."""
 
 import copy
 
@@ -77,12 +77,11 @@ def theirs(model, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAR)
-def test_text_is_transformers_beyond_the_probe(family):
-    """Alone and in a ragged batch, past the window or up to the original context, chains and trees."""
+def test_text_beyond_the_probe_equals_transformers(family):
     model = model_of(FAR[family])
     end = 72 if family == "dynamic" or family.startswith("longrope") else 128
     expected = [theirs(model, prompt, min(48, end - len(prompt))) for prompt in PROMPTS]
-    row = torch.tensor([PROMPTS[2]])  # whole rows are what training reads
+    row = torch.tensor([PROMPTS[2]])  # as in training
     with torch.no_grad():
         own = model(row, use_cache=False).logits
     target = Target(model, tokenizer=None)
@@ -94,10 +93,10 @@ def test_text_is_transformers_beyond_the_probe(family):
     torch.testing.assert_close(target.logits(target.hidden(row)), own, atol=1e-4, rtol=1e-4)
 
 
-def test_a_context_that_is_cut_is_said(caplog):
+def test_a_reduced_context_is_logged(caplog):
     Target(model_of(FAR["longrope"]), tokenizer=None)
     (line,) = caplog.messages
-    assert "texts end at 72 tokens here" in line
+    assert "72" in line
     caplog.clear()
     target = Target(model_of(FAR["dynamic"]), tokenizer=None)
     assert not caplog.messages
@@ -106,16 +105,14 @@ def test_a_context_that_is_cut_is_said(caplog):
 
 
 def test_rotary_factors_that_follow_the_batch_are_refused(monkeypatch):
-    """Without the cut the load's probe sees them."""
-    monkeypatch.setattr("speculator.target.model.original_context", lambda config: None)
-    with pytest.raises(UserError, match="depends on how long the other texts"):
+    monkeypatch.setattr("speculator.target.probe.original_context", lambda config: None)
+    with pytest.raises(UserError, match="exactly"):
         Target(model_of(FAR["longrope"]), tokenizer=None)
 
 
-def test_a_window_that_does_not_arrive_is_refused(monkeypatch):
-    """A mask of a model's own making: nothing tells what it hides from a text that is longer than the probe."""
-    monkeypatch.setattr("speculator.target.model.read_windows", lambda model, length: {})
-    with pytest.raises(UserError, match="sliding window of 24"):
+def test_a_window_in_no_mask_is_refused(monkeypatch):
+    monkeypatch.setattr("speculator.target.probe.read_windows", lambda model, length: {})
+    with pytest.raises(UserError, match="24"):
         Target(model_of(FAR["phimoe"]), tokenizer=None)
 
 
@@ -126,12 +123,12 @@ def test_a_mask_of_another_form_is_refused(monkeypatch, chunk):
         return create_chunked_causal_mask(config=config, **given)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
-    with pytest.raises(UserError, match="neither causal nor a sliding window"):
+    with pytest.raises(UserError, match="mask"):
         Target(model_of(LlamaConfig(**_SHAPE)), tokenizer=None)
 
 
 def test_a_window_of_the_mask_alone_reaches_attention(monkeypatch):
-    """As PhiMoE has it: the layers are given nothing."""
+    """PhiMoE passes no window to its layers."""
 
     def windowed(config, **given):
         config.sliding_window = 24

@@ -1,5 +1,3 @@
-"""Targets in GGUF files: what the file says is what the target is, and what is wrong with a file is a line."""
-
 import builtins
 
 import pytest
@@ -9,8 +7,6 @@ from gguf_files import TEMPLATE, tiny_llama, write_gguf
 
 from data.cli.generate import _context_length, build_parser
 from data.rendering import load_tokenizer
-from eval.decoders import decoders
-from eval.timing import Timed
 from speculator import Sampling, Target, UserError, generate
 from speculator.checkpoints.layout import base_config
 from speculator.target.gguf import metadata
@@ -38,9 +34,10 @@ def file(tmp_path_factory, model, tokenizer):
 
 
 @torch.no_grad()
-def test_a_target_is_what_its_file_says(file, model, tokenizer):
+def test_a_target_has_the_weights_tokenizer_and_settings_of_its_file(file, model, tokenizer):
     target = Target.load(str(file))
     assert target.name == str(file)
+    assert not hasattr(target.config, "quantization_config")  # dequantised
     assert target.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert target.context_length == 128
     assert target.tokenizer.chat_template == TEMPLATE
@@ -53,32 +50,18 @@ def test_a_target_is_what_its_file_says(file, model, tokenizer):
     assert len(generate(target, None, [tokens], Sampling(), max_new_tokens=4).tokens[0]) <= 4
 
 
-def test_its_config_is_read_without_its_weights(file, tmp_path):
-    """By who only looks: generating on a server, a rehearsal, a checkpoint layout."""
+def test_the_config_is_read_without_the_weights(file, tmp_path):
     flags = ["--target", str(file), "--sources", "x", "--output", "y"]
     assert _context_length(build_parser().parse_args(flags)) == 128
     known = _known_config(parse(["--target.name_or_path", str(file)]))
     for config in (known, base_config(str(file))):
         assert (config.model_type, config.hidden_size, config.max_position_embeddings) == ("llama", 32, 128)
     assert base_config(str(tmp_path / "none.gguf")) is None
-    with pytest.raises(UserError, match=r"none\.gguf: No such file"):
+    with pytest.raises(UserError, match=r"none\.gguf"):
         _known_config(parse(["--target.name_or_path", str(tmp_path / "none.gguf")]))
 
 
-def test_the_weights_count_as_no_quantised_ones(file):
-    target = Target.load(str(file))
-    assert not hasattr(target.config, "quantization_config")
-
-
-def test_it_is_transformers_draft_model_too(file):
-    target = Target.load(str(file))
-    (theirs,) = [own for own in decoders(target, None, [3], target, ["hf_assisted"], 1)[0] if own.key == "hf_assisted"]
-    out = Timed()
-    theirs.run([[5, 6, 7]], Sampling(), 6, out, ())
-    assert out.tokens == generate(target, None, [[5, 6, 7]], max_new_tokens=6, eos_token_ids=()).tokens
-
-
-def test_it_is_saved_as_any_other_model(file, tmp_path):
+def test_it_can_be_saved_in_transformers_format(file, tmp_path):
     target = Target.load(str(file))
     target.model.save_pretrained(tmp_path)
     target.tokenizer.save_pretrained(tmp_path)
@@ -89,50 +72,29 @@ def test_it_is_saved_as_any_other_model(file, tmp_path):
     assert again.eos_token_ids == target.eos_token_ids
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ("context_length", "its metadata have no llama.context_length"),
-        ("eos_token_id", "its metadata have no tokenizer.ggml.eos_token_id"),
-        ("tokens", "its metadata have no tokenizer.ggml.tokens"),
-    ],
-)
-def test_a_missing_field_is_named(tmp_path, model, tokenizer, field, message):
+@pytest.mark.parametrize("field", ["context_length", "eos_token_id", "tokens"])
+def test_a_missing_field_is_named(tmp_path, model, tokenizer, field):
     file = write_gguf(tmp_path / "less.gguf", model, tokenizer, leave_out=field)
     for load in (Target.load, load_tokenizer):
-        with pytest.raises(UserError, match=message) as refusal:
+        with pytest.raises(UserError, match=field):
             load(str(file))
-        assert "\n" not in str(refusal.value)
 
 
-def harmed(content: bytes) -> dict[str, bytes]:
-    half = len(content) // 2
-    return {
-        "in its weights": content[:-100],
-        "in the middle": content[:half],
-        "in its header": content[:40],
-        "in its tokens": content[:2000],
-    }
-
-
-@pytest.mark.parametrize("where", harmed(b""))
-def test_a_file_that_is_cut_short_is_a_line(file, tmp_path, where):
+@pytest.mark.parametrize("kept", [40, 2000, -100])
+def test_a_truncated_file_is_one_line(file, tmp_path, kept):
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(harmed(file.read_bytes())[where])
-    with pytest.raises(UserError, match=r"cut\.gguf.* is damaged or cut short") as refusal:
+    cut.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UserError, match=r"cut\.gguf") as error:
         Target.load(str(cut))
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(error.value)
 
 
-def test_what_is_no_gguf_is_a_line(tmp_path):
+def test_a_file_of_another_format_is_a_user_error(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UserError, match="is no GGUF file"):
-        Target.load(str(tmp_path / "a.gguf"))
-    with pytest.raises(UserError, match="No such file"):
-        Target.load(str(tmp_path / "b.gguf"))
     (tmp_path / "c.gguf").mkdir()
-    with pytest.raises(UserError, match="a folder"):
-        Target.load(str(tmp_path / "c.gguf"))
+    for name in ("a.gguf", "b.gguf", "c.gguf"):
+        with pytest.raises(UserError, match=name):
+            Target.load(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
@@ -146,10 +108,10 @@ def test_a_missing_package_is_named(file, monkeypatch, package):
         return original(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=f"package {package}: pip install {package}"):
+    with pytest.raises(UserError, match=f"pip install {package}"):
         Target.load(str(file))
 
 
-def test_loading_shows_no_progress_bar_where_stderr_is_not_a_terminal(file, capfd):
+def test_loading_shows_no_progress_bar_without_a_terminal(file, capfd):
     Target.load(str(file))
     assert "de-quantizing" not in capfd.readouterr().err

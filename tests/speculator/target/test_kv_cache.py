@@ -1,5 +1,3 @@
-"""What a cache holds, slot by slot."""
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ SMALL, LARGE = (2, 3, torch.float32, CPU), (1, 5, torch.float64, CPU)
 
 
 def written(layers: list, lengths: list[int], width: int) -> KVCache:
-    """A cache whose slots hold their own numbers, row r's from 100 r on, negative in what was written last."""
+    """Fill each position of row r with its own number plus 100 r, negative in the last write."""
     cache = KVCache(layers, rows=len(lengths), capacity=16, device=CPU)
     cache.lengths.copy_(torch.tensor(lengths))
     cache.select(0, len(lengths), max(lengths))
@@ -46,7 +44,7 @@ def test_a_path_moves_to_the_front_in_every_layer(layers, lengths, paths):
 
 
 def test_every_token_sees_something_in_a_window():
-    """A finished row may be longer than what is read; attention over nothing need not give a number."""
+    """A finished row may be longer than the extent; attention over no position may be NaN."""
     cache = KVCache(layers=[], rows=2, capacity=64, device=CPU)
     cache.lengths.copy_(torch.tensor([40, 3]))
     cache.select(0, 2, 3)
@@ -56,8 +54,8 @@ def test_every_token_sees_something_in_a_window():
     assert mask[1, 0].tolist() == [[True, True, True, True, False], [False, True, True, True, True]]
 
 
-def test_a_layer_of_another_dtype_has_a_mask_of_its_own():
-    """A bfloat16 model may keep a layer's attention in float32. Masks end with their write: a prefill's is large."""
+def test_each_dtype_has_its_own_mask():
+    """A bfloat16 model may have float32 layers. Masks are freed after the write, because a prefill's is large."""
     cache = written([(SMALL, SMALL)], [4, 2], width=2)
     with cache.writing(2):
         write = current()

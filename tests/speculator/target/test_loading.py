@@ -1,5 +1,3 @@
-"""Targets as users have them: quantised, with a PEFT adapter, with Python code of their own."""
-
 import builtins
 import json
 import shutil
@@ -13,9 +11,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
 from speculator.target import attention
+from speculator.target.fingerprint import same_target
 from speculator.target.gguf import read_config
 from speculator.target.loading import read_target
-from speculator.target.model import same_target
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12]]
 
@@ -36,7 +34,6 @@ def folder(tmp_path_factory):
 
 
 def assert_text_is_transformers(target: Target, model) -> None:
-    """Greedy text of both, and the logits of a whole prompt."""
     given = generate(target, None, PROMPTS, Sampling(), max_new_tokens=24)
     for prompt, tokens in zip(PROMPTS, given.tokens, strict=True):
         text = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0]
@@ -46,7 +43,7 @@ def assert_text_is_transformers(target: Target, model) -> None:
         torch.testing.assert_close(target.logits(target.hidden(rows)), model(rows).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_revision_is_asked_for_and_named(folder, monkeypatch):
+def test_a_revision_is_passed_on_and_named(folder, monkeypatch):
     asked = []
 
     def read(name, revision, *rest):
@@ -60,12 +57,12 @@ def test_a_revision_is_asked_for_and_named(folder, monkeypatch):
 
 def test_a_folder_has_no_revision(folder):
     for load in (Target.load, load_tokenizer, read_config):
-        with pytest.raises(UserError, match=f"revision v2: {folder} is on this disk"):
+        with pytest.raises(UserError, match="revision v2"):
             load(str(folder), revision="v2")
 
 
 def quantise_fp8(folder, to):
-    """A checkpoint in fp8 by blocks, as DeepSeek's and Qwen's are stored; gives the numbers that it stands for."""
+    """A checkpoint in fp8 by blocks, as DeepSeek's and Qwen's are stored; returns the dequantised weights."""
     shutil.copytree(folder, to)
     stored, meant = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -82,7 +79,7 @@ def quantise_fp8(folder, to):
     return meant
 
 
-def test_an_fp8_checkpoint_is_read_as_transformers_reads_it(folder, tmp_path):
+def test_an_fp8_checkpoint_equals_transformers(folder, tmp_path):
     meant = quantise_fp8(folder, tmp_path / "fp8")
     target = Target.load(str(tmp_path / "fp8"))
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -97,8 +94,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_checkpoint_of_bitsandbytes_is_read_as_transformers_reads_it(folder, tmp_path, scheme):
-    """Its layers have a product of their own."""
+def test_a_bitsandbytes_checkpoint_equals_transformers(folder, tmp_path, scheme):
     layers = pytest.importorskip("bitsandbytes").nn
     quantised = BitsAndBytesConfig(**SCHEMES[scheme])
     stored = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
@@ -110,13 +106,13 @@ def test_a_checkpoint_of_bitsandbytes_is_read_as_transformers_reads_it(folder, t
     assert_text_is_transformers(target, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
-def test_a_wrong_mask_is_seen_though_activations_are_rounded(folder, monkeypatch):
+def test_a_wrong_mask_is_found_despite_rounded_activations(folder, monkeypatch):
     pytest.importorskip("bitsandbytes")
     quantised = BitsAndBytesConfig(**SCHEMES["int8"])
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
     Target(model, tokenizer=None)
     monkeypatch.setattr(attention, "mask", lambda *args: None)
-    with pytest.raises(UserError, match="can't be verified exactly"):
+    with pytest.raises(UserError, match="exactly"):
         Target(model, tokenizer=None)
 
 
@@ -125,14 +121,12 @@ def test_a_quantised_checkpoint_names_the_package_that_it_needs(folder, tmp_path
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"can't load the target .*awq.*: .*gptqmodel") as refusal:
+    with pytest.raises(UserError, match="gptqmodel"):
         Target.load(str(tmp_path / "awq"))
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture(scope="module")
 def adapter(folder, tmp_path_factory):
-    """A LoRA adapter of the tiny Llama that changes what it says."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     made = peft.get_peft_model(
@@ -146,7 +140,7 @@ def adapter(folder, tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "adapter0"
 
 
-def test_text_with_an_adapter_is_that_of_transformers_with_it(folder, adapter):
+def test_text_with_an_adapter_equals_transformers(folder, adapter):
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.load_adapter(str(adapter))
     target = Target.load(str(folder), adapter=str(adapter))
@@ -158,7 +152,7 @@ def test_text_with_an_adapter_is_that_of_transformers_with_it(folder, adapter):
     assert same_target(target.fingerprint, Target.load(str(folder), adapter=str(adapter)).fingerprint)
 
 
-def test_an_adapter_that_does_not_fit_is_a_line(folder, adapter, tmp_path):
+def test_an_adapter_that_does_not_fit_is_one_line(folder, adapter, tmp_path):
     for name in ("of_another_size", "half"):
         shutil.copytree(adapter, tmp_path / name)
     weights = load_file(adapter / "adapter_model.safetensors")
@@ -168,10 +162,10 @@ def test_an_adapter_that_does_not_fit_is_a_line(folder, adapter, tmp_path):
     save_file(wider, tmp_path / "of_another_size" / "adapter_model.safetensors")
     (tmp_path / "empty").mkdir()
     for name, message in (
-        ("of_another_size", "can't add the adapter .*of_another_size"),
-        ("half", r"half.*: its files hold no .*lora_A"),
-        ("empty", r"no adapter_config\.json in .*empty"),
-        ("missing", "can't add the adapter|no adapter_config"),
+        ("of_another_size", r"lora_[AB]\S* has shape"),
+        ("half", r"half.*lora_A"),
+        ("empty", r"adapter_config\.json"),
+        ("missing", "adapter"),
     ):
         with pytest.raises(UserError, match=message) as refusal:
             Target.load(str(folder), adapter=str(tmp_path / name))
@@ -190,11 +184,11 @@ def test_adapters_need_their_package(folder, tmp_path, monkeypatch):
         return original(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match="adapters need the package peft: pip install peft"):
+    with pytest.raises(UserError, match="pip install peft"):
         Target.load(str(folder), adapter=str(tmp_path))
 
 
-def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(folder, tmp_path, monkeypatch):
+def test_remote_code_runs_only_if_trusted(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     own = tmp_path / "own"
     shutil.copytree(folder, own)
@@ -208,7 +202,7 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(folder, tmp_pat
     config = json.loads((own / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}}
     (own / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="Python code of its own, which is not run unless you trust it: --trust"):
+    with pytest.raises(UserError, match="--trust_remote_code"):
         Target.load(str(own))
     assert not (tmp_path / "ran").exists()
     target = Target.load(str(own), trust_remote_code=True)

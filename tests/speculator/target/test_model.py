@@ -30,12 +30,12 @@ SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_hidden_and_logits_apart_are_the_models_own(family):
+def test_logits_of_hidden_states_are_the_models_own(family):
     model = tiny_model(family)
     with torch.no_grad():
         expected = model(TOKENS, output_hidden_states=True)
         last = expected.hidden_states[-1]
-        if family == "gemma3n":  # there they are the four streams that the last state is made of
+        if family == "gemma3n":  # its hidden_states are four streams
             last = model.base_model(TOKENS).last_hidden_state
     target = Target(model, tokenizer=None)
     hidden = target.hidden(TOKENS)
@@ -44,7 +44,7 @@ def test_hidden_and_logits_apart_are_the_models_own(family):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_packed_documents_are_read_as_if_alone(family):
+def test_packed_documents_do_not_see_each_other(family):
     target = Target(tiny_model(family), tokenizer=None)
     assert target.document_attention[1] is (documents.masked if family == "gpt_oss" else documents.packed)
     packed = target.hidden(TOKENS, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
@@ -56,7 +56,7 @@ def test_packed_documents_are_read_as_if_alone(family):
     torch.testing.assert_close(packed[1], together[1], atol=1e-5, rtol=1e-5)
 
 
-def test_training_rows_are_read_through_the_models_own_attention(monkeypatch):
+def test_training_uses_the_models_own_attention(monkeypatch):
     target, calls = Target(tiny_model(), tokenizer=None), []
 
     def spied(module, query, key, value, attention_mask, **given):
@@ -80,15 +80,15 @@ def test_training_rows_are_read_through_the_models_own_attention(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [documents.packed, documents.in_one_row, documents.masked])
-def test_documents_are_read_alike_however_they_are_laid_out(target, layout):
+def test_all_document_layouts_give_the_same_hidden_states(target, layout):
     rows = torch.tensor([[3] * 7 + [5] + [4] * 12, [2] * 20])
     expected = target.hidden(TOKENS, rows)
     target.document_attention = "sdpa", layout
     torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_documents_that_cannot_be_told_apart_are_not_read_together(monkeypatch):
-    """A family whose masks follow neither positions nor what it is given; it still decodes."""
+def test_documents_that_cannot_be_separated_are_refused(monkeypatch):
+    """A family whose masks ignore positions and attention_mask; it still decodes."""
 
     def blind(position_ids, attention_mask, **given):
         return create_causal_mask(attention_mask=None, **given)
@@ -96,12 +96,12 @@ def test_documents_that_cannot_be_told_apart_are_not_read_together(monkeypatch):
     monkeypatch.setattr(modeling_llama, "create_causal_mask", blind)
     target = Target(tiny_model(), tokenizer=None)
     target.hidden(TOKENS)
-    with pytest.raises(UserError, match="LlamaForCausalLM can't read the documents of a row apart"):
+    with pytest.raises(UserError, match="documents"):
         target.hidden(TOKENS, torch.zeros_like(TOKENS))
 
 
-def test_a_deep_model_in_bfloat16_is_not_taken_for_a_wrong_one():
-    """Of a large vocabulary one logit or another is always rounded far, though every position is right."""
+def test_a_deep_model_in_bfloat16_passes_the_probe():
+    """With a large vocabulary some logit always differs much by rounding."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**shape, num_hidden_layers=24, vocab_size=8192, initializer_range=0.2)
@@ -128,7 +128,7 @@ def test_logit_scaling_is_honoured():
     ],
     ids=["mamba", "qwen3-next"],
 )
-def test_what_cannot_be_verified_exactly_is_refused_by_name(config, message):
+def test_recurrent_layers_are_refused(config, message):
     with pytest.raises(UserError, match=message):
         Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
 
@@ -159,16 +159,15 @@ def test_a_mixture_of_experts_decodes_exactly():
     ids=["gpt-j", "falcon", "opt"],
 )
 def test_families_that_do_not_use_the_registered_attention_are_refused(config):
-    """Their single rows would come out right; a ragged batch would not."""
+    """Single rows would be right; a ragged batch would not."""
     with pytest.raises(UserError, match="can't be"):
         Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
 
 
-def test_a_wrong_mask_is_seen_at_load(monkeypatch):
-    """The probe has teeth: an attention that sees the future is refused."""
+def test_an_attention_that_sees_the_future_is_refused(monkeypatch):
     monkeypatch.setattr(attention, "mask", lambda write, groups, window, dtype: None)
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(UserError, match="can't be verified exactly"):
+        with pytest.raises(UserError, match="exactly"):
             Target(tiny_model().to(dtype), tokenizer=None)
 
 
@@ -179,12 +178,12 @@ def test_a_model_still_generates_through_transformers_after_loading():
     assert torch.equal(target.model.generate(TOKENS[:1], max_new_tokens=10, do_sample=False), expected)
 
 
-def test_a_checkpoint_without_all_weights_is_refused(target_folder, tmp_path):
-    """transformers would go on with random ones."""
+def test_a_checkpoint_with_missing_weights_is_refused(target_folder, tmp_path):
+    """transformers would use random ones."""
     folder = shutil.copytree(target_folder, tmp_path / "target")
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] += 1
     config.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"hold no model\.layers\.\d.* and \d others"):
+    with pytest.raises(UserError, match=r"model\.layers\.\d"):
         Target.load(str(folder))
