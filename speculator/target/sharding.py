@@ -1,8 +1,8 @@
 """A target that several processes share, sharded by transformers itself.
 
 The processes of a group each run the model's body equally often and in the same order: with the same rows when
-decoding, and under tensor parallelism always. The first process therefore decides for all whatever the next pass depends on
-(`Group.broadcast`). Every process holds the whole output matrix, so logits need no communication.
+decoding, and under tensor parallelism always. The first process therefore decides for all whatever the next pass
+depends on (`Group.broadcast`). Every process holds the whole output matrix, so logits need no communication.
 """
 
 from __future__ import annotations

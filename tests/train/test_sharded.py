@@ -151,12 +151,11 @@ def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, t
 def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):
     with pytest.raises(UserError, match="torchrun"):
         Target.load(str(target_folder), parallel="tp")
-    with pytest.raises(UserError, match="parallel_size 2 is of parallel tp or fsdp"):
+    with pytest.raises(UserError, match="parallel_size 2"):
         Target.load(str(target_folder), parallel_size=2)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 6)
-    older = "this version of transformers shards a target over all 6 processes only"
-    with pytest.raises(UserError, match=f"parallel_size 4: (6 processes can't be divided into groups of 4|{older})"):
+    with pytest.raises(UserError, match="parallel_size 4"):
         Group("tp", 4)
 
 
