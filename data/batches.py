@@ -1,11 +1,9 @@
-"""Work done in fixed batches, each finished one a file of its own: a kill loses the batches in progress, no more."""
+"""Work in fixed batches, one file per finished batch, so that a killed run loses only the batches in progress."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -32,65 +30,62 @@ _POLL_SECONDS = 0.2
 
 
 def state() -> PartialState:
-    """This process among those of the run; alone where no launcher started it."""
+    """Return the process's rank and world size; without a launcher it is alone."""
     return PartialState(cpu=not accelerator.is_available())
 
 
 def begun(folder: Path) -> dict[str, Any] | None:
-    """What the record of the work in a folder says, finished or not; None where none is begun.
+    """Return the record of the finished or unfinished work in a folder, or None if there is none.
 
     Raises:
-        UserError: the folder holds something else, or the record is damaged.
+        UserError: the folder holds other files.
     """
     manifest, work = folder / "manifest.json", folder / "batches"
-    for file in (manifest, work / "record.json", manifest):  # another process may be finishing it just now
+    for file in (manifest, work / "record.json", manifest):  # another process may finish the work meanwhile
         if file.exists():
             try:
                 return read_json(file)
-            except UserError as error:
+            except UserError:
                 if file == manifest or not manifest.exists():
-                    raise UserError(f"{error}: damaged; remove {folder}, and it is made anew") from None
+                    raise
     if folder.exists() and any(folder.iterdir()) and not work.exists():
-        raise UserError(f"{folder} holds other files: take another folder")
+        raise UserError(f"{folder} holds other files: choose another folder")
     return None
 
 
 def awaited(folder: Path, group: Group | None) -> dict[str, Any] | None:
-    """`begun(folder)`; processes other than the first, or the first group, wait until the work has begun."""
-    known = begun(folder)
+    """Return `begun(folder)`; processes other than the first, or the first group, wait until the work has begun."""
+    record = begun(folder)
     if share(group, state().process_index, state().num_processes)[0] == 0:
-        return known if group is None else group.broadcast_object(known)
-    while known is None:
+        return record if group is None else group.broadcast_object(record)
+    while record is None:
         time.sleep(_POLL_SECONDS)
-        known = begun(folder)
-    return known
+        record = begun(folder)
+    return record
 
 
 class Batches:
-    """The folder where the continuations of some prompts come together.
+    """The output folder of generated rows, shared by all processes.
 
-        FOLDER/batches/         while it is made: record.json, and a file for each finished batch
-        FOLDER/rows/            in the end: the rows, as `datasets` saves them
-        FOLDER/manifest.json    written last: a folder that has one is finished
+        FOLDER/batches/         unfinished work: record.json and one JSON file per finished batch
+        FOLDER/rows/            finished rows, a `datasets` folder
+        FOLDER/manifest.json    written last: the settings, statistics, and checksums of the rows' files
 
-    Of several processes the k-th of n works on every n-th batch. They share the folder, on one machine or over a
-    network, and find out about each other by its files alone: waiting for a slow process takes part in no collective,
-    so it can't run into a time-out. Only when all is written do they wait for each other, before what is no longer
-    needed is removed. A process that dies takes the others with it by way of the launcher.
-
-    All files have checksums. A damaged batch is made anew; a finished folder that is damaged is refused.
+    Process k of n makes every n-th batch. The processes learn of each other's batches from the files alone: they wait
+    for a slow process outside of any collective, so nothing times out. They synchronize once, at the end. A process
+    that dies is noticed by the launcher, which ends the others.
 
     Args:
-        folder: made if need be, with the first batch: what fails before leaves nothing.
-        record: what the rows depend on, as JSON takes it: the same work goes on, other work is refused.
-        rows: the prompts' indices, batch by batch.
-        progress: show a bar over this process's share, if it is the main one.
-        title: of the bar.
-        group: processes that make the same batches, because they hold one target; its first one writes.
-        notes: what record and manifest say besides, of how the work was begun.
+        folder: created with the first batch, so that an earlier failure leaves nothing behind.
+        record: settings that the rows depend on. The same settings resume the work, others raise an error.
+        rows: prompt indices of each batch.
+        progress: show a progress bar over the main process's batches.
+        title: title of the bar.
+        group: processes that make the same batches because they share one target; the first of them writes.
+        notes: more facts for the record and the manifest.
 
     Raises:
-        UserError: the folder holds something else, was made with another record, or is damaged or can't be written.
+        UserError: the folder holds something else, was made with other settings, or is damaged.
     """
 
     def __init__(
@@ -108,20 +103,19 @@ class Batches:
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
         self._lock = FileLock(self._work / "lock")
-        self._seal = json.dumps(record, sort_keys=True)
-        finished, known = self.finished, begun(folder)
-        if known is not None:
+        finished, stored = self.finished, begun(folder)
+        if stored is not None:
             for name, value in record.items():
-                if known.get(name) != value:
+                if stored.get(name) != value:
                     raise UserError(
-                        f"{folder} was made with {name} {json.dumps(known.get(name))}, not {json.dumps(value)}: "
-                        "take another folder, or remove that one"
+                        f"{folder} was made with {name} {json.dumps(stored.get(name))}, not {json.dumps(value)}: "
+                        "choose another folder, or remove that one"
                     )
-            if finished:
-                self._check_finished(known)
-        hidden = not progress or not state().is_main_process or self._manifest.exists()
+            if finished and stored.get("files") != _checksums(folder / "rows"):
+                raise UserError(f"{folder}/rows does not match the checksums in manifest.json: remove {folder}")
+        hidden = not progress or not state().is_main_process or self.finished
         self._bar = tqdm(desc=title, unit="row", disable=hidden)
-        self._tokens, self._began = 0, time.monotonic()
+        self._tokens, self._start = 0, time.monotonic()
 
     @property
     def finished(self) -> bool:
@@ -135,40 +129,39 @@ class Batches:
         self._lock.release()
 
     def todo(self) -> list[int]:
-        """The unfinished batches of this process."""
+        """Return the unfinished batches of this process."""
         group = self._group
         first, step = share(group, state().process_index, state().num_processes)
-        own = range(first, len(self.rows), step)
+        assigned = range(first, len(self.rows), step)
         left: list[int] = []
-        if (group is None or group.leads) and not self._manifest.exists():
-            left = [batch for batch in own if not self._is_kept(batch)]
+        if (group is None or group.leads) and not self.finished:
+            left = [batch for batch in assigned if not self._file(batch).exists()]
         if group is not None:
             left = group.broadcast_object(left)
-        total = sum(len(self.rows[batch]) for batch in own)
+        total = sum(len(self.rows[batch]) for batch in assigned)
         self._bar.reset(total)
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
         return left
 
     def write(self, batch: int, continuations: list[list[int]], **facts: Any) -> None:
-        """Keep what a batch gave: new tokens, in the order of its rows, and some facts for the manifest.
+        """Store the new tokens of a batch, in the order of its rows, and facts for the manifest.
 
-        The fact `refused`, of every new token 1 where it took a refused draft's place, becomes a column of the rows.
+        The fact `refused` becomes a column of the rows: 1 for each token that replaced a rejected draft token.
         """
         if self._group is not None and not self._group.leads:
             return
         self.begin()
-        content = {"continuations": continuations, **facts}
-        write_text(self._file(batch), json.dumps({**content, "sha256": self._sum(content)}))
+        write_text(self._file(batch), json.dumps({"continuations": continuations, **facts}))
         self._tokens += sum(map(len, continuations))
-        speed = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        speed = self._tokens / max(time.monotonic() - self._start, 1e-9)
         self._bar.set_postfix_str(f"{self._tokens:,} tokens, {speed:.0f} tokens/s", refresh=False)
         self._bar.update(len(continuations))
 
     def begin(self) -> Path:
-        """Take the folder; gives where work in progress lies, which goes when the rows are finished.
+        """Create and lock the folder; return the folder for unfinished work, which is removed at the end.
 
         Raises:
-            UserError: another run has taken it.
+            UserError: another run has locked it.
         """
         if not self._record.exists():
             make_folder(self._work)
@@ -178,55 +171,56 @@ class Batches:
         return self._work
 
     def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
-        """Wait for every batch, put the rows together in the order of the prompts, and write the manifest.
+        """Wait for all batches, then write the rows in the order of the prompts, and the manifest.
 
         Args:
-            prompts: of all rows.
-            summary: what the manifest says beside the record, from what was written of each batch.
+            prompts: token ids of all prompts.
+            summary: compute facts for the manifest from the facts of all batches.
 
         Returns:
-            Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, and where
-            it was written "refused", 0 on the prompt.
+            Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, and
+            "refused" (0 on the prompt) if the batches have it.
         """
         return self.conclude(lambda: self._assemble(prompts, summary))
 
     def conclude(self, assemble: Callable[[], tuple[Iterable[dict], dict[str, Any]]]) -> Dataset:
-        """Save the rows and the manifest, unless a finished folder has them; removes the work in progress.
+        """Write the rows and the manifest, unless they exist, and remove the unfinished work.
 
         Args:
-            assemble: gives the rows, and what the manifest says beside the record. On the main process.
+            assemble: return the rows, and facts for the manifest. Only the main process calls it.
         """
         self._bar.close()
-        if state().is_main_process and not self._manifest.exists():
+        if state().is_main_process and not self.finished:
             self.begin()
             self._save(*assemble())
         _wait_for(self._manifest)
-        made = Dataset.load_from_disk(str((self.folder / "rows").resolve()))  # datasets reads "~" as a shell does
-        state().wait_for_everyone()  # others may still read what lies there; all come here at about the same time
+        rows = Dataset.load_from_disk(str((self.folder / "rows").resolve()))  # datasets would expand "~"
+        state().wait_for_everyone()  # other processes may still read the batches
         if state().is_main_process:
             shutil.rmtree(self._work, ignore_errors=True)
             self._lock.release()
-        return made
+        return rows
 
     def _assemble(
         self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]
     ) -> tuple[Iterable[dict], dict[str, Any]]:
-        made: dict[int, array] = {}
+        continuations: dict[int, array] = {}
         refused: dict[int, array] = {}
         facts = []
         for batch, rows in enumerate(self.rows):
-            written = self._wait_for(batch)
-            made |= zip(rows, (array("i", tokens) for tokens in written.pop("continuations")), strict=True)
-            refused |= zip(rows, (array("b", marks) for marks in written.pop("refused", [])), strict=False)
-            facts.append(written)
+            _wait_for(self._file(batch))
+            content = read_json(self._file(batch))
+            continuations |= zip(rows, (array("i", tokens) for tokens in content.pop("continuations")), strict=True)
+            refused |= zip(rows, (array("b", marks) for marks in content.pop("refused", [])), strict=False)
+            facts.append(content)
 
         def rows_in_order() -> Iterator[dict]:
             for row, prompt in enumerate(prompts):
-                mask = [0] * len(prompt) + [1] * len(made[row])
-                columns = {"input_ids": [*prompt, *made[row]], "loss_mask": mask}
+                mask = [0] * len(prompt) + [1] * len(continuations[row])
+                columns = {"input_ids": [*prompt, *continuations[row]], "loss_mask": mask}
                 yield columns | ({"refused": [0] * len(prompt) + list(refused[row])} if refused else {})
 
-        return rows_in_order(), {"tokens": sum(map(len, made.values())), **summary(facts)}
+        return rows_in_order(), {"tokens": sum(map(len, continuations.values())), **summary(facts)}
 
     def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
         rows = iter(rows)
@@ -240,53 +234,8 @@ class Batches:
                 lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
             )
             table.save_to_disk(str(scratch))
-        manifest = {**self.record, **self._notes, **facts, "files": _sums(final)}
-        write_text(self._manifest, json.dumps({**manifest, "sha256": self._sum(manifest)}, indent=2))
-
-    def _check_finished(self, manifest: dict[str, Any]) -> None:
-        """Refuse a finished folder whose files are not what was written."""
-        found = {"manifest.json": manifest.pop("sha256", None) == self._sum(manifest)}
-        if found["manifest.json"]:
-            now = _sums(self.folder / "rows")
-            names = sorted({*now, *manifest["files"]})
-            found |= {f"rows/{name}": now.get(name) == manifest["files"].get(name) for name in names}
-        for name, whole in found.items():
-            if not whole:
-                raise UserError(f"{self.folder}/{name} is damaged: remove {self.folder}, and it is made anew")
-
-    def _sum(self, content: dict[str, Any]) -> str:
-        """A checksum of what is written, and of what it was made for."""
-        return hashlib.sha256((self._seal + json.dumps(content, sort_keys=True)).encode()).hexdigest()
-
-    def _kept(self, batch: int) -> dict[str, Any] | None:
-        """What a batch's file says; None if it is damaged."""
-        try:
-            content = read_json(self._file(batch))
-        except UserError:
-            return None
-        return content if content.pop("sha256", None) == self._sum(content) else None
-
-    def _is_kept(self, batch: int) -> bool:
-        """Whether a batch is there and whole; if it is damaged, it goes."""
-        file = self._file(batch)
-        if not file.exists():
-            return False
-        if self._kept(batch) is None:
-            print(f"{file}: damaged, so this batch is made anew", file=sys.stderr)
-            file.unlink()
-            return False
-        return True
-
-    def _wait_for(self, batch: int) -> dict[str, Any]:
-        """What a batch's file says, once it is there; a damaged one is another process's to replace."""
-        while True:
-            _wait_for(self._file(batch))
-            content = self._kept(batch)
-            if content is not None:
-                return content
-            if state().num_processes == 1:
-                raise UserError(f"{self._file(batch)} was damaged meanwhile: run the same again")
-            time.sleep(_POLL_SECONDS)
+        manifest = {**self.record, **self._notes, **facts, "files": _checksums(final)}
+        write_text(self._manifest, json.dumps(manifest, indent=2))
 
     def _file(self, batch: int) -> Path:
         return self._work / f"{batch:06d}.json"
@@ -297,6 +246,5 @@ def _wait_for(file: Path) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _sums(folder: Path) -> dict[str, str]:
-    """The checksums of a folder's files, by their names."""
+def _checksums(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()}

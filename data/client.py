@@ -1,58 +1,45 @@
-"""On-policy text from servers with OpenAI's interface: the target runs there, only its tokenizer is needed here."""
+"""Generate rows with servers that implement the OpenAI API; only the target's tokenizer is needed locally."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 from datasets import Dataset
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
-from data.connection import MOST_BYTES, Connection, RefusedError
 from data.onpolicy import ON_POLICY, record_of
 from data.rendering import end_of_answer
-from data.spread import spread
-from speculator.checkpoints.layout import base_config
+from data.tally import tell
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError, check_text, refuse
+from speculator.errors import UserError, check_secret, first_line, hide, refuse
 
 CONCURRENCY = 32
-"""Requests at a time, to each server."""
-_FIRST_SECONDS = 30.0  # until a server that was not heard of has said which models it has
-_BYTES_PER_TOKEN = 1 << 10
-_MOST_OF_ALL = 32 << 20
+"""Concurrent requests to each server."""
+_RETRIES = 10  # the client doubles the delay from 0.5 s up to 8 s, so a server may be away for about a minute
+_FIRST_SECONDS = 30.0  # timeout of the first request to a server
 _PROBE_TOKENS = 32
 _PROBE_PROMPTS = 4
-_WARM = 0.5  # from this temperature on, texts that are alike under two seeds were not sampled
+_WARM = 0.5  # from this temperature on, two seeds should give different texts
+_UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """Token ids to continue, and the messages and tools that they were rendered from, if they were."""
+    """Token ids to continue; for a chat also the messages that they were rendered from."""
 
     ids: list[int]
     messages: list[dict] | None = None
-    tools: list[dict] | None = None
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How a prompt is put to the server.
-
-    Attributes:
-        kind: "ids" and "text" go to /v1/completions, "messages" to /v1/chat/completions.
-        extended: with fields that OpenAI's interface lacks. They set samplers to what was asked for, where the server
-            would follow defaults of its own or of the model, and ask for the answer's token ids.
-    """
-
-    kind: str
-    extended: bool
 
 
 def fetch_rows(
@@ -68,53 +55,49 @@ def fetch_rows(
     seed: int = 0,
     progress: bool = True,
 ) -> Dataset:
-    """Rows as `data.onpolicy.generate_rows` makes them, continued by servers: vLLM, SGLang, llama.cpp and others.
+    """Generate rows like `data.onpolicy.generate_rows`, by servers: vLLM, SGLang, llama.cpp and others.
 
-    The first prompts find out what a server takes: token ids, else text, or messages for a prompt rendered from
-    them. An answer that comes as text is tokenised behind its prompt. Rate limits, errors of the server and lost
-    connections are tried again for a minute; of several servers one that then is gone is left out, with a line. A key
-    is taken from $OPENAI_API_KEY.
+    Prompts are sent as token ids. A completion without `token_ids` is tokenized from its text. A server that stays
+    unavailable for a minute is dropped with a warning, and the others take over its rows. The API key is read from
+    $OPENAI_API_KEY.
 
     Args:
-        urls: of the server or servers, with or without /v1.
-        target: the model's name there, unless the server has only one.
+        urls: base URLs of the servers, with or without /v1.
+        target: name of the model, unless the server lists exactly one.
         tokenizer: the target's.
-        prompts: to continue.
-        folder: as for `generate_rows`; answers are kept there `concurrency` at a time.
-        sampling, max_new_tokens, seed, progress: as for `generate_rows`; row r asks for the seed `seed + r`.
-        concurrency: requests at a time, to each server.
+        prompts: prompts to continue.
+        folder: see `generate_rows`; completions are stored in batches of `concurrency` rows.
+        sampling, max_new_tokens, seed, progress: see `generate_rows`; row r requests the seed `seed + r`.
+        concurrency: concurrent requests to each server.
 
     Raises:
-        UserError: no URL, or one twice, or a key that no header can hold; no server that can be reached and answers in
-            time; one that takes a prompt in no form, reads it as another number of tokens, does not sample, refuses a
-            prompt, or answers too much, or otherwise than OpenAI's interface; a folder that was made otherwise.
+        UserError: no server is available, or one rejects a prompt or does not sample.
     """
+    bases = [
+        url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)
+    ]
     refuse(
-        (not prompts, "no prompt to continue"),
-        (concurrency < 1, f"{concurrency} requests at a time are not at least 1"),
-        (max_new_tokens < 1, f"max_new_tokens {max_new_tokens} is not at least 1"),
+        (not prompts, "there are no prompts to continue"),
+        (not bases, "no --server is given"),
+        (len({*bases}) < len(bases), "--server names the same URL twice"),
     )
     ids = [prompt.ids for prompt in prompts]
     record = {"target": target, "drafter": "server", **record_of([sampling], seed, max_new_tokens, ids)}
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
+    servers = [_Server(base, target, tokenizer, sampling, max_new_tokens) for base in bases]
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
-        if todo := work.todo():
-            names = [urls] if isinstance(urls, str) else urls
-            servers = [_Server(url, target, tokenizer, sampling, max_new_tokens) for url in names]
-            counted = Counter(server.url for server in servers)
-            twice = next((url for url, count in counted.items() if count > 1), None)
-            refuse((not servers, "no server"), (twice, f"--server {twice} is given twice"))
-            asyncio.run(_fetch(servers, work, {batch: rows[batch] for batch in todo}, prompts, seed, concurrency))
+        if batches := work.todo():
+            asyncio.run(_fetch(servers, work, {batch: rows[batch] for batch in batches}, prompts, seed, concurrency))
         return work.finish(ids, _summary)
 
 
 def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the manifest says: how many rows each server has made."""
-    made: Counter[str] = Counter()
+    """Count the rows of each server for the manifest."""
+    rows_by_server: Counter[str] = Counter()
     for facts in batches:
-        made.update(facts.get("servers", {}))
-    unknown = {"speculative": None, "plain": None}
-    return {"servers": dict(made), "acceptance_length": None, "tokens_per_second": unknown}
+        rows_by_server.update(facts["servers"])
+    speed = {"speculative": None, "plain": None}
+    return {"servers": dict(rows_by_server), "acceptance_length": None, "tokens_per_second": speed}
 
 
 async def _fetch(
@@ -125,169 +108,134 @@ async def _fetch(
     seed: int,
     concurrency: int,
 ) -> None:
-    """Ask for all rows, so many at a time: a slow answer keeps no other row waiting, whichever batch it is in."""
-    left = {batch: len(rows) for batch, rows in batches.items()}
-    answers: dict[int, list[int]] = {}
-    made: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
+    """Request all rows, and write each batch when its last row has arrived."""
+    available = set(servers)
+    completions: dict[int, dict[int, list[int]]] = {batch: {} for batch in batches}
+    rows_by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
 
-    async def ask(server: _Server, item: tuple[int, int]) -> None:
-        batch, row = item
-        answers[row] = await server.ask(row, prompts[row], seed + row)
-        made[batch][server.url] += 1
-        left[batch] -= 1
-        if not left[batch]:
-            work.write(batch, [answers.pop(row) for row in batches[batch]], servers=dict(made.pop(batch)))
+    def drop(server: _Server, error: openai.APIError) -> None:
+        fault = server.describe(error)
+        if server in available:
+            available.remove(server)
+            if not available:
+                raise UserError(fault) from None
+            with tqdm.external_write_mode(sys.stderr):
+                tell(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
 
-    async with AsyncExitStack() as stack:
+    async def probe(server: _Server) -> None:
+        try:
+            await server.probe(prompts, seed)
+        except _UNAVAILABLE as error:
+            drop(server, error)
+
+    async def fetch(batch: int, row: int) -> None:
+        while True:
+            server = await free_slots.get()
+            if server not in available:
+                continue
+            try:
+                completion = await server.complete(row, prompts[row], seed + row)
+            except _UNAVAILABLE as error:
+                drop(server, error)
+                continue
+            free_slots.put_nowait(server)
+            break
+        completions[batch][row] = completion
+        rows_by_server[batch][server.url] += 1
+        if len(completions[batch]) == len(batches[batch]):
+            finished = completions.pop(batch)
+            work.write(batch, [finished[row] for row in batches[batch]], servers=dict(rows_by_server.pop(batch)))
+
+    try:
+        await asyncio.gather(*map(probe, servers))
+        # One entry per request that a server may serve: a semaphore for each server, taken in turn.
+        free_slots: asyncio.Queue[_Server] = asyncio.Queue()
+        for server in [*available] * concurrency:
+            free_slots.put_nowait(server)
+        await asyncio.gather(*(fetch(batch, row) for batch, rows in batches.items() for row in rows))
+    finally:
         for server in servers:
-            await stack.enter_async_context(server.connection.client)
-        items = [(batch, row) for batch, rows in batches.items() for row in rows]
-        await spread(servers, lambda server: server.probe(prompts, seed), ask, items, concurrency)
+            await server.client.close()
 
 
 class _Server:
-    """The server, and what it takes.
-
-    Args: as of `fetch_rows`.
-    """
+    """A server that continues prompts. The arguments are those of `fetch_rows`."""
 
     def __init__(
-        self, url: str, target: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
+        self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
     ):
-        self.connection = Connection(url)
-        self.url = self.connection.url
-        self.tokenizer, self.sampling, self.max_new_tokens = tokenizer, sampling, max_new_tokens
-        self._forms: dict[bool, _Form] = {}
-        self._ends: dict[bool, int | None] = {}
-        self._target = target
-        self._model = ""
-        vocab_size = getattr(base_config(tokenizer.name_or_path or None), "vocab_size", 0)
-        self._vocab_size = max(len(tokenizer), vocab_size)
+        self.url = re.sub(r"//[^/]*@", "//", base)  # without a password
+        if not re.match(r"https?://[^/:\s]", base):
+            raise UserError(f"--server {self.url}: not a URL such as http://127.0.0.1:8000")
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        check_secret("$OPENAI_API_KEY", key)
+        self._secrets = [key, *re.findall(r"//[^/]*?:([^/]*)@", base)]
+        try:
+            self.client = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=_RETRIES)
+        except Exception as error:  # httpx has its own error types for a wrong URL, proxy or certificate
+            raise UserError(f"--server {self.url}: {first_line(error)}") from None
+        self._model, self._tokenizer, self._sampling, self._max_new_tokens = target, tokenizer, sampling, max_new_tokens
+        self._end_tokens: dict[bool, int | None] = {}
+
+    def describe(self, error: openai.APIError) -> str:
+        """Return one line that names the server and what went wrong, without secrets."""
+        if isinstance(error, openai.APIStatusError):
+            return hide(f"{self.url}: {first_line(error)[:300]}", *self._secrets)
+        return hide(f"no server at {self.url}: {first_line(error.__cause__ or error)[:300]}", *self._secrets)  # type: ignore[arg-type]
 
     async def probe(self, prompts: Sequence[RenderedPrompt], seed: int) -> None:
-        """Find out the model's name, the form of prompt to use, and whether the server samples."""
+        """Find the model's name, and check that two seeds give two texts for at least one prompt."""
         try:
-            listed = await self.connection.json("GET", "models", tries=3, seconds=_FIRST_SECONDS)
-        except UserError:
-            if not self.connection.reached:
-                raise
-            listed = None  # some servers have no list, or fail to make it
-        models = listed.get("data") if isinstance(listed, dict) else None
-        names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-        self._model = names[0] if len(names) == 1 and isinstance(names[0], str) else self._target
+            models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
+            self._model = models[0].id if len(models) == 1 else self._model
+        except (openai.APIStatusError, AttributeError, TypeError):
+            pass  # some servers do not list their models
         for chat in (False, True):
-            of_kind = [prompt for prompt in prompts if bool(prompt.messages) == chat][:_PROBE_PROMPTS]
-            if of_kind:
-                self._ends[chat] = end_of_answer(self.tokenizer, of_kind[0].messages)
-                self._forms[chat] = await self._form(of_kind[0], seed)
-                if self.sampling.temperature >= _WARM and not await self._samples(of_kind, self._forms[chat], seed):
-                    raise UserError(
-                        f"{self.url} gives the same texts under two seeds, so it does not sample at temperature "
-                        f"{self.sampling.temperature:g} (transformers serve samples where the model's "
-                        "generation_config.json has do_sample)"
-                    )
+            messages = next((prompt.messages for prompt in prompts if bool(prompt.messages) == chat), None)
+            self._end_tokens[chat] = end_of_answer(self._tokenizer, messages)
+        for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
+            texts = [await self.complete(row, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
+            if texts[0] != texts[1] or self._sampling.temperature < _WARM:
+                return
+        raise UserError(
+            f"{self.url} returns the same text for two seeds: it does not sample at temperature "
+            f"{self._sampling.temperature:g}"
+        )
 
-    async def ask(self, row: int, prompt: RenderedPrompt, seed: int) -> list[int]:
-        """The new tokens of a row."""
+    async def complete(self, row: int, prompt: RenderedPrompt, seed: int, max_tokens: int | None = None) -> list[int]:
+        """Return the new tokens of a row."""
+        sampling, max_tokens = self._sampling, max_tokens or self._max_new_tokens
+        # Not in OpenAI's API. The samplers override the server's own defaults.
+        samplers = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
         try:
-            return await self._continue(prompt, self._forms[bool(prompt.messages)], seed, self.max_new_tokens)
-        except RefusedError as error:
-            raise UserError(f"{self.url}: prompt {row + 1}: {error}") from None
-
-    async def _form(self, prompt: RenderedPrompt, seed: int) -> _Form:
-        """The most exact form that the server takes: ids leave no doubt about the context."""
-        asked = self.sampling.top_k or self.sampling.min_p
-        last = None
-        for kind in ("ids", "messages" if prompt.messages else "text"):
-            for extended in (True,) if asked else (True, False):
-                try:
-                    await self._continue(prompt, _Form(kind, extended), seed, _PROBE_TOKENS)
-                    return _Form(kind, extended)
-                except RefusedError as error:
-                    last = error
-        which = "top_k or min_p" if asked else "the first prompt in any form"
-        raise UserError(f"{self.url} does not take {which}; its last answer was: {last}")
-
-    async def _samples(self, prompts: Sequence[RenderedPrompt], form: _Form, seed: int) -> bool:
-        for prompt in prompts:
-            first, second = [await self._continue(prompt, form, own, _PROBE_TOKENS) for own in (seed, seed + 1)]
-            if first != second:
-                return True
-        return False
-
-    async def _continue(self, prompt: RenderedPrompt, form: _Form, seed: int, count: int) -> list[int]:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "max_tokens": count,
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "seed": seed,
-        }
-        if form.extended:
-            top_k = self.sampling.top_k or -1
-            body |= {"top_k": top_k, "min_p": self.sampling.min_p, "repetition_penalty": 1.0, "return_token_ids": True}
-        if form.kind == "messages":
-            path = "chat/completions"
-            body |= {"messages": prompt.messages} | ({"tools": prompt.tools} if prompt.tools else {})
-        else:
-            # A tokenizer puts special tokens in front of a text itself, here and there.
-            text = self.tokenizer.decode(prompt.ids, skip_special_tokens=True)
-            path, body["prompt"] = "completions", prompt.ids if form.kind == "ids" else text
-        most = min(MOST_BYTES + count * _BYTES_PER_TOKEN, _MOST_OF_ALL)
-        answer = await self.connection.json("POST", path, body, most=most)
-        return self._read(answer, prompt, form, count)
-
-    def _read(self, answer: Any, prompt: RenderedPrompt, form: _Form, count: int) -> list[int]:
-        """The new tokens of an answer: those that it gives, or else those of its text."""
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        message = (choice.get("message") or {"content": choice.get("text")}) if isinstance(choice, dict) else None
-        if not isinstance(choice, dict) or not isinstance(message, dict):
-            raise RefusedError(f"an answer without a choice: {self.connection.said(_brief(answer))}")
-        usage = answer.get("usage")
-        read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        if form.kind != "text" and isinstance(read, int) and read != len(prompt.ids):
-            raise UserError(
-                f"{self.url} reads a prompt of {len(prompt.ids)} tokens as {str(read)[:20]}: another tokenizer or "
-                "chat template"
+            answer = await self.client.completions.create(
+                model=self._model,
+                prompt=prompt.ids,
+                max_tokens=max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=seed,
+                extra_body={**samplers, "return_token_ids": True},
             )
-        if message.get("reasoning_content") or message.get("reasoning"):
-            raise RefusedError("reasoning apart from the answer: start the server without a reasoning parser")
-        if tokens := choice.get("token_ids"):
-            if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocab_size for t in tokens):
-                raise RefusedError(f"token_ids that are no tokens of the target: {_brief(tokens)}")
-            if len(tokens) > count:
-                raise RefusedError(f"{len(tokens)} tokens where at most {count} were asked for")
-            return tokens
-        text = message.get("content") or ""
-        if not isinstance(text, str):
-            raise RefusedError(f"an answer whose text is none: {_brief(text)}")
-        try:
-            check_text("the answer", text)
-        except UserError as error:
-            raise RefusedError(str(error)) from None
-        end = self._ends[bool(prompt.messages)] if choice.get("finish_reason") == "stop" else None
-        new = self._tokens(prompt.ids, text) + ([] if end is None else [end])
-        if not new:
-            raise RefusedError("an empty answer")
-        # Tokenised anew a text may have some tokens more than the server counted, but not twice as many.
-        if len(new) > 2 * count + 1:
-            raise RefusedError(f"a text of {len(new)} tokens where at most {count} were asked for")
-        return new[:count]
+            choice = answer.choices[0]
+            tokens = getattr(choice, "token_ids", None) or self._tokenize(prompt, choice.text, choice.finish_reason)
+        except _UNAVAILABLE:
+            raise
+        except openai.APIError as error:
+            raise UserError(f"prompt {row + 1}: {self.describe(error)}") from None
+        except (AttributeError, TypeError, IndexError, ValueError):
+            raise UserError(f"{self.url}: an answer that is not in the format of OpenAI's API") from None
+        if not tokens:
+            raise UserError(f"{self.url}: prompt {row + 1}: an empty completion")
+        return list(tokens)[:max_tokens]
 
-    def _tokens(self, prompt: list[int], text: str) -> list[int]:
-        """The tokens of a text that follows the prompt."""
-        before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
-        whole = self.tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
-        if whole[: len(prompt)] == prompt:
-            return whole[len(prompt) :]
-        # The text's beginning would merge with the prompt's end.
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _brief(value: Any) -> str:
-    """The beginning of some JSON."""
-    try:
-        return repr(value)[:100]
-    except RecursionError:
-        return "deeply nested JSON"
+    def _tokenize(self, prompt: RenderedPrompt, text: str, finish_reason: str) -> list[int]:
+        """Tokenize the text of a completion, and append the end token that the server has removed."""
+        before = self._tokenizer.decode(prompt.ids, clean_up_tokenization_spaces=False)
+        tokens = self._tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
+        if tokens[: len(prompt.ids)] == prompt.ids:
+            tokens = tokens[len(prompt.ids) :]
+        else:  # the text's first characters would merge with the prompt's last token
+            tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end = self._end_tokens[bool(prompt.messages)] if finish_reason == "stop" else None
+        return tokens if end is None else [*tokens, end]

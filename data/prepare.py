@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally, tell
-from data.workers import sensible
+from data.workers import default_processes
 from speculator import chat
 from speculator.files import cache_folder, make_folder, new_folder, sha256, write_text
 
@@ -54,7 +54,7 @@ def token_rows(
         max_bad_rows: of the training split; rows that can't be used are passed over and shown on stderr, also by those
             who find the rows made. A larger share of them is an error; other splits are small, so they take any.
         first_rows: make no more than so many, or than it takes to have a token to learn among them.
-        num_proc: processes that render and tokenise; default: `data.workers.sensible`. The rows are always the same.
+        num_proc: processes that render and tokenize; the rows do not depend on it.
 
     Raises:
         SourceError: a source that can't be read, too many bad rows, too little text for a single row, or a tokenizer
@@ -155,7 +155,7 @@ def _made(
                     tokenizer,
                     max_package_bytes=max_package_bytes,
                     tally=tally,
-                    processes=num_proc or sensible(),
+                    processes=num_proc or default_processes(),
                 )
                 manifest = _make(folder, documents, length, *few, _name(sources, split), tally)
     Tally.of(manifest["bad_rows"], most).judge(_name(sources, split))

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from data.rows import RowError, SourceError
 from data.tally import Tally
-from data.workers import in_order
+from data.workers import map_in_order
 from speculator.chat import DATA_DAY, RefusedError, chat_text
 from speculator.errors import UserError, first_line
 from speculator.target.gguf import located
@@ -72,7 +72,7 @@ def render(
         SourceError: a document that can't be rendered; it names the row.
     """
     tally = tally or Tally()
-    for rendered in in_order(partial(_rendered, tokenizer=tokenizer), _batches(documents), processes):
+    for rendered in map_in_order(partial(_rendered, tokenizer=tokenizer), _batches(documents), processes):
         for each in rendered:
             if isinstance(each, RowError):
                 tally.add(each)

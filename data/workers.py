@@ -1,4 +1,4 @@
-"""A stream of items worked on by several processes, its results in the order of the items."""
+"""Map a function over a stream of items in several processes, in order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import chain, islice
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import Any, TypeVar
 
 from speculator.device import cores
@@ -22,115 +22,67 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PROCESSES = range(1, 257)
-"""How many can be asked for."""
-_ALONE = 16  # items that are done here before it is worth while to start processes
-_MOST = 8
-_FORK = sys.platform == "linux"
+"""Accepted values of num_proc."""
+_SERIAL_ITEMS = 16  # starting processes takes longer than these
+_MAX_DEFAULT = 8  # one process can't feed more
+_work: Callable[[Any], Any]  # set in each worker
 
 
-def sensible() -> int:
-    """How many processes where nobody says: one for each core, up to as many as one process can feed."""
-    return min(_MOST, cores())
+def default_processes() -> int:
+    """Return the number of processes to use by default: one per core, up to 8."""
+    return min(_MAX_DEFAULT, cores())
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
-    """`work` of each item, as `map` gives it; no more items are drawn ahead than there are processes.
+def map_in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
+    """Yield `work(item)` of each item, reading at most `processes` items ahead.
 
-    Args:
-        work: depends on its item alone; what it raises is raised here.
-        processes: 1 works in this one.
+    `multiprocessing.Pool.imap` would read all items ahead, and wait forever for a worker that was killed.
 
     Raises:
-        UserError: one of them was killed.
+        UserError: a worker was killed.
     """
     items = iter(items)
-    yield from map(work, islice(items, None if processes == 1 else _ALONE))
-    first = next(items, None) if processes > 1 else None
+    yield from map(work, islice(items, None if processes == 1 else _SERIAL_ITEMS))
+    first = next(items, None)
     if first is None:
         return
-    with _started(work, processes) as lines:
-        busy: deque[Connection] = deque()
-        for item in chain([first], items):
-            if len(busy) < len(lines):
-                _send(lines[len(busy)], item)
-                busy.append(lines[len(busy)])
-                continue
-            line = busy.popleft()
-            made = _received(line)
-            _send(line, item)  # before the result is used: the process goes on meanwhile
-            busy.append(line)
-            yield made
-        while busy:
-            yield _received(busy.popleft())
-
-
-def _gone() -> UserError:
-    return UserError(
-        "a process that prepares rows was ended from outside, for want of memory perhaps: take fewer with num_proc"
-    )
-
-
-def _send(line: Connection, item: Any) -> None:
-    try:
-        line.send(item)
-    except ConnectionError:
-        raise _gone() from None
-
-
-def _received(line: Connection) -> Any:
-    try:
-        made, error = line.recv()
-    except (EOFError, ConnectionError):
-        raise _gone() from None
-    if error is not None:
-        raise error
-    return made
-
-
-@contextmanager
-def _started(work: Callable[[Any], Any], processes: int) -> Iterator[list[Connection]]:
-    """Processes that work; gives the line to each. They end with the block, and with this process however it ends."""
-    context = multiprocessing.get_context("fork" if _FORK else "spawn")
-    pipes = [context.Pipe() for _ in range(processes)]
-    lines = [ours for ours, _ in pipes]
-    started: list[BaseProcess] = []
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes take the cores
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(work,))
+    pending: deque[Future] = deque()
+    tokenizers_parallelism = os.environ.get("TOKENIZERS_PARALLELISM", "true")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker; tokenizers reads it when forked
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads hold nothing that is needed here
-            for _, theirs in pipes:
-                # A line ends when nobody else holds it: a fork has all of them.
-                others = [line for pair in pipes for line in pair if line is not theirs] if _FORK else []
-                started.append(context.Process(target=_serve, args=(work, theirs, others), daemon=True))
-                started[-1].start()
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking while other threads run
+            pending.append(pool.submit(_call, first))
+        for item in items:
+            pending.append(pool.submit(_call, item))
+            if len(pending) > processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise UserError("a process that prepares rows was killed, maybe out of memory: lower num_proc") from None
     finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
-    for _, theirs in pipes:
-        theirs.close()
-    try:
-        yield lines
-    finally:
-        for line in lines:
-            line.close()
-        for process in started:
-            process.kill()  # SIGTERM in one that has just begun would reach whoever watches ours
-            process.join()
+        os.environ["TOKENIZERS_PARALLELISM"] = tokenizers_parallelism
+        pool.shutdown(cancel_futures=True)
 
 
-def _serve(work: Callable[[Any], Any], line: Connection, others: list[Connection]) -> None:
-    signal.set_wakeup_fd(-1)  # a fork has the parent's, who would take our signals for its own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent ends us
+def _begin(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    signal.set_wakeup_fd(-1)  # a forked worker would otherwise report its signals to the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in others:
-        other.close()
-    with suppress(EOFError, ConnectionError):
-        while True:
-            item = line.recv()
-            try:
-                answer = work(item), None
-            except Exception as error:
-                answer = None, error
-            line.send(answer)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call(item: Any) -> Any:
+    return _work(item)

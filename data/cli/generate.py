@@ -209,7 +209,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen, _ = room.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
-    return [RenderedPrompt(ids, row.messages if row.chat else None, row.tools) for ids, row in chosen]
+    return [RenderedPrompt(ids, row.messages if row.chat else None) for ids, row in chosen]
 
 
 def _line(folder: Path) -> str:

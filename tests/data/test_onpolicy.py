@@ -203,7 +203,6 @@ def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):
     first, second = sorted((tmp_path / "batches").glob("0*.json"))[0], tmp_path / "batches" / "000001.json"
     assert not second.exists()
     record, written = json.loads((first.parent / "record.json").read_text()), json.loads(first.read_text())
-    del written["sha256"]
     work = batches.Batches(tmp_path, record, [[]], progress=False)
     with work:
         work.write(0, **{**written, "continuations": [[30, 31], *written["continuations"][1:]]})
@@ -211,37 +210,11 @@ def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):
     assert made(target, tmp_path)[longest]["input_ids"] == [9] * 7 + [30, 31]
 
 
-def flip(file: Path) -> None:
-    """Where there is a digit, another: still JSON, still of the right types."""
-    content = bytearray(file.read_bytes())
-    content[next((i for i in range(len(content) // 2, len(content)) if chr(content[i]) in "12345678"), 0)] ^= 1
-    file.write_bytes(content)
-
-
 HARMS = {
-    "flipped": flip,
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
     "emptied": lambda file: file.write_bytes(b""),
     "a list": lambda file: file.write_text("[1]"),
-    "other keys": lambda file: file.write_text('{"continuations": [[1], [2.5]], "steps": null}'),
-    "nested": lambda file: file.write_text("[" * 100_000),
-    "no text": lambda file: file.write_bytes(b"\xff\xfe"),
 }
-
-
-@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_batch_is_made_anew_and_said(target, tmp_path, monkeypatch, capsys, harm):
-    monkeypatch.setattr(onpolicy, "_PIECE", 1)
-    expected = made(target, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(batches.Batches, "finish", lambda *_: (_ for _ in ()).throw(Cut))
-        with pytest.raises(Cut):
-            made(target, tmp_path / "cut")
-    harm(tmp_path / "cut" / "batches" / "000002.json")
-    assert made(target, tmp_path / "cut") == expected
-    output = capsys.readouterr().err
-    assert "000002.json: damaged, so this batch is made anew" in output
-    assert output.count(": damaged, so") == 1
 
 
 @pytest.fixture(scope="module")
@@ -252,21 +225,12 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-@pytest.mark.parametrize("name", ["manifest.json", "rows/state.json", "rows/data-00000-of-00001.arrow"])
-def test_a_finished_folder_that_is_damaged_is_refused_in_a_line(target, tmp_path, finished, harm, name):
+@pytest.mark.parametrize("name", ["manifest.json", "rows/data-00000-of-00001.arrow"])
+def test_a_damaged_finished_folder_is_an_error(target, tmp_path, finished, harm, name):
     folder = shutil.copytree(finished, tmp_path / "copy")
     harm(folder / name)
-    with pytest.raises(UserError, match=rf"({name}.*damaged|was made with).* remove"):
+    with pytest.raises(UserError, match=str(folder)):
         made(target, folder)
-
-
-@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_record_of_unfinished_work_is_refused_in_a_line(target, tmp_path, harm):
-    work = batches.Batches(tmp_path, {"seed": 1123, "rows": 7}, [[0]], progress=False)
-    work.write(0, [[1]])
-    harm(tmp_path / "batches" / "record.json")
-    with pytest.raises(UserError, match=r"(was made with|record\.json: ).*remove"):
-        batches.Batches(tmp_path, {"seed": 1123, "rows": 7}, [[0]], progress=False)
 
 
 def test_a_full_disk_is_one_line_and_the_same_call_goes_on_when_there_is_room(target, tmp_path, monkeypatch):
@@ -287,7 +251,7 @@ def test_a_full_disk_is_one_line_and_the_same_call_goes_on_when_there_is_room(ta
         patch.setattr(
             batches.Dataset, "save_to_disk", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
-        with pytest.raises(UserError, match=r"can't write .*rows: No space left on device"):
+        with pytest.raises(OSError, match="No space left on device"):
             made(target, tmp_path / "out")
     assert made(target, tmp_path / "out") == expected
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}

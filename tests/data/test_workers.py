@@ -18,14 +18,14 @@ from data.prepare import token_rows
 from data.rows import RowError
 from data.sources import SourceError, documents, token_documents
 from data.tally import Tally
-from data.workers import in_order
+from data.workers import map_in_order
 from speculator.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def early(monkeypatch, tmp_path):
     """Processes from the second item on, a few documents an item."""
-    monkeypatch.setattr(workers, "_ALONE", 1)
+    monkeypatch.setattr(workers, "_SERIAL_ITEMS", 1)
     monkeypatch.setattr(rendering, "_DOCUMENTS_AT_ONCE", 4)
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     datasets.disable_progress_bars()
@@ -40,7 +40,7 @@ def slowly(item: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
 def test_results_come_in_the_order_of_the_items(processes):
-    results = list(in_order(slowly, range(40), processes))
+    results = list(map_in_order(slowly, range(40), processes))
     assert [item for item, _ in results] == list(range(40))
     used = {pid for _, pid in results}
     assert len(used - {os.getpid()}) == (0 if processes == 1 else processes)
@@ -49,7 +49,7 @@ def test_results_come_in_the_order_of_the_items(processes):
 
 def test_no_more_is_drawn_ahead_than_there_are_processes():
     drawn = []
-    results = in_order(slowly, (drawn.append(i) or i for i in range(100)), 3)
+    results = map_in_order(slowly, (drawn.append(i) or i for i in range(100)), 3)
     for count, _ in enumerate(results, start=1):
         assert len(drawn) <= count + 3
         if count == 20:
@@ -66,13 +66,13 @@ def broken(item: int, error: Exception) -> int:
 
 def test_what_a_process_raises_is_raised_here():
     row = RowError("file:3", "said of 5", "said of any")
-    results = in_order(partial(broken, error=row), range(20), 2)
+    results = map_in_order(partial(broken, error=row), range(20), 2)
     found = []
     with pytest.raises(RowError, match="file:3: said of 5") as error:
         found += results
     assert error.value.kind == "said of any"
     with pytest.raises(ZeroDivisionError):
-        list(in_order(partial(broken, error=ZeroDivisionError()), range(20), 2))
+        list(map_in_order(partial(broken, error=ZeroDivisionError()), range(20), 2))
     assert not multiprocessing.active_children()
 
 
@@ -83,8 +83,8 @@ def killed(item: int) -> int:
 
 
 def test_a_process_that_is_killed_is_one_line():
-    with pytest.raises(UserError, match="was ended from outside"):
-        list(in_order(killed, range(20), 2))
+    with pytest.raises(UserError, match="num_proc"):
+        list(map_in_order(killed, range(20), 2))
     assert not multiprocessing.active_children()
 
 
@@ -95,7 +95,7 @@ def test_the_end_of_processes_that_have_just_begun_is_no_signal_to_who_watches_o
     mine = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         for _ in range(3):
-            assert len(list(in_order(slowly, range(2), 8))) == 2
+            assert len(list(map_in_order(slowly, range(2), 8))) == 2
     finally:
         signal.signal(signal.SIGTERM, mine)
         signal.set_wakeup_fd(before)
@@ -107,7 +107,7 @@ def test_the_end_of_processes_that_have_just_begun_is_no_signal_to_who_watches_o
 def test_processes_end_with_one_that_is_killed():
     reading, writing = os.pipe()
     if not (child := os.fork()):
-        for _, pid in in_order(slowly, range(10**9), 2):
+        for _, pid in map_in_order(slowly, range(10**9), 2):
             os.write(writing, f"{pid}\n".encode())
     found: set[int] = set()
     with os.fdopen(reading) as stream:
@@ -158,7 +158,7 @@ def test_rows_and_bad_ones_are_the_same_however_many_processes(tmp_path, monkeyp
 def test_rows_in_another_order_would_be_seen(tmp_path, monkeypatch):
     source = write(tmp_path / "a.jsonl", [{"text": f"row {i}"} for i in range(60)])
     expected = list(token_documents([source], None, tiny_tokenizer()))
-    monkeypatch.setattr(rendering, "in_order", lambda work, items, _: map(work, reversed(list(items))))
+    monkeypatch.setattr(rendering, "map_in_order", lambda work, items, _: map(work, reversed(list(items))))
     assert list(token_documents([source], None, tiny_tokenizer(), processes=2)) != expected
 
 
