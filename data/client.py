@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
 from data.rendering import end_of_answer
-from data.tally import tell
+from data.tally import log
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, check_secret, first_line, hide, refuse
 
@@ -120,7 +120,7 @@ async def _fetch(
             if not available:
                 raise UserError(fault) from None
             with tqdm.external_write_mode(sys.stderr):
-                tell(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
+                log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
 
     async def probe(server: _Server) -> None:
         try:

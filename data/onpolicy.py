@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from data.batches import Batches
 from data.choice import Chosen, Drafts, choose, identity
-from data.tally import tell
+from data.tally import log
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Generation, Step, check_prompts
 from speculator.decoding.sampling import Sampling
@@ -120,7 +120,7 @@ def generate_rows(
         choice = choose(drafter, target, Path(folder), requests, sample, plain=not keep_refused, **how)
         drafter = choice.drafter
         if choice.fresh and choice.clocked and progress:
-            tell(f"{title}: {choice}")
+            log(f"{title}: {choice}")
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {

@@ -1,26 +1,28 @@
-"""Prepared rows: made once, kept in a cache folder, shared by every process of a run."""
+"""Prepare packed rows once, in a cache folder that all processes of a run share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
-from data.tally import Tally, tell
+from data.tally import Tally, log
 from data.workers import default_processes
 from speculator import chat
-from speculator.files import cache_folder, make_folder, new_folder, sha256, write_text
+from speculator.errors import UserError, first_line
+from speculator.files import cache_folder, make_folder, new_folder, read_json, write_text
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
@@ -43,26 +45,24 @@ def token_rows(
     first_rows: int | None = None,
     num_proc: int | None = None,
 ) -> Dataset:
-    """Packed rows of one split of some sources, as `data.packing.pack` makes them.
+    """Return packed rows (see `data.packing.pack`) of one split of some sources.
 
-    The cache key covers the sources (names, weights, sizes, modification times), every argument, the tokenizer with
-    its chat template and this package's code, none of which the library's own fingerprint follows. The first process
-    to come makes the rows under a file lock; the others wait there, outside any collective, so a long preparation
-    can't run into a time-out. What does not match its checksums is made again.
+    The cache key covers the sources (names, weights, sizes, modification times), the arguments, the tokenizer with its
+    chat template, and the code of this package. One process prepares the rows under a file lock; the others wait for
+    the lock, outside of any collective, so that a long preparation does not time out.
 
     Args:
-        max_bad_rows: of the training split; rows that can't be used are passed over and shown on stderr, also by those
-            who find the rows made. A larger share of them is an error; other splits are small, so they take any.
-        first_rows: make no more than so many, or than it takes to have a token to learn among them.
+        max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
+            splits are small, so any share is accepted once it is above 0.
+        first_rows: stop after this many rows, as soon as one token among them has loss.
         num_proc: processes that render and tokenize; the rows do not depend on it.
 
     Raises:
-        SourceError: a source that can't be read, too many bad rows, too little text for a single row, or a tokenizer
-            without EOS.
+        SourceError: an unreadable source, too many bad rows, or too little text for one row.
     """
-    few = max_tokens, first_rows
-    folder, manifest = _made(sources, split, tokenizer, length, few, max_package_bytes, max_bad_rows, num_proc)
-    Tally.of(manifest["bad_rows"], 0.0).show(_name(sources, split))
+    limits = max_tokens, first_rows
+    folder, manifest = _cached(sources, split, tokenizer, length, limits, max_package_bytes, max_bad_rows, num_proc)
+    Tally.from_record(manifest["bad_rows"], 0.0).warn(_name(sources, split))
     return Dataset.load_from_disk(str(folder))
 
 
@@ -77,35 +77,36 @@ def save_rows(
     max_bad_rows: float = 0.0,
     num_proc: int | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Write the rows of every split that fills one into a new `datasets` folder, which is a source like any other.
+    """Write the rows of every split that fills one row into a new `datasets` folder, which is a valid source.
 
     Args:
-        sources, tokenizer, length, max_package_bytes, max_bad_rows, num_proc: as for `token_rows`.
-        output: the folder; written aside, then renamed.
-        max_tokens: of each split at most this many.
+        sources, tokenizer, length, max_package_bytes, max_bad_rows, num_proc: see `token_rows`.
+        output: folder, which must not exist.
+        max_tokens: largest number of tokens per split.
 
     Returns:
-        For each split the numbers of `documents`, `rows`, `tokens` and `tokens_with_loss`.
+        The numbers of `documents`, `rows`, `tokens` and `tokens_with_loss` of each split.
 
     Raises:
-        SourceError: as `token_rows`, the training split being too small among it.
-        UserError: the folder is there already.
+        SourceError: see `token_rows`; a validation or held-out split may be empty.
     """
     if output.exists():
-        raise SourceError(f"{output} is there already; choose another --output")
+        raise SourceError(f"{output} already exists: choose another --output")
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
         try:
-            few = max_tokens, None
-            folder, manifest = _made(sources, split, tokenizer, length, few, max_package_bytes, max_bad_rows, num_proc)
+            limits = max_tokens, None
+            folder, manifest = _cached(
+                sources, split, tokenizer, length, limits, max_package_bytes, max_bad_rows, num_proc
+            )
         except TooLittleTextError:
             if split == "train":
                 raise
             continue
         rows[split] = Dataset.load_from_disk(str(folder))
         counts[split] = manifest["counts"]
-        Tally.of(manifest["bad_rows"], 0.0).show(_name(sources, split))
+        Tally.from_record(manifest["bad_rows"], 0.0).warn(_name(sources, split))
     with new_folder(output) as scratch:
         DatasetDict(rows).save_to_disk(str(scratch))
     return counts
@@ -115,20 +116,20 @@ def _name(sources: Sequence[str], split: str) -> str:
     return f"the {split} split of {', '.join(sources)}"
 
 
-def _made(
+def _cached(
     sources: Sequence[str],
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    few: tuple[int | None, int | None],
+    limits: tuple[int | None, int | None],
     max_package_bytes: int,
     max_bad_rows: float,
     num_proc: int | None,
 ) -> tuple[Path, dict[str, Any]]:
-    """The cache folder of these rows, made if it is not there or damaged, and what its manifest says."""
+    """Return the cache folder of these rows and its manifest; prepare the rows if they are missing."""
     identity = {
         "sources": [[fingerprint(source.location), source.weight] for source in parse(sources)],
-        "arguments": [split, length, *few, max_package_bytes],
+        "arguments": [split, length, *limits, max_package_bytes],
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "chat_template": tokenizer.chat_template,
@@ -136,19 +137,13 @@ def _made(
     }
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
     folder = cache_folder() / key
-    most = max_bad_rows if split == "train" or not max_bad_rows else 1.0
-    make_folder(folder.parent)
-    manifest = _whole(folder)  # without the lock: of many processes each reads all of it
-    if manifest is None:
-        with ExitStack() as held:
-            with suppress(OSError, NotImplementedError):  # a file system without locks
-                held.enter_context(FileLock(f"{folder}.lock"))
-            manifest = _whole(folder)
-            if manifest is None:
-                if folder.exists():
-                    tell(f"{folder}: prepared rows that do not match their checksums; they are made anew")
-                    shutil.rmtree(folder)
-                tally = Tally(most)
+    manifest = folder / _MANIFEST
+    max_share = max_bad_rows if split == "train" or not max_bad_rows else 1.0
+    if not manifest.exists():
+        make_folder(folder.parent)
+        with _locked(Path(f"{folder}.lock")):
+            if not manifest.exists():
+                tally = Tally(max_share)
                 documents = token_documents(
                     sources,
                     split,
@@ -157,33 +152,42 @@ def _made(
                     tally=tally,
                     processes=num_proc or default_processes(),
                 )
-                manifest = _make(folder, documents, length, *few, _name(sources, split), tally)
-    Tally.of(manifest["bad_rows"], most).judge(_name(sources, split))
-    return folder, manifest
+                _prepare(folder, documents, length, *limits, _name(sources, split), tally)
+    content = read_json(manifest)
+    Tally.from_record(content["bad_rows"], max_share).check(_name(sources, split))
+    return folder, content
 
 
-def _whole(folder: Path) -> dict[str, Any] | None:
-    """What the manifest of a folder says; None where its files are not as they were written."""
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock file; warn once while another process holds it."""
+    hint = "set SPECULATOR_CACHE to a writable folder"
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"can't write to the cache folder {file.parent}: {hint}")
+    lock = FileLock(file)
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        return manifest if manifest["sha256"] == _checksums(folder) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log(f"waiting for another process that prepares the same rows; it holds {file}")
+            lock.acquire()
+    except OSError as error:
+        raise UserError(f"can't lock {file}: {first_line(error)}; {hint}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    return {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name != _MANIFEST}
-
-
-def _make(
+def _prepare(
     folder: Path,
     documents: Iterator[dict[str, Any]],
     length: int,
     max_tokens: int | None,
     first_rows: int | None,
-    what: str,
+    name: str,
     tally: Tally,
-) -> dict[str, Any]:
+) -> None:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
 
     def counted() -> Iterator[dict[str, Any]]:
@@ -199,24 +203,22 @@ def _make(
             yield row
             if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
                 break
-        tally.judge(what)
+        tally.check(name)
         if not counts["rows"]:
-            raise TooLittleTextError(f"{what} does not fill one row of {length} tokens")
+            raise TooLittleTextError(f"{name} does not fill one row of {length} tokens")
         if not counts["tokens_with_loss"]:
-            raise SourceError(f"{what}: the loss masks leave no token to learn")
+            raise SourceError(f"{name}: no token has loss: the loss masks are all 0")
 
-    # Written row by row: a corpus need not fit in memory. The work folder holds the only other copy.
+    # `datasets` streams the rows into the work folder, so the corpus need not fit in memory.
     work = folder.with_suffix(".work")
     shutil.rmtree(work, ignore_errors=True)
     try:
         with new_folder(folder) as scratch:
             try:
-                made = Dataset.from_generator(rows, features=_FEATURES, cache_dir=str(work), fingerprint=folder.name)
+                dataset = Dataset.from_generator(rows, features=_FEATURES, cache_dir=str(work), fingerprint=folder.name)
             except DatasetGenerationError as error:
                 raise error.__cause__ or error from None
-            made.save_to_disk(str(scratch))
-            manifest = {"counts": counts, "bad_rows": tally.record(), "sha256": _checksums(scratch)}
-            write_text(scratch / _MANIFEST, json.dumps(manifest, indent=1))
-        return manifest
+            dataset.save_to_disk(str(scratch))
+            write_text(scratch / _MANIFEST, json.dumps({"counts": counts, "bad_rows": tally.record()}, indent=1))
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from data.rendering import check_tokens, document_text, text_tokens
 from data.rows import RowError, SourceError
 from data.sources import interleave, streams
-from data.tally import Tally, tell
+from data.tally import Tally, log
 from speculator.chat import chat_tokens
 
 _PACKED_HEAD = 256
@@ -64,7 +64,7 @@ class Room:
         if left_out and not found:
             raise SourceError(f"{what}: none of its {left_out} prompts fits {here}")
         if left_out:
-            tell(f"{what}: {left_out} prompts are left out: they do not fit {here}")
+            log(f"{what}: {left_out} prompts are left out: they do not fit {here}")
 
 
 class TokenPrompts(list[list[int]]):

@@ -50,26 +50,29 @@ class Source:
 
 
 def parse(sources: Sequence[str]) -> list[Source]:
-    """Sources as they are spelled.
+    """Split sources into location and weight.
 
     Raises:
-        SourceError: none, a weight that is not above 0, or weights of some only.
+        SourceError: a weight is not above 0, or only some sources have one.
     """
     if not sources or not all(sources):
-        raise SourceError("no source")
+        raise SourceError("no source is given")
     parsed = [_parse(source) for source in sources]
     weighted = [source for source in parsed if source.weight is not None]
-    if any(source.weight == 0 for source in weighted):
-        raise SourceError("the weight of a source must be above 0")
     if weighted and len(weighted) < len(parsed):
-        raise SourceError(f"{weighted[0].location} has a weight, others have not: give one to each source, or to none")
+        missing = next(source.location for source in parsed if source.weight is None)
+        raise SourceError(f"{missing} has no weight, but {weighted[0].location} has one: weight all sources, or none")
     return parsed
 
 
 def _parse(source: str) -> Source:
-    # A name that ends in what looks like a weight, and is there, is a name.
-    match = None if Path(source).exists() else re.fullmatch(r"(.+)@(\d+\.?\d*|\.\d+)", source, re.DOTALL)
-    return Source(match[1], float(match[2])) if match else Source(source, None)
+    # The name of an existing file may end like a weight.
+    match = None if Path(source).exists() else re.fullmatch(r"(.+)@([+-]?(?:\d+\.?\d*|\.\d+))", source, re.DOTALL)
+    if match is None:
+        return Source(source, None)
+    if float(match[2]) <= 0:
+        raise SourceError(f"{source}: a weight must be above 0")
+    return Source(match[1], float(match[2]))
 
 
 def split_of(document_id: str) -> str:
@@ -120,7 +123,7 @@ def _documents(
         own = split is None or row.get("split", split_of(row["id"])) == split
         tally.rows += own
         if "fault" in row:
-            if own or not tally.most:
+            if own or not tally.max_share:
                 tally.add(row["fault"])
             continue
         # Duplicates are dropped before the split, or a copy could sit on both sides of it. A row with a split of

@@ -1,4 +1,4 @@
-"""How many rows of a source could not be used, and why."""
+"""Count the rows of a source that can't be used, and why."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from data.rows import RowError, SourceError
 from speculator.errors import printable
 
 MAX_BAD_ROWS = 0.05
-_SHOWN = 3
-_HOPELESS = 1000  # so many, and more than there are others: the rest need not be read
+_EXAMPLES = 3
+_HOPELESS = 1000  # give up early after this many bad rows if most rows are bad
 
 
-def tell(line: str) -> None:
-    """Say a line on stderr, once among the processes of a launch."""
+def log(line: str) -> None:
+    """Print a line on stderr, on the first process of a launch only."""
     if os.environ.get("RANK", "0") == "0":
         print(printable(line.replace("\n", " ")), file=sys.stderr)
 
 
 def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The flag `--max_bad_rows` of the commands that read sources."""
+    """Add the flag `--max_bad_rows` of the commands that read sources."""
     parser.add_argument(
         "--max_bad_rows",
         type=float,
         default=MAX_BAD_ROWS,
-        help=f"rows that can't be used are left out and shown; a larger share is an error; default: {MAX_BAD_ROWS}",
+        help=f"largest share of unusable rows; they are skipped with a warning (default: {MAX_BAD_ROWS})",
     )
 
 
 @dataclass
 class Tally:
-    """Rows that were read, and the bad ones among them, which are passed over.
+    """Counts of the rows that were read, and of the bad rows among them, which are skipped.
 
     Attributes:
-        most: the share of bad rows from which a source is refused; with 0 the first of them is raised.
-        rows: read, the bad ones included.
-        kinds: of what was wrong, how often.
-        first: what was wrong with the first few.
+        max_share: largest accepted share of bad rows; 0 raises the first one.
+        rows: number of rows read, including bad ones.
+        kinds: number of bad rows by what is wrong with them.
+        first: messages of the first few bad rows.
     """
 
-    most: float = 0.0
+    max_share: float = 0.0
     rows: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, record: dict[str, Any], most: float) -> Tally:
-        """As `record` gave it."""
-        return cls(most, record["rows"], Counter(record["kinds"]), record["first"])
+    def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
+        """Restore the counts that `record` returned."""
+        return cls(max_share, record["rows"], Counter(record["kinds"]), record["first"])
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the counts as JSON values."""
         return {"rows": self.rows, "kinds": dict(self.kinds), "first": self.first}
 
     @property
@@ -63,40 +63,32 @@ class Tally:
         return self.kinds.total()
 
     def add(self, error: RowError) -> None:
-        """Pass over a row.
-
-        Raises:
-            SourceError: none may be bad, or by now nearly all are.
-        """
-        if not self.most:
+        """Count a bad row; raise it if none is accepted, or if nearly all rows so far are bad."""
+        if not self.max_share:
             raise error
         self.kinds[error.kind] += 1
-        if len(self.first) < _SHOWN:
+        if len(self.first) < _EXAMPLES:
             self.first.append(str(error))
         if self.bad >= _HOPELESS and self.bad > self.rows / 2:
-            self.judge("the first rows")
+            self.check("the first rows")
 
-    def judge(self, what: str) -> None:
-        """Refuse a source of too many bad rows.
-
-        Raises:
-            SourceError: their share is above `most`.
-        """
-        if self.bad > self.most * self.rows:
+    def check(self, name: str) -> None:
+        """Raise a SourceError if the share of bad rows is above `max_share`."""
+        if self.bad > self.max_share * self.rows:
             raise SourceError(
-                f"{self._said(what)}, more than max_bad_rows {self.most:g} allows: {self._by_kind()}; "
+                f"{self._counts(name)}, more than max_bad_rows {self.max_share:g} allows: {self._kinds()}; "
                 f"the first is {self.first[0]}"
             )
 
-    def show(self, what: str) -> None:
-        """Say on stderr how many were passed over, why, and which came first; nothing where there was none."""
+    def warn(self, name: str) -> None:
+        """Print the number of bad rows, the reasons, and the first few; print nothing if there are none."""
         if self.bad:
-            lines = [f"{self._said(what)} and are left out: {self._by_kind()}", *(f"  {line}" for line in self.first)]
-            for line in lines:
-                tell(line)
+            log(f"{self._counts(name)} and are skipped: {self._kinds()}")
+            for line in self.first:
+                log(f"  {line}")
 
-    def _said(self, what: str) -> str:
-        return f"{what}: {self.bad:,} of {self.rows:,} rows ({self.bad / self.rows:.1%}) can't be used"
+    def _counts(self, name: str) -> str:
+        return f"{name}: {self.bad:,} of {self.rows:,} rows ({self.bad / self.rows:.1%}) can't be used"
 
-    def _by_kind(self) -> str:
+    def _kinds(self) -> str:
         return "; ".join(f"{count:,} x {kind}" for kind, count in self.kinds.most_common(5))

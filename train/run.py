@@ -241,7 +241,7 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
 def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
     """Prompts of one split: cut from its texts, of its chats what the model is asked."""
     # Who prepared the split has shown its bad rows already.
-    tally = Tally(most=1.0 if config.data.max_bad_rows else 0.0)
+    tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
         config.data.sources,
         target.tokenizer,
@@ -253,7 +253,7 @@ def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Sui
         tally=tally,
     )
     if split == "held-out":
-        tally.show(f"the {split} split of {', '.join(config.data.sources)}")
+        tally.warn(f"the {split} split of {', '.join(config.data.sources)}")
     return suite
 
 
@@ -269,7 +269,7 @@ def own_prompts_of(config: RunConfig, target: Target) -> TokenPrompts:
         per_text=_PROMPTS_PER_TEXT,
         room=Room(target.name, target.context_length, settings.max_new_tokens, config.data.seq_length),
         max_package_bytes=config.data.max_package_bytes,
-        tally=Tally(most=1.0 if config.data.max_bad_rows else 0.0),
+        tally=Tally(max_share=1.0 if config.data.max_bad_rows else 0.0),
     )
 
 

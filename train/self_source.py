@@ -16,7 +16,7 @@ from filelock import FileLock
 from data.choice import Drafts
 from data.magpie import SELF, asking_of, names_self, self_rows, summary
 from data.sources import SourceError, parse, token_documents
-from data.tally import Tally, tell
+from data.tally import Tally, log
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
@@ -73,7 +73,7 @@ def fresh_rows(config: RunConfig, target: Target, drafter: Drafter | Drafts, fol
         keep_refused=config.stage2.rejected_token_weight is not None,
         after=folder_of(config, target),
     )
-    tell(f"{SELF}: {summary(folder)}")
+    log(f"{SELF}: {summary(folder)}")
     return made
 
 
@@ -98,7 +98,7 @@ def _write(config: RunConfig, target: Target, folder: Path) -> None:
     if main and not (folder / "manifest.json").exists():
         make_folder(folder.parent)
         acquire(lock, f"{folder}: another run is writing these chats; start again when it has")
-        tell(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
+        log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
     PartialState().wait_for_everyone()
     try:
         self_rows(
@@ -114,4 +114,4 @@ def _write(config: RunConfig, target: Target, folder: Path) -> None:
         )
     finally:
         lock.release()
-    tell(f"{SELF}: {summary(folder)}")
+    log(f"{SELF}: {summary(folder)}")

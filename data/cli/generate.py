@@ -201,8 +201,8 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
             arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, most, room=room, tally=tally
         )
         split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
-        tally.judge(split)
-        tally.show(split)
+        tally.check(split)
+        tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return [RenderedPrompt(ids) for ids in found]
     rows = [replace(prompt, today=DATA_DAY) for _, prompt in read_prompts(arguments.prompts)]

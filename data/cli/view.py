@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     tokenizer = load_tokenizer(arguments.target, arguments.revision)
     marks = (_DIM, _PLAIN, _GREEN, _PLAIN) if arguments.color or sys.stdout.isatty() else ("", "", "[[", "]]")
-    tally = Tally(most=1.0)
+    tally = Tally(max_share=1.0)
     documents = token_documents([arguments.source], None, tokenizer, tally=tally)
     # A packed row is rendered as its documents, all with the row's id.
     found = groupby(documents, key=lambda document: document["id"])
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"--- {printable(name)}: {count} tokens, {learnt} with loss")
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
     refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
-    tally.show(arguments.source)
+    tally.warn(arguments.source)
 
 
 def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:

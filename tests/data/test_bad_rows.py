@@ -53,7 +53,7 @@ def test_bad_rows_are_left_out_counted_by_reason_and_shown(tmp_path, capsys):
     (tmp_path / "good").mkdir()
     assert rows["input_ids"][:] == prepared(write(tmp_path / "good" / "chats.jsonl", GOOD))["input_ids"][:]
     assert not capsys.readouterr().err
-    assert "chats.jsonl: 4 of 185 rows (2.2%) can't be used and are left out: " in said[0]
+    assert "chats.jsonl: 4 of 185 rows (2.2%) can't be used and are skipped: " in said[0]
     assert all(f"1 x {kind}" in said[0] or f"1 x the chat {kind}" in said[0] for kind in BAD)
     assert [line[:2] for line in said[1:]] == ["  "] * 3
     assert all("chats.jsonl:20" in line for line in said[1:])
@@ -126,7 +126,7 @@ def test_the_command_counts_and_refuses(tmp_path, target_folder, capsys):
     assert "--max_bad_rows: a share" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["generate", *flags, *sizes]) == 0
-    assert "can't be used and are left out" in capsys.readouterr().err
+    assert "can't be used and are skipped" in capsys.readouterr().err
 
 
 def odd_value(generator: random.Random, depth: int = 0):

@@ -81,7 +81,7 @@ def test_view_shows_no_escape_of_a_text_as_one(target, tmp_path, capsys):
     out, error = capsys.readouterr()
     assert r"\x1b]0;owned\x07\x1b[31mred\r" in out
     assert not set(out) & set("\x1b\x07\r")
-    assert "odd.jsonl: 1 of 2 rows (50.0%) can't be used and are left out: 1 x not JSON" in error
+    assert "odd.jsonl: 1 of 2 rows (50.0%) can't be used and are skipped: 1 x not JSON" in error
 
 
 def test_view_shows_a_prepared_row_document_by_document(target, capsys):

@@ -211,5 +211,5 @@ def test_first_rows_with_nothing_to_learn_are_followed_up_to_one_that_has(tmp_pa
     rows = token_rows([source], "validation", tiny_tokenizer(), 16, first_rows=3)
     assert [any(mask) for mask in rows["loss_mask"]] == [False] * 5 + [True]
     none = token_file(tmp_path / "none.jsonl", [0] * 400)
-    with pytest.raises(SourceError, match="leave no token to learn"):
+    with pytest.raises(SourceError, match="no token has loss"):
         token_rows([none], "validation", tiny_tokenizer(), 16, first_rows=3)
