@@ -1,4 +1,4 @@
-"""Checkpoint layouts, one file each, both ways: a trained head for a server, a server's head for this library."""
+"""Checkpoint layouts, one file each: write a trained head for a server, and read a server's head."""
 
 from __future__ import annotations
 
@@ -37,48 +37,36 @@ FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 
 
 def layouts() -> tuple[Layout, ...]:
-    """All layouts: those of servers, and the native one of every registered head."""
+    """Return all layouts: those of servers, and the native one of each registered head."""
     return (*SERVER_LAYOUTS, *map(native_layout, ARCHITECTURES.values()))
 
 
 def layout_of(name: str, head: Speculator) -> Layout:
-    """The layout of this name for a head of this kind.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the layout of this name for this kind of head."""
     fitting = {layout.name: layout for layout in layouts() if layout.head is type(head)}
     if name not in fitting:
-        raise UserError(f"the {name} layout has no {type(head).__name__}; these have: {', '.join(fitting)}")
+        raise UserError(f"no {name} layout for a {type(head).__name__}; it has: {', '.join(fitting)}")
     return fitting[name]
 
 
 def recognise(folder: str | Path) -> Layout:
-    """The layout of a folder, by its config.json.
-
-    Raises:
-        UserError: no config.json, or one of another kind of model; or the folder was sealed, and is not as it was.
-    """
-    if (Path(folder) / MANIFEST).exists() and (problem := manifest_error(Path(folder))):
-        raise UserError(f"{folder}: {problem}; if it was changed on purpose, delete {MANIFEST}")
+    """Return the layout of a folder by its config.json, after a check of its manifest if it has one."""
+    if (Path(folder) / MANIFEST).exists() and (error := manifest_error(Path(folder))):
+        raise UserError(f"{folder}: {error}; if it was changed on purpose, delete {MANIFEST}")
     config = files.read_config(Path(folder))
     found = config.get("architectures")
-    # A list; ArcticTraining's writer of MLP heads makes it a string, of the name that IBM gives them.
+    # ArcticTraining writes MLP heads with a string, IBM's architecture, in place of the list.
     names = found if isinstance(found, list) else [found]
     for layout in layouts():
-        known_by = layout.mark is None or layout.mark in config
-        if len(names) == 1 and names[0] in (layout.architecture, *layout.also) and known_by:
+        marked = layout.mark is None or layout.mark in config
+        if len(names) == 1 and names[0] in (layout.architecture, *layout.also) and marked:
             if not isinstance(found, list) and layout.name == "arctic":
-                raise UserError(f"{folder}: architectures is {found!r}, but arctic-inference takes a list of one only")
+                raise UserError(f"{folder}: architectures is {found!r}; arctic-inference needs a list of one name")
             return layout
     known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in layouts())
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
 
 
 def load_any(folder: str | Path) -> Speculator:
-    """The head in a folder of any layout, on the CPU, in the dtype that it is stored in.
-
-    Raises:
-        UserError: as `recognise` and `load` do.
-    """
+    """Load the head in a folder of any layout to the CPU, in its stored dtype."""
     return load(folder, recognise(folder))

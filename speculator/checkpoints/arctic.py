@@ -1,4 +1,4 @@
-"""The MLP head's layout for arctic-inference 0.3.0, which patches vLLM 0.26.0: IBM's under another name."""
+"""MLP heads for arctic-inference 0.3.0, which patches vLLM 0.26.0: IBM's layout with another architecture."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from speculator.heads.base import SpeculatorConfig
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """IBM's fields under Arctic's architecture: a list of exactly one name, a string is refused there."""
+    """Build config.json; `architectures` must be a list of exactly one name."""
     return {**IBM.fields(config, dtype), "architectures": [ARCTIC.architecture], **base_archs(config)}
 
 
 def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
-    """`base_model_archs`, from the base model's own config where that is on this machine."""
+    """Return `base_model_archs` from the base model's config, if that is on this machine."""
     base = base_config(config.base_model_name_or_path)
     archs = base and base.architectures
     return {"base_model_archs": list(archs)} if archs else {}
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """Who loads it."""
+    """List the programs that may load it."""
     n, base = config.n_predict, config.base_model_name_or_path or "BASE"
     arctic = f'{{"method": "arctic", "model": "{folder}", "num_speculative_tokens": {n}}}'
     how = f"ARCTIC_INFERENCE_ENABLED=1 vllm serve {base} --speculative-config '{arctic}' (as many tokens as heads)"
     return [
         Server("arctic-inference 0.3.0 with vLLM 0.26.0 and CUDA", True, how),
-        Server("arctic-inference with another vLLM", False, "where it is enabled, it stops vLLM with a RuntimeError"),
+        Server("arctic-inference with another vLLM", False, "if enabled, it stops vLLM with a RuntimeError"),
     ]
 
 

@@ -1,7 +1,7 @@
-"""The LSTM head's layout for arctic-inference 0.3.0 (`sum_lstm`), and what ArcticTraining writes for it.
+"""LSTM heads for arctic-inference 0.3.0 (`sum_lstm`), as ArcticTraining writes them.
 
-Its loader fuses the four projections by their bare names before it would strip a prefix, and it parses the widths as
-text: a prefixed name or an integer width stops it.
+Its loader fails on prefixed tensor names and on integer widths: it fuses the four projections by their bare names, and
+parses the widths as text.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import transformers
 from speculator.checkpoints.arctic import base_archs, servers
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout
-from speculator.errors import refuse
+from speculator.errors import UserError, refuse
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.lstm.model import LSTMSpeculator
 
-_WIDTHS = ("inner_dim", "proj_dim", "emb_dim")  # of the state, the gates and the embedding: one width here
+_WIDTHS = ("inner_dim", "proj_dim", "emb_dim")  # of the state, the gates and the embedding, which must be equal
 _METHOD = {"method": "sum_lstm", "tie_lstm_embs": True}
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """config.json. `emb_dim` is the width of the token embedding there, the target's hidden size `input_hidden_dim`.
+    """Build config.json, in which `emb_dim` is the embedding's width and `input_hidden_dim` the target's hidden size.
 
-    `top_k_tokens_per_head` has to have an entry per head, and nobody reads them.
+    `top_k_tokens_per_head` needs an entry per head, which nothing reads.
     """
     n, base = config.n_predict, config.base_model_name_or_path
     return {
@@ -49,23 +49,14 @@ def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The fields under the names that they have here.
-
-    Raises:
-        UserError: another method, gates with embeddings of their own, deeper stacks, or widths that differ.
-    """
+    """Rename the fields of config.json to this library's."""
     for name, value in _METHOD.items():
-        refuse((read.get(name) != value, f"{file}: {name} is {read.get(name)!r}; known is {value!r} only"))
-    widths = {name: str(read.get(name)) for name in _WIDTHS}
-    refuse(
-        ("input_hidden_dim" not in read, f"{file}: no input_hidden_dim in it"),
-        (
-            not all(re.fullmatch("[0-9]{1,9}", width) and int(width) for width in widths.values()),
-            f"{file}: no single width: {widths}",
-        ),
-        (len(set(widths.values())) > 1, f"{file}: the widths of an LSTM head have to be one: {widths}"),
-    )
-    return {**read, "inner_dim": int(widths["inner_dim"]), "emb_dim": read["input_hidden_dim"]}
+        refuse((read.get(name) != value, f"{file}: {name} is {read.get(name)!r}; must be {value!r}"))
+    widths = {str(read.get(name)) for name in _WIDTHS}
+    if len(widths) > 1 or not re.fullmatch("[1-9][0-9]{0,8}", width := widths.pop()):
+        raise UserError(f"{file}: {', '.join(_WIDTHS)} must be the same positive integer")
+    refuse(("input_hidden_dim" not in read, f"{file}: input_hidden_dim is missing"))
+    return {**read, "inner_dim": int(width), "emb_dim": read["input_hidden_dim"]}
 
 
 ARCTIC_LSTM = Layout(

@@ -1,8 +1,9 @@
 """The flat layout of EAGLE-3 heads: a Llama config of the one layer, as SGLang, SpecForge, EAGLE and vLLM read it.
 
-A tap is named twice, since servers count it otherwise: vLLM's key at the top says k, SGLang's in `eagle_config` k - 1,
-the layer that it comes out of. Rope is written twice too, for readers before `rope_parameters`. The draft vocabulary is
-d2t, by how much each row's token lies above its place, and t2d, which tokens have a row.
+The auxiliary layers are written twice, because servers count differently: vLLM's top-level key holds k, SGLang's key in
+`eagle_config` holds k - 1, the layer whose output it is. Rope is also written twice, for readers older than
+`rope_parameters`. The draft vocabulary is d2t, the difference of each row's token and index, and t2d, a mask of the
+tokens that have a row.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ SHAPE: dict[str, type] = {
 }
 KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
-_STEPS = 7  # unrolled by EAGLE and SpecForge, which do not write it
+_STEPS = 7  # in EAGLE and SpecForge, which do not write it
 _LAYER, _OURS = "midlayer.", "layers.0."
 
 
 def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
-    """The one layer as a complete config of transformers: some readers have no defaults."""
+    """Return the layer as a complete transformers config, because some readers have no defaults."""
     written = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.emb_dim,
@@ -74,24 +75,19 @@ def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
 
 
 def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The shape, from a config of the one layer; what it leaves out has transformers' defaults.
-
-    Raises:
-        UserError: no such config, or one of something else.
-    """
+    """Return this library's fields from a config of the layer, with transformers' defaults for absent ones."""
     kind = read.get("model_type", "llama")
     kinds: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-    refuse((kind not in kinds, f"{file}: model_type is {kind!r}; known: {', '.join(kinds)}"))
-    fields = {name: value for name, value in read.items() if name != "model_type"}
+    refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(kinds)}"))
     try:
-        layer: Any = kinds[kind](**fields)
+        layer: Any = kinds[kind](**{name: value for name, value in read.items() if name != "model_type"})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{file}: {' '.join(str(error).split())}") from None
     types, size = getattr(layer, "layer_types", None) or [], read.get("target_hidden_size")
     refuse(
-        (layer.num_hidden_layers != 1, f"{file}: {layer.num_hidden_layers} layers; a head has 1 here"),
-        (layer.hidden_act != "silu", f"{file}: hidden_act is {layer.hidden_act!r}; known is 'silu' only"),
-        (getattr(layer, "mlp_bias", False), f"{file}: mlp_bias is true; heads have none here"),
+        (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
+        (layer.hidden_act != "silu", f"{file}: hidden_act is {layer.hidden_act!r}; must be 'silu'"),
+        (getattr(layer, "mlp_bias", False), f"{file}: mlp_bias must be false"),
         (size not in (None, layer.hidden_size), f"{file}: target_hidden_size is {size}, not {layer.hidden_size}"),
     )
     same = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters")
@@ -104,13 +100,13 @@ def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
     }
 
 
-def drafted(size: Any, vocab_size: int) -> Any:
-    """V_d as read: null and V are both no draft vocabulary."""
+def draft_vocab_size(size: Any, vocab_size: int) -> Any:
+    """Return the stored draft vocabulary size, or None for the whole vocabulary."""
     return None if size == vocab_size else size
 
 
-def tables(head: Eagle3Speculator) -> dict[str, Tensor]:
-    """The head's tensors, its draft vocabulary as d2t and t2d; no embedding, unless it has its own."""
+def with_d2t(head: Eagle3Speculator) -> dict[str, Tensor]:
+    """Return the head's tensors with its draft vocabulary as d2t and t2d."""
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)
     if tokens is not None:
@@ -120,39 +116,34 @@ def tables(head: Eagle3Speculator) -> dict[str, Tensor]:
     return tensors
 
 
-def from_tables(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`draft_tokens` from d2t, and t2d has to say the same; without a draft vocabulary they have to name every token.
-
-    Raises:
-        UserError: they differ, or have another shape or dtype.
-    """
+def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace d2t and t2d, which must agree, by `draft_tokens`; a whole vocabulary must name all tokens."""
     config: Any = head.config
     tensors, rows = dict(tensors), config.output_size
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if offsets is None:
-        refuse((mask is not None, f"{where}: tensors that are missing: d2t"))
+    if offsets is None and mask is None:
         return tensors
+    if offsets is None or mask is None:
+        raise UserError(f"{where}: missing tensors: {'t2d' if mask is None else 'd2t'}")
     integer = not offsets.is_floating_point() and offsets.dtype != torch.bool
     refuse(
         (offsets.shape != (rows,), f"{where}: d2t is {list(offsets.shape)}, config.json says {[rows]}"),
-        (not integer, f"{where}: d2t is stored as {dtype_name(offsets.dtype)}, not int64"),
-        (mask is None, f"{where}: tensors that are missing: t2d"),
+        (not integer, f"{where}: d2t is {dtype_name(offsets.dtype)}, not int64"),
     )
-    assert mask is not None
     tokens = offsets.long() + torch.arange(rows)
     same = mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens)
-    refuse((not same, f"{where}: d2t and t2d are not of the same draft vocabulary, in ascending order"))
+    refuse((not same, f"{where}: d2t and t2d describe different draft vocabularies, or not in ascending order"))
     return tensors if config.draft_vocab_size is None else {**tensors, "draft_tokens": tokens}
 
 
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """config.json, every field written out."""
+    """Build config.json with every field written out."""
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta")
     aux_layers: dict[str, Any] = {}
     if config.aux_layers is not None:
-        nested = {TAPS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
-        aux_layers = {TAPS: config.aux_layers, "eagle_config": nested}
+        nested = {AUX_LAYERS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
+        aux_layers = {AUX_LAYERS: config.aux_layers, "eagle_config": nested}
     base = config.base_model_name_or_path
     return {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else EAGLE3.architecture],
@@ -170,73 +161,61 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The fields under the names that they have here.
-
-    Raises:
-        UserError: a layer of another kind, or keys that name different taps.
-    """
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        refuse((name not in read, f"{file}: no {name} in it"))
+    """Rename the fields of config.json to this library's."""
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
+        refuse((name not in read, f"{file}: {name} is missing"))
     nested = read.get("eagle_config") or {}
-    refuse(
-        (not isinstance(nested, dict), f"{file}: eagle_config is {nested!r}, not an object"),
-        ("draft_vocab_size" not in read, f"{file}: no draft_vocab_size in it"),
-    )
-    refuse((nested.get("use_aux_hidden_state") is False, f"{file}: use_aux_hidden_state is false: it reads no taps"))
-    said = [(read.get(TAPS), 0), (nested.get(TAPS), 1)]
-    for ids, _ in said:
-        wrong = ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids))
-        refuse((wrong, f"{file}: {TAPS} is {ids!r}, not a list of layers"))
-    named = [[k + more for k in ids] for ids, more in said if ids]
-    refuse(
-        (
-            len(named) == 2 and named[0] != named[1],
-            f"{file}: {TAPS} says {said[0][0]} at the top and {said[1][0]} in eagle_config, where each is one less",
-        )
-    )
+    refuse((nested.get("use_aux_hidden_state") is False, f"{file}: use_aux_hidden_state must not be false"))
     flags = {name: nested.get(name, read.get(name, False)) for name in FLAGS}
     shape = from_llama({**read, **flags}, file)
     return {
         **shape,
         **flags,
         "n_predict": read.get("ttt_length", _STEPS),
-        "draft_vocab_size": drafted(read["draft_vocab_size"], shape["vocab_size"]),
-        "aux_layers": named[0] if named else None,
+        "draft_vocab_size": draft_vocab_size(read["draft_vocab_size"], shape["vocab_size"]),
+        "aux_layers": _aux_layers(read.get(AUX_LAYERS), nested.get(AUX_LAYERS), file),
         **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
     }
 
 
+def _aux_layers(inputs: list[int] | None, outputs: list[int] | None, file: Path) -> list[int] | None:
+    """Return the auxiliary layers by vLLM's key (k) or SGLang's (k - 1), which must agree."""
+    try:
+        from_outputs = [k + 1 for k in outputs] if outputs else None
+    except TypeError:
+        raise UserError(f"{file}: {AUX_LAYERS} in eagle_config is {outputs!r}, not a list of layers") from None
+    if inputs and from_outputs and inputs != from_outputs:
+        raise UserError(f"{file}: {AUX_LAYERS} is {inputs}, and {outputs} in eagle_config, where each must be 1 less")
+    return inputs or from_outputs
+
+
 def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
-    """The tensors as stored."""
-    return {name.replace(_OURS, _LAYER, 1): tensor for name, tensor in tables(head).items()}
+    """Return the tensors to store."""
+    return {name.replace(_OURS, _LAYER, 1): tensor for name, tensor in with_d2t(head).items()}
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The stored tensors as the head has them; an embedding that is there is its own.
-
-    Raises:
-        UserError: the layer is there under two names, or the draft vocabulary is none.
-    """
+    """Rename stored tensors to the head's; a stored embedding becomes the head's own."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        as_ours = _OURS + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
-        refuse((as_ours in ours, f"{where}: {as_ours} is there as {_LAYER} and as {_OURS}"))
-        ours[as_ours] = tensor
+        our_name = _OURS + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
+        refuse((our_name in ours, f"{where}: {our_name} exists twice, as {_LAYER} and as {_OURS}"))
+        ours[our_name] = tensor
     if EMBEDDING in ours:
         with torch.device("meta"):
             head.create_embedding()
-    return from_tables(where, head, ours)
+    return from_d2t(where, head, ours)
 
 
 def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
-    """How vLLM takes either layout."""
+    """Describe how vLLM loads either layout."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"model": "{folder}", "method": "eagle3", "num_speculative_tokens": {config.n_predict}}}'
     return Server("vLLM 0.32 and 0.33", True, f"vllm serve {base} --speculative-config '{how}'")
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
-    """Who loads it. SGLang and EAGLE's own code pass over what they do not know, without a word."""
+    """List the programs that may load it. SGLang and EAGLE's own code silently ignore fields that they don't know."""
     base = config.base_model_name_or_path or "BASE"
     foreign = {
         "norm_before_residual": config.norm_before_residual,
@@ -245,14 +224,14 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
         "qk_norm": config.qk_norm,
         "an embedding of its own": config.own_embedding,
     }
-    sglang = [name for name, there in foreign.items() if there]
+    sglang = [name for name, used in foreign.items() if used]
     eagle = sglang + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
     how = f"sglang serve --model-path {base} --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}"
-    passed = "passes over {}, without a word, and drafts something else".format
+    ignores = "silently ignores {}, so it drafts something else".format
     return [
         vllm(config, folder),
-        Server("SGLang 0.5.23", not sglang, passed(", ".join(sglang)) if sglang else how),
-        Server("SpecForge, EAGLE's own code", not eagle, passed(", ".join(eagle)) if eagle else "by the folder"),
+        Server("SGLang 0.5.23", not sglang, ignores(", ".join(sglang)) if sglang else how),
+        Server("SpecForge, EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The layout of IBM's published accelerators: fms-extras, IBM TGIS, vLLM up to 0.9.2, and TGI for tied heads."""
+"""The layout of IBM's published MLP heads: fms-extras, IBM TGIS, vLLM up to 0.9.2, and TGI for tied heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not support
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """config.json, every field written out: some loaders have other defaults, or none.
+    """Build config.json with every field written out, because some loaders have other defaults, or none.
 
     `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM only counts the list.
     """
@@ -38,7 +38,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """Who loads it."""
+    """List the programs that may load it."""
     n, base = config.n_predict, config.base_model_name_or_path
     vllm = f'{{"model": "{folder}", "num_speculative_tokens": {n}, "draft_tensor_parallel_size": 1}}'
     if not config.tie_weights:
@@ -48,12 +48,12 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     else:
         tgi = (
             f"text-generation-launcher --model-id {folder} --speculate {n} (base: {base} at revision main; a smaller "
-            f"--speculate changes what the head computes, without a word; best at temperature 0)"
+            f"--speculate silently changes what the head computes; best at temperature 0)"
         )
     return [
         Server("vLLM 0.5.1 to 0.9.2", True, f"vllm serve {base or 'BASE'} --speculative-config '{vllm}' (V0 engine)"),
         Server("vLLM 0.10 to 0.32", False, f"refuses at start: {_REFUSED}; for 0.32 export --format vllm-plugin"),
-        Server("vLLM 0.33 and later", False, "has no such speculator any more"),
+        Server("vLLM 0.33 and later", False, "no longer has this speculator"),
         Server("TGI", config.tie_weights and bool(base), tgi),
         Server("fms-extras, IBM TGIS", True, "the layout is theirs; dormant"),
     ]
@@ -66,7 +66,7 @@ IBM = Layout(
     prefix=PREFIX,
     fields=fields,
     servers=servers,
-    # The accelerators from before July 2024 have neither of the last two, and are neither.
+    # Heads published before July 2024 lack the last two fields, which are then false.
     defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},
     kept={name: KEPT[name] for name in ("base_model_name_or_path", "top_k_tokens_per_head", "n_candidates")},
     expandable=True,

@@ -18,12 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def load_head(folder: str | Path, target: Target) -> Speculator:
-    """Load a head of any checkpoint layout to draft with: frozen, in the target's dtype, on its device.
+    """Load a head of any checkpoint layout for drafting: frozen, in the target's dtype, on its device.
 
-    One that was trained for another target of the same sizes drafts badly: a line on stderr says so.
-
-    Raises:
-        UserError: no head there, missing, surplus or damaged tensors, or a head for another hidden size or vocabulary.
+    Logs a warning if the head was trained for another target of the same sizes.
     """
     head: Any = load_any(folder)
     head.to(target.device, target.dtype).requires_grad_(False)
@@ -32,22 +29,15 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
     trained_for = config.base_model_fingerprint
     if trained_for and not same_target(trained_for, target.fingerprint):
         _log.warning(
-            f"{folder} was trained for other weights ({config.base_model_name_or_path}) than {target.name} has: fewer "
-            "of its drafts will be accepted; the text stays the target's"
+            f"{folder} was trained for other weights ({config.base_model_name_or_path}) than those of {target.name}: "
+            "fewer drafts will be accepted; the text stays the target's"
         )
     pack_linears(head)
     return head
 
 
 def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator:
-    """Let a head read of its target what it needs: the layers that it names, the embedding. Gives the head.
-
-    Args:
-        name: of the head, for complaints.
-
-    Raises:
-        UserError: it is for another hidden size or vocabulary, or the target has no such layers.
-    """
+    """Give a head its target's embedding and default auxiliary layers, after a check of the sizes; return the head."""
     config = head.config
     if config.emb_dim != target.hidden_size:
         raise UserError(

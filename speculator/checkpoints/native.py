@@ -1,4 +1,4 @@
-"""Our own layouts, one for each kind of head: what `save_pretrained` writes."""
+"""This library's own layouts, one per kind of head, as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """The bundled decoder, and no server."""
+    """List the bundled decoder."""
     target = config.base_model_name_or_path or "BASE"
     how = f"python -m speculator generate --target {target} --speculator {folder} --prompt ..."
     return [Server("speculator", True, how)]
@@ -26,11 +26,12 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 @cache
 def native_layout(head: type[Speculator]) -> Layout:
-    own = _own_fields(head.config_class)
+    """Build the native layout of a kind of head."""
+    own = _declared_fields(head.config_class)
     shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
     def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-        """config.json, as transformers writes it."""
+        """Build config.json as transformers writes it."""
         written = json.loads(config.to_json_string(use_diff=True))
         return {**written, "architectures": [head.__name__], "dtype": dtype}
 
@@ -45,8 +46,8 @@ def native_layout(head: type[Speculator]) -> Layout:
     )
 
 
-def _own_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
-    """The fields that a head's config declares, and those of any head, with the type that each has in JSON."""
+def _declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
+    """Return the fields that a head's config and its base classes declare, with their JSON types."""
     found: dict[str, type] = {}
     for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
         for name, hint in get_annotations(kind).items():

@@ -1,7 +1,7 @@
-"""The layout of MLP and LSTM heads for this project's vLLM plugin (`integrations/vllm`).
+"""MLP and LSTM heads for this project's vLLM plugin (`integrations/vllm`).
 
-vLLM reads config.json as a Llama's, because it has to know the type; the head's own fields stand beside that. The
-tensors have their own names, tied ones are stored once.
+vLLM reads config.json as a Llama's, because it must know the model type; the head's own fields are added. Tensors have
+the head's own names, tied ones are stored once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from speculator.heads import LSTMSpeculator, MLPSpeculator
 from speculator.heads.base import Speculator, SpeculatorConfig
 
 VERSION = "0.32.0"
-_ANY_LENGTH = 2**24  # a head knows no positions: the target's context decides
+_ANY_LENGTH = 2**24  # a head has no positions, so the target's context decides
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """Who loads it."""
+    """List the programs that may load it."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"method": "eagle", "model": "{folder}", "num_speculative_tokens": {config.n_predict}}}'
     plugin = "pip install ./integrations/vllm into vLLM's environment, then"
@@ -30,8 +30,8 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 def _layout(head: type[Speculator], architecture: str) -> Layout:
     def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-        """config.json. vLLM checks a Llama's sizes and uses `hidden_size` and `vocab_size` of them."""
-        heads = math.gcd(config.emb_dim, 64)  # a power of 2, which any number of GPUs divides
+        """Build config.json; vLLM checks a Llama's sizes, and uses only `hidden_size` and `vocab_size`."""
+        heads = math.gcd(config.emb_dim, 64)  # a power of 2, so that GPUs can share the heads
         llama = {
             "architectures": [architecture],
             "model_type": "llama",

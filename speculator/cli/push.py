@@ -1,4 +1,4 @@
-"""`python -m speculator push`: a head's folder to a repository of the Hugging Face hub."""
+"""`python -m speculator push`: upload a head's folder to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from speculator.checkpoints.card import NAME, write_card
 from speculator.drafters.tuned import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
 
-HELP = "upload a head's folder, in the layout that it has, to the Hugging Face hub; one without a model card gets one"
-# Of the folder, what belongs to a head: nothing that lies there by chance.
+HELP = "upload a head's folder to the Hugging Face hub, with a model card"
+# Files of a head; others in the folder are not uploaded.
 _FILES = ["config.json", NAME, TUNED, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*"]
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The command's flags."""
-    parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any of the layouts")
-    parser.add_argument("--repo_id", required=True, help="org/name; made if it is not there")
-    parser.add_argument("--private", action="store_true", help="make it private, if it is made")
+    """Add the command's flags."""
+    parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any layout")
+    parser.add_argument("--repo_id", required=True, help="repository org/name, created if necessary")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read the head, so that what is pushed can be loaded, then make the repository and upload."""
+    """Load the head, which checks it, then create the repository and upload."""
     folder, repo = arguments.speculator, arguments.repo_id
     load_any(folder)
     token = get_token() or ""

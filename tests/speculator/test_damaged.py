@@ -166,7 +166,7 @@ def test_code_of_a_tokenizer_or_base_is_not_run_either(with_code):
 DAMAGED_HEADS = {
     "a hundred million steps": (lambda f: edit(f, n_predict=10**8), "n_predict"),
     "other sizes than stored": (lambda f: edit(f, inner_dim=10**9), "config.json says"),
-    "larger than 64 bits": (lambda f: edit(f, vocab_size=10**30), "no tensor can have"),
+    "larger than 64 bits": (lambda f: edit(f, vocab_size=10**30), "sizes"),
     "steps NaN": (lambda f: edit(f, n_predict=float("nan")), "n_predict"),
     "config nested": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "config.json"),
     "config UTF-16": (lambda f: (f / "config.json").write_bytes("{}".encode("utf-16")), "config.json"),

@@ -1,5 +1,3 @@
-"""The LSTM head in Arctic's layout: what arctic-inference finds in the folder is the head; its traps are refused."""
-
 import json
 
 import pytest
@@ -93,7 +91,7 @@ def test_every_field_of_arctics_config_is_written(tmp_path, target_folder):
 
 
 def as_served(folder) -> torch.Tensor:
-    """Logits as arctic-inference makes them of a folder: gates fused by bare name, split in the same order."""
+    """Compute logits from a folder as arctic-inference does: gates fused by bare name, split in the same order."""
     config = json.loads((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
     n, inner = config["n_predict"], int(config["inner_dim"].split(".")[0])
@@ -119,7 +117,7 @@ def as_served(folder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale_input", [True, False])
-def test_what_the_server_computes_from_the_folder_is_the_head(tmp_path, scale_input):
+def test_the_servers_logits_are_the_heads(tmp_path, scale_input):
     head = head_of(scale_input=scale_input)
     save(head, tmp_path / "out", ARCTIC_LSTM)
     torch.testing.assert_close(as_served(tmp_path / "out"), head.logits(*inputs(head)), atol=1e-5, rtol=0)
@@ -132,8 +130,8 @@ def test_names_are_bare(arctic):
     assert load_file(arctic / "model.safetensors").keys() == names
 
 
-def test_reads_what_arctics_trainer_writes(arctic):
-    """A pickle with every tied tensor under all of its names, and no base_model_archs."""
+def test_a_pickle_of_arctic_training_is_read(arctic):
+    """It has every tied tensor under all of its names, and no base_model_archs."""
     expected = load_any(arctic)
     stored = load_file(arctic / "model.safetensors")
     stored |= {f"{gate}_emb.0.weight": stored["forget_emb.0.weight"] for gate in ("input", "output", "cell")}
@@ -144,80 +142,71 @@ def test_reads_what_arctics_trainer_writes(arctic):
     assert torch.equal(head.logits(*inputs(head)), expected.logits(*inputs(expected)))
 
 
-def test_the_other_name_of_the_architecture_is_known(arctic):
-    edit(arctic, architectures=["MLPVariantSpeculatorPreTrainedModel"])
+def test_the_other_architecture_and_integer_widths_are_read(arctic):
+    edit(arctic, architectures=["MLPVariantSpeculatorPreTrainedModel"], inner_dim=8, proj_dim=8, emb_dim=8)
     assert recognise(arctic) is ARCTIC_LSTM
-
-
-def test_widths_may_be_numbers_when_read(arctic):
-    edit(arctic, inner_dim=8, proj_dim=8, emb_dim=8)
     assert load_any(arctic).config.inner_dim == 8
 
 
-# --- traps
+# --- errors
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "key"),
     [
-        ({"architectures": "ArcticLSTMSpeculatorPreTrainedModel"}, "takes a list of one"),
-        ({"method": "sum_rnn"}, "method is 'sum_rnn'"),
-        ({"method": None}, "method is None"),
-        ({"tie_lstm_embs": False}, "tie_lstm_embs is False"),
-        ({"tie_weights": False}, "no untied LSTM"),
-        ({"tie_weights": None}, "no tie_weights"),
-        ({"scale_input": None}, "no scale_input"),
-        ({"inner_dim": "8.4"}, "no single width"),
-        ({"inner_dim": "0", "proj_dim": "0", "emb_dim": "0"}, "no single width"),
-        ({"emb_dim": "4"}, "have to be one"),
-        ({"proj_dim": None}, "no single width"),
-        ({"input_hidden_dim": None}, "no input_hidden_dim"),
-        ({"input_hidden_dim": 11}, "config.json says [8, 11]"),
-        ({"n_predict": 4}, "top_k_tokens_per_head is [1, 1, 1], but n_predict is 4"),
+        ({"architectures": "ArcticLSTMSpeculatorPreTrainedModel"}, "architectures"),
+        ({"method": "sum_rnn"}, "method"),
+        ({"method": None}, "method"),
+        ({"tie_lstm_embs": False}, "tie_lstm_embs"),
+        ({"tie_weights": False}, "untied"),
+        ({"tie_weights": None}, "tie_weights"),
+        ({"scale_input": None}, "scale_input"),
+        ({"inner_dim": "8.4"}, "inner_dim"),
+        ({"inner_dim": "0", "proj_dim": "0", "emb_dim": "0"}, "inner_dim"),
+        ({"emb_dim": "4"}, "emb_dim"),
+        ({"proj_dim": None}, "proj_dim"),
+        ({"input_hidden_dim": None}, "input_hidden_dim"),
+        ({"input_hidden_dim": 11}, "[8, 11]"),
+        ({"n_predict": 4}, "top_k_tokens_per_head"),
     ],
 )
-def test_config_that_is_wrong_is_one_line(arctic, changes, message):
+def test_a_wrong_config_is_one_line(arctic, changes, key):
     edit(arctic, **changes)
-    assert message in refused(arctic)
+    assert key in refused(arctic)
 
 
-def test_string_of_the_mlp_heads_architecture_is_refused_too(tmp_path):
+def test_an_mlp_head_with_a_string_architecture_is_refused(tmp_path):
     head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=20, emb_dim=12, inner_dim=8))
     save(head, tmp_path / "mlp", layout_of("arctic", head))
     edit(tmp_path / "mlp", architectures="ArcticMLPSpeculatorPreTrainedModel")
-    assert "takes a list of one" in refused(tmp_path / "mlp")
-
-
-def test_prefixed_names_are_refused(arctic):
-    stored = load_file(arctic / "model.safetensors")
-    save_file({f"speculator.{name}": tensor for name, tensor in stored.items()}, arctic / "model.safetensors")
-    assert "names start with speculator." in refused(arctic)
+    assert "architectures" in refused(tmp_path / "mlp")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        (lambda t: t.pop("cell_ln.0.bias"), "missing (tie_weights is true): cell_ln.0.bias"),
+        (lambda t: t.pop("cell_ln.0.bias"), "cell_ln.0.bias"),
         (lambda t: t.update({"input_emb.0.weight": torch.zeros(20, 8)}), "missing"),
-        (lambda t: t.update({"forget_proj.2.weight": torch.zeros(8, 8)}), "do not belong here"),
+        (lambda t: t.update({"forget_proj.2.weight": torch.zeros(8, 8)}), "forget_proj.2.weight"),
+        (lambda t: [t.update({f"speculator.{name}": t.pop(name)}) for name in list(t)], "speculator."),
     ],
 )
-def test_tensors_that_are_wrong_are_one_line(arctic, change, message):
+def test_a_wrong_tensor_is_one_line(arctic, change, name):
     stored = load_file(arctic / "model.safetensors")
     change(stored)
     save_file(stored, arctic / "model.safetensors")
-    assert message in refused(arctic)
+    assert name in refused(arctic)
 
 
-def test_gates_with_embeddings_of_their_own_are_refused(tmp_path):
+def test_gates_with_different_embeddings_are_refused(tmp_path):
     save(head_of(), tmp_path / "all", ARCTIC_LSTM, expand_tied=True)
     stored = load_file(tmp_path / "all" / "model.safetensors")
     stored["input_emb.0.weight"] += 1
     save_file(stored, tmp_path / "all" / "model.safetensors")
-    assert "tied, but input_emb.0.weight is not forget_emb.0.weight" in refused(tmp_path / "all")
+    assert "input_emb.0.weight" in refused(tmp_path / "all")
 
 
-def test_known_wrong_writers_are_seen(tmp_path, monkeypatch):
+def test_known_wrong_writers_are_caught(tmp_path, monkeypatch):
     write = files.write
 
     def swap(stored):
@@ -226,7 +215,7 @@ def test_known_wrong_writers_are_seen(tmp_path, monkeypatch):
     def prefixed(stored):
         return {f"speculator.{name}": tensor for name, tensor in stored.items()}
 
-    for change, message in ((swap, "weights, logits differ"), (prefixed, "names start with speculator")):
+    for change, message in ((swap, "weights, logits"), (prefixed, "speculator")):
         with monkeypatch.context() as patched:
             patched.setattr(
                 files, "write", lambda folder, config, stored, change=change: write(folder, config, change(stored))
@@ -239,15 +228,15 @@ def test_known_wrong_writers_are_seen(tmp_path, monkeypatch):
 # --- commands
 
 
-def test_ibm_has_no_layout_for_it(tmp_path, capsys):
+def test_ibms_layout_refuses_an_lstm_head(tmp_path, capsys):
     head_of().save_pretrained(tmp_path / "head")
     argv = ["export", "--speculator", str(tmp_path / "head"), "--output", str(tmp_path / "out"), "--format"]
     capsys.readouterr()
     assert main([*argv, "ibm"]) == 2
     shown = capsys.readouterr()
-    assert shown.err == "speculator: the ibm layout has no LSTMSpeculator; these have: arctic, vllm-plugin, native\n"
+    assert "arctic, vllm-plugin, native" in shown.err
     assert not shown.out
-    with pytest.raises(UserError, match="no MLPSpeculatorPreTrainedModel"):
+    with pytest.raises(UserError, match="LSTMSpeculator"):
         save(head_of(), tmp_path / "out", IBM)
     assert not (tmp_path / "out").exists()
     assert main([*argv, "arctic"]) == 0
@@ -255,11 +244,11 @@ def test_ibm_has_no_layout_for_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["arctic", "native"])
-def test_inspect_tells_what_it_is(tmp_path, name, capsys):
+def test_inspect_describes_the_head(tmp_path, name, capsys):
     save(head_of(), tmp_path / "head", layout_of(name, head_of()))
     assert main(["inspect", str(tmp_path / "head")]) == 0
     shown = capsys.readouterr().out
     assert "LSTM, 3 heads, tied, input scaled" in shown
     assert "hidden 12, inner 8, vocabulary 20" in shown
-    assert "exports to      arctic: for arctic-inference 0.3.0" in shown
+    assert "exports to       arctic: for arctic-inference 0.3.0" in shown
     assert "ibm" not in shown

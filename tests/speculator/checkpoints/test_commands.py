@@ -39,36 +39,35 @@ def refused(capsys, code) -> str:
     return shown.err
 
 
-def test_export_says_who_loads_it_and_how(head, tmp_path, target_folder, capsys):
+def test_export_lists_the_servers(head, tmp_path, target_folder, capsys):
     output = tmp_path / "ibm"
     assert export(head, output) == 0
     shown = capsys.readouterr().out
-    assert "read back: config, tensors, weights and logits" in shown
-    assert f"base model: {target_folder}, same vocabulary and hidden size" in shown
+    assert f"base model: {target_folder}" in shown
     assert f"loads in vLLM 0.5.1 to 0.9.2: vllm serve {target_folder} --speculative-config" in shown
     assert f'"model": "{output}", "num_speculative_tokens": 3' in shown
-    assert "DOES NOT LOAD in vLLM 0.10 to 0.32: refuses at start: Model architectures" in shown
+    assert "DOES NOT LOAD in vLLM 0.10 to 0.32" in shown
     assert "DOES NOT LOAD in vLLM 0.33" in shown
     assert f"loads in TGI: text-generation-launcher --model-id {output} --speculate 3" in shown
 
 
-def test_untied_for_tgi_is_said_out_loud(tmp_path, target_folder, capsys):
+def test_an_untied_head_does_not_load_in_tgi(tmp_path, target_folder, capsys):
     folder = head_folder(tmp_path / "head", target_folder, tie_weights=False)
     assert export(folder, tmp_path / "ibm") == 0
-    assert "DOES NOT LOAD in TGI: fails when it loads a head that is not tied" in capsys.readouterr().out
+    assert "DOES NOT LOAD in TGI" in capsys.readouterr().out
     assert main(["inspect", str(folder)]) == 0
     assert " TGI;" not in capsys.readouterr().out
 
 
-def test_base_model_that_is_not_known_here_is_said_out_loud(tmp_path, capsys):
+def test_a_base_model_that_was_not_checked_is_reported(tmp_path, capsys):
     folder = head_folder(tmp_path / "head", None)
     assert export(folder, tmp_path / "none") == 0
     shown = capsys.readouterr().out
-    assert "base model: none recorded, so not checked" in shown
-    assert "DOES NOT LOAD in TGI: reads the base model from base_model_name_or_path" in shown
+    assert "base model: none recorded" in shown
+    assert "DOES NOT LOAD in TGI" in shown
     assert export(folder, tmp_path / "named", "--base_model", "some/base") == 0
     shown = capsys.readouterr().out
-    assert "some/base, not on this machine, so vocabulary and hidden size were not checked" in shown
+    assert "some/base, not on this machine" in shown
     assert "loads in TGI" in shown
     assert json.loads((tmp_path / "named" / "config.json").read_text())["base_model_name_or_path"] == "some/base"
 
@@ -76,22 +75,21 @@ def test_base_model_that_is_not_known_here_is_said_out_loud(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 299}, "a vocabulary of 299 tokens, but"),
-        ({"emb_dim": 31}, "hidden states of size 31, but"),
+        ({"vocab_size": 299}, "299"),
+        ({"emb_dim": 31}, "31"),
     ],
 )
-@pytest.mark.parametrize("layout", ["ibm", "arctic", "native"])
-def test_head_of_another_base_is_refused(tmp_path, target_folder, capsys, layout, changes, message):
+def test_a_head_for_another_base_is_refused(tmp_path, target_folder, capsys, changes, message):
     folder = head_folder(tmp_path / "head", target_folder, **changes)
-    assert message in refused(capsys, export(folder, tmp_path / "out", layout=layout))
+    assert message in refused(capsys, export(folder, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_base_model_folder_without_a_model_is_refused(head, tmp_path, capsys):
-    assert "no base model there" in refused(capsys, export(head, tmp_path / "o", "--base_model", str(tmp_path)))
+def test_a_base_model_folder_without_a_model_is_refused(head, tmp_path, capsys):
+    assert str(tmp_path) in refused(capsys, export(head, tmp_path / "o", "--base_model", str(tmp_path)))
 
 
-def test_import_is_an_export_to_native(head, tmp_path, capsys):
+def test_an_import_is_an_export_to_native(head, tmp_path, capsys):
     assert export(head, tmp_path / "ibm", "--expand-tied") == 0
     assert len(load_file(tmp_path / "ibm" / "model.safetensors")) == 15
     assert export(tmp_path / "ibm", tmp_path / "native", layout="native") == 0
@@ -101,7 +99,7 @@ def test_import_is_an_export_to_native(head, tmp_path, capsys):
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
-def test_what_was_tuned_goes_along_in_the_layout_that_reads_it(head, tmp_path):
+def test_decoding_json_is_exported_to_the_native_layout_only(head, tmp_path):
     (head / "decoding.json").write_text("{}")
     assert export(head, tmp_path / "native", layout="native") == 0
     assert (tmp_path / "native" / "decoding.json").read_text() == "{}"
@@ -109,7 +107,7 @@ def test_what_was_tuned_goes_along_in_the_layout_that_reads_it(head, tmp_path):
     assert not (tmp_path / "ibm" / "decoding.json").exists()
 
 
-def test_imported_head_drafts_for_the_bundled_decoder(head, tmp_path, target_folder, capsys):
+def test_an_imported_head_drafts(head, tmp_path, target_folder, capsys):
     export(head, tmp_path / "ibm")
     export(tmp_path / "ibm", tmp_path / "native", layout="native")
     argv = ["generate", "--target", str(target_folder), "--prompt", "def f", "--max_new_tokens", "8"]
@@ -128,7 +126,7 @@ def test_inspect_of_a_published_folder(tmp_path, capsys):
     save_file(tensors, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "layout          ibm (MLPSpeculatorPreTrainedModel)" in shown
+    assert "layout           ibm (MLPSpeculatorPreTrainedModel)" in shown
     assert "MLP, 3 heads, not tied, input not scaled" in shown
     assert f"{sum(tensor.numel() for tensor in tensors.values()):,}, float32" in shown
 
@@ -149,10 +147,9 @@ def test_weights_too_large_for_float16_are_refused(head, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_says_what_a_folder_holds(head, tmp_path, target_folder, capsys):
+def test_inspect_describes_a_head(head, tmp_path, target_folder, capsys):
     assert main(["inspect", str(head)]) == 0
-    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "exports" not in line)
-    facts = {name: fact.strip() for name, fact in lines.items()}
+    facts = {line[:17].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
     parameters = 2 * 300 * 16 + 32 * 16 + 16 * 16 + 2 * 16
     assert facts["layout"] == "native (MLPSpeculator)"
     assert facts["architecture"] == "MLP, 3 heads, tied, input scaled"
@@ -164,34 +161,34 @@ def test_inspect_says_what_a_folder_holds(head, tmp_path, target_folder, capsys)
 
 
 @pytest.mark.parametrize("layout", ["ibm", "arctic", "native"])
-def test_inspect_works_on_every_layout(head, tmp_path, capsys, layout):
+def test_inspect_reads_every_layout(head, tmp_path, capsys, layout):
     export(head, tmp_path / "out", layout=layout)
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert f"layout          {layout} (" in shown
+    assert f"layout           {layout} (" in shown
     for other in (
         "ibm: for vLLM 0.5.1 to 0.9.2; TGI;",
         "arctic: for arctic-inference 0.3.0",
         "vllm-plugin: for vLLM 0.32.0",
         "native: for speculator",
     ):
-        assert f"exports to      {other}" in shown
+        assert f"exports to       {other}" in shown
 
 
-def test_a_draft_vocabulary_is_shown_and_exported_where_it_has_a_place(tmp_path, target_folder, capsys):
+def test_a_draft_vocabulary_is_shown_and_exported_if_the_layout_stores_it(tmp_path, target_folder, capsys):
     folder = head_folder(tmp_path / "head", target_folder, draft_vocab_size=75)
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert "drafts from     75 of 300 tokens" in shown
+    assert "draft vocabulary 75 of 300 tokens" in shown
     assert [line for line in shown.splitlines() if line.startswith("exports to")] == [
-        "exports to      vllm-plugin: for vLLM 0.32.0 with this project's plugin",
-        "exports to      native: for speculator",
+        "exports to       vllm-plugin: for vLLM 0.32.0 with this project's plugin",
+        "exports to       native: for speculator",
     ]
-    assert "ibm has no place for a draft vocabulary" in refused(capsys, export(folder, tmp_path / "out"))
+    assert "draft vocabulary" in refused(capsys, export(folder, tmp_path / "out"))
     assert export(folder, tmp_path / "out", layout="native") == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| drafts from | 75 of 300 tokens |" in card
+    assert "| draft vocabulary | 75 of 300 tokens |" in card
     assert "loads in vLLM 0.32.0 with this project's plugin" in card
     assert "vLLM 0.5.1" not in card
 
@@ -199,14 +196,12 @@ def test_a_draft_vocabulary_is_shown_and_exported_where_it_has_a_place(tmp_path,
 def test_wrong_input_is_one_line(head, tmp_path, capsys):
     assert "no config.json" in refused(capsys, main(["inspect", str(tmp_path / "nowhere")]))
     assert "no config.json" in refused(capsys, export(tmp_path / "nowhere", tmp_path / "out"))
-    assert "there already and not empty" in refused(capsys, export(head, head))
+    assert "not empty" in refused(capsys, export(head, head))
     save(tiny_head(), tmp_path / "cut", layout_of("native", tiny_head()))
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert "damaged" in refused(capsys, main(["inspect", str(tmp_path / "cut")]))
-    assert "native stores a tied tensor once" in refused(
-        capsys, export(head, tmp_path / "out", "--expand-tied", layout="native")
-    )
+    assert "model.safetensors" in refused(capsys, main(["inspect", str(tmp_path / "cut")]))
+    assert "--expand-tied" in refused(capsys, export(head, tmp_path / "out", "--expand-tied", layout="native"))
     with pytest.raises(SystemExit) as stopped:
         export(head, tmp_path / "out", layout="onnx")
     assert "invalid choice: 'onnx'" in refused(capsys, stopped.value.code)

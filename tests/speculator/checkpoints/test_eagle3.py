@@ -1,5 +1,3 @@
-"""The attention head's two layouts, there and back, and what is refused of either."""
-
 import json
 from pathlib import Path
 
@@ -86,7 +84,6 @@ def same_function(a: Eagle3Speculator, b: Eagle3Speculator) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trips_keep_every_bit(tmp_path, base, dtype, kind):
-    """Native, flat, speculators, flat and native again: weights, draft vocabulary, function and config."""
     head = head_of(base, dtype, **KINDS[kind])
     head.save_pretrained(tmp_path / "0")
     for i, name in enumerate((FLAT, SPECULATORS, FLAT, NATIVE), start=1):
@@ -98,11 +95,11 @@ def test_round_trips_keep_every_bit(tmp_path, base, dtype, kind):
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in head.state_dict().items())
     assert same_function(load_any(tmp_path / "4"), head)
     ours, theirs = head.config.to_dict(), again.config.to_dict()
-    said = {name for name in ours if ours[name] != theirs[name]}
-    assert said <= {"dtype", "architectures", "_name_or_path"}
+    differing = {name for name in ours if ours[name] != theirs[name]}
+    assert differing <= {"dtype", "architectures", "_name_or_path"}
 
 
-def test_the_flat_layout_is_a_llama_config_with_both_taps_and_both_ropes(tmp_path, base):
+def test_the_flat_layout_is_a_llama_config_with_two_forms_of_aux_layers_and_rope(tmp_path, base):
     folder = write(head_of(base, torch.bfloat16, rope_parameters=YARN), tmp_path / "flat", FLAT)
     config = config_of(folder)
     assert config.pop("transformers_version")
@@ -136,7 +133,7 @@ def test_the_flat_layout_is_a_llama_config_with_both_taps_and_both_ropes(tmp_pat
         "ttt_length": 3,
         "base_model_name_or_path": str(base),
     }
-    layer = AutoConfig.from_pretrained(folder)  # what SGLang and vLLM begin with
+    layer = AutoConfig.from_pretrained(folder)  # as SGLang and vLLM do first
     assert isinstance(layer, LlamaConfig)
     assert layer.rope_parameters == YARN
 
@@ -204,9 +201,9 @@ def test_the_speculators_layouts_config_and_embedding(tmp_path, base, head):
     assert not again.config.own_embedding
 
 
-def test_an_embedding_that_was_lent_needs_no_base(tmp_path, base, head):
+def test_a_shared_embedding_needs_no_base(tmp_path, base, head):
     head.config.base_model_name_or_path = "nobody/nothing"
-    with pytest.raises(UserError, match="nobody/nothing is not on this machine: --base_model names"):
+    with pytest.raises(UserError, match="nobody/nothing"):
         write(head, tmp_path / "out", SPECULATORS)
     assert not (tmp_path / "out").exists()
     head.share_embedding(torch.ones(V, D))
@@ -217,18 +214,18 @@ def test_a_base_of_other_sizes_or_without_the_tensor_is_refused(tmp_path, base, 
     other = tmp_path / "base"
     LlamaConfig.from_pretrained(base).save_pretrained(other)
     head.config.base_model_name_or_path = str(other)
-    with pytest.raises(UserError, match=r"has no model\.embed_tokens\.weight in safetensors files"):
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight"):
         write(head, tmp_path / "out", SPECULATORS)
     save_file({"model.embed_tokens.weight": torch.zeros(V, D + 1)}, other / "model.safetensors")
-    with pytest.raises(UserError, match=r"has one that is not \[23, 8\]"):
+    with pytest.raises(UserError, match=r"\[23, 8\]"):
         write(head, tmp_path / "out", SPECULATORS)
 
 
 # --- what others wrote
 
 
-def test_a_head_as_eagle_published_it(tmp_path, base):
-    """No taps, no rope_parameters, no flags, the layer under the other name, a pickle."""
+def test_a_head_published_by_eagle_is_read(tmp_path, base):
+    """Without auxiliary layers, rope_parameters and flags; the layer under another name; a pickle."""
     head = head_of(base, fc_norm=False, norm_output=False, aux_layers=None, head_dim=2)
     folder = write(head, tmp_path / "flat", FLAT)
     added = ("rope_parameters", "ttt_length", "head_dim", "norm_before_residual", "norm_before_fc", "fc_norm")
@@ -243,14 +240,14 @@ def test_a_head_as_eagle_published_it(tmp_path, base):
 
 
 @pytest.mark.parametrize(
-    ("ids", "nested", "taps"),
+    ("ids", "nested", "aux_layers"),
     [([2, 4, 5], None, [2, 4, 5]), (None, [1, 3, 4], [2, 4, 5]), ([2, 4, 5], [1, 3, 4], [2, 4, 5]), (None, None, None)],
 )
-def test_taps_by_either_key(tmp_path, head, ids, nested, taps):
+def test_aux_layers_are_read_from_either_key(tmp_path, head, ids, nested, aux_layers):
     folder = write(head, tmp_path / "flat", FLAT)
     name = "eagle_aux_hidden_state_layer_ids"
     edit(folder, lambda config: config.update({name: ids, "eagle_config": {name: nested}}))
-    assert load_any(folder).config.aux_layers == taps
+    assert load_any(folder).config.aux_layers == aux_layers
 
 
 def test_rope_by_the_older_keys(tmp_path, base):
@@ -269,11 +266,11 @@ def test_a_whole_vocabulary_by_null_and_with_tables(tmp_path, base):
     edit(folder, lambda config: config.update(draft_vocab_size=None))
     assert same_function(load_any(folder), head)
     edit_tensors(folder, lambda t: t["t2d"].fill_(False))
-    assert "d2t and t2d are not of the same draft vocabulary" in refused(folder)
+    assert "d2t" in refused(folder)
 
 
 def test_an_embedding_in_the_flat_layout_is_the_heads_own(tmp_path, head):
-    """vLLM keeps one that is not the target's; SGLang does not, which is said."""
+    """vLLM keeps it; SGLang does not, which `servers` reports."""
     folder = write(head, tmp_path / "flat", FLAT)
     own = torch.randn(V, D)
     edit_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": own}))
@@ -287,8 +284,8 @@ def test_an_embedding_in_the_flat_layout_is_the_heads_own(tmp_path, head):
     assert "an embedding of its own" in loaders["SGLang 0.5.23"].how
 
 
-def test_an_embedding_of_zeros_is_none(tmp_path, head):
-    """The library leaves zeros where it was saved without."""
+def test_an_embedding_of_zeros_is_ignored(tmp_path, head):
+    """The library stores zeros if it has no embedding."""
     folder = write(head, tmp_path / "out", SPECULATORS)
     edit_tensors(folder, lambda tensors: tensors["embed_tokens.weight"].zero_())
     assert load_any(folder).embedding_weight is None
@@ -296,8 +293,8 @@ def test_an_embedding_of_zeros_is_none(tmp_path, head):
     assert load_any(folder).embedding_weight is None
 
 
-def test_a_layer_config_of_what_differs_from_transformers_own(tmp_path, base):
-    """As the library writes it, with its class's name."""
+def test_a_layer_config_without_default_fields_is_read(tmp_path, base):
+    """The library writes only what differs from transformers' defaults."""
     head = head_of(base, num_key_value_heads=4)
     folder = write(head, tmp_path / "out", SPECULATORS)
 
@@ -310,121 +307,114 @@ def test_a_layer_config_of_what_differs_from_transformers_own(tmp_path, base):
     assert same_function(load_any(folder), head)
 
 
-# --- what is refused
+# --- errors
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        (lambda t: t.pop("norm.weight"), "tensors that are missing: norm.weight"),
-        (lambda t: t.pop("midlayer.mlp.down_proj.weight"), "missing: layers.0.mlp.down_proj.weight"),
-        (lambda t: t.update({"verifier_norm.weight": torch.ones(D)}), "do not belong here: verifier_norm.weight"),
-        (lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.ones(12, D)}), "there as midlayer. and as layers.0."),
-        (lambda t: t.update({"input_norm.weight": torch.ones(3 * D)}), "do not belong here: input_norm.weight"),
+        (lambda t: t.pop("norm.weight"), "norm.weight"),
+        (lambda t: t.pop("midlayer.mlp.down_proj.weight"), "layers.0.mlp.down_proj.weight"),
+        (lambda t: t.update({"verifier_norm.weight": torch.ones(D)}), "verifier_norm.weight"),
+        (lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.ones(12, D)}), "midlayer."),
         (lambda t: t.update({"fc.weight": torch.zeros(D, 2 * D)}), "fc.weight is [8, 16], config.json says [8, 24]"),
-        (lambda t: t["lm_head.weight"].fill_(float("nan")), "lm_head.weight has values that are not finite"),
-        (lambda t: t.update({"norm.weight": torch.ones(D).half()}), "not one float dtype"),
-        (lambda t: t.pop("d2t"), "missing: d2t"),
-        (lambda t: t.pop("t2d"), "missing: t2d"),
-        (lambda t: [t.pop("d2t"), t.pop("t2d")], "missing: draft_tokens"),
-        (lambda t: t.update(d2t=torch.tensor([1, 3, 7, 13])), "d2t is [4], config.json says [5]"),
-        (lambda t: t.update(d2t=t["d2t"].float()), "d2t is stored as float32"),
-        (lambda t: t["d2t"].add_(1), "not of the same draft vocabulary"),
-        (lambda t: t.update(d2t=t["d2t"][[1, 0, 2, 3, 4]]), "not of the same draft vocabulary"),
+        (lambda t: t["lm_head.weight"].fill_(float("nan")), "lm_head.weight"),
+        (lambda t: t.update({"norm.weight": torch.ones(D).half()}), "float16"),
+        (lambda t: t.pop("d2t"), "d2t"),
+        (lambda t: t.pop("t2d"), "t2d"),
+        (lambda t: [t.pop("d2t"), t.pop("t2d")], "draft_tokens"),
+        (lambda t: t.update(d2t=torch.tensor([1, 3, 7, 13])), "d2t is [4]"),
+        (lambda t: t.update(d2t=t["d2t"].float()), "d2t is float32"),
+        (lambda t: t["d2t"].add_(1), "d2t"),
+        (lambda t: t.update(d2t=t["d2t"][[1, 0, 2, 3, 4]]), "d2t"),
         (lambda t: t.update({"embed_tokens.weight": torch.ones(V, D + 1)}), "embed_tokens.weight is [23, 9]"),
     ],
 )
-def test_tensors_that_are_not_the_heads_are_one_line(tmp_path, head, change, message):
+def test_a_wrong_tensor_is_one_line(tmp_path, head, change, name):
     folder = write(head, tmp_path / "flat", FLAT)
     edit_tensors(folder, change)
-    assert message in refused(folder)
+    assert name in refused(folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        ({"num_hidden_layers": 2}, "2 layers; a head has 1 here"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'; known: llama, qwen3"),
-        ({"target_hidden_size": 16}, "target_hidden_size is 16, not 8"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "deepseek_v3"}, "model_type"),
+        ({"target_hidden_size": 16}, "target_hidden_size"),
         ({"hidden_size": "8"}, "hidden_size"),
-        ({"norm_before_fc": True}, "mutually exclusive"),
-        ({"fc_norm": 1}, "fc_norm is 1, not bool"),
-        ({"draft_vocab_size": 24}, "draft_vocab_size 24 is not in 1..23"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, "says [2, 4, 5] at the top and [2, 4, 5]"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "it reads no taps"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4], "eagle_config": None}, "not distinct layers"),
-        ({"eagle_aux_hidden_state_layer_ids": "2"}, "is '2', not a list of layers"),
-        ({"ttt_length": 0}, "n_predict is 0"),
-        ({"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "rope of type dynamic"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"fc_norm": 1}, "fc_norm"),
+        ({"draft_vocab_size": 24}, "draft_vocab_size"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, "[2, 4, 5]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4], "eagle_config": None}, "distinct"),
+        ({"eagle_aux_hidden_state_layer_ids": "2", "eagle_config": None}, "aux_layers"),
+        ({"ttt_length": 0}, "n_predict"),
+        ({"num_key_value_heads": 3}, "multiple of 3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "dynamic"),
     ],
 )
-def test_a_flat_config_that_is_wrong_is_one_line(tmp_path, head, change, message):
+def test_a_wrong_flat_config_is_one_line(tmp_path, head, change, key):
     folder = write(head, tmp_path / "flat", FLAT)
     edit(folder, lambda config: config.update(change))
-    assert message in refused(folder)
+    assert key in refused(folder)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "draft_vocab_size"])
-def test_a_field_of_the_flat_config_that_is_missing_is_named(tmp_path, head, key):
+def test_a_missing_field_of_the_flat_config_is_named(tmp_path, head, key):
     folder = write(head, tmp_path / "flat", FLAT)
     edit(folder, lambda config: config.pop(key))
-    assert f"no {key} in it" in refused(folder)
+    assert key in refused(folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        (lambda c: c.update(speculators_model_type="peagle"), "speculators_model_type is 'peagle'"),
-        (lambda c: c.pop("transformer_layer_config"), "transformer_layer_config is no object"),
-        (lambda c: c.pop("speculators_config"), "speculators_config is no object"),
-        (lambda c: c["speculators_config"].update(proposal_methods=[]), "no proposal method or no verifier"),
-        (lambda c: c.pop("norm_before_residual"), "vLLM takes for true and speculators for false"),
+        (lambda c: c.update(speculators_model_type="peagle"), "speculators_model_type"),
+        (lambda c: c.pop("transformer_layer_config"), "transformer_layer_config"),
+        (lambda c: c.pop("speculators_config"), "speculators_config"),
+        (lambda c: c["speculators_config"].update(proposal_methods=[]), "malformed"),
+        (lambda c: c.pop("norm_before_residual"), "norm_before_residual"),
     ],
 )
-def test_a_speculators_config_that_is_wrong_is_one_line(tmp_path, head, change, message):
+def test_a_wrong_speculators_config_is_one_line(tmp_path, head, change, key):
     folder = write(head, tmp_path / "out", SPECULATORS)
     edit(folder, change)
-    assert message in refused(folder)
+    assert key in refused(folder)
 
 
-def test_a_trained_embedding_that_is_missing_is_refused(tmp_path, base):
+def test_a_missing_trained_embedding_is_refused(tmp_path, base):
     folder = write(head_of(base, own_embedding=True), tmp_path / "out", SPECULATORS)
     edit_tensors(folder, lambda tensors: tensors.pop("embed_tokens.weight"))
-    assert "tensors that are missing: embed_tokens.weight" in refused(folder)
+    assert "embed_tokens.weight" in refused(folder)
 
 
-def test_heads_of_another_kind_have_no_such_layout(tmp_path, base, head):
-    with pytest.raises(
-        UserError, match="the ibm layout has no Eagle3Speculator; these have: eagle3, speculators, native"
-    ):
+def test_layouts_of_other_heads_are_refused(head):
+    with pytest.raises(UserError, match="eagle3, speculators, native"):
         layout_of("ibm", head)
 
 
 # --- the commands
 
 
-def test_inspect_export_and_card(tmp_path, base, capsys):
+def test_inspect_export_and_card_describe_the_head(tmp_path, base, capsys):
     head_of(base, torch.bfloat16).save_pretrained(tmp_path / "mine")
-    out = tmp_path / "out"
-    assert (
-        main(["export", "--speculator", str(tmp_path / "mine"), "--format", "speculators", "--output", str(out)]) == 0
-    )
-    said = capsys.readouterr().out
-    assert "read back: config, tensors, weights and logits are the head's" in said
-    assert "loads in vLLM 0.32 and 0.33: vllm serve" in said
-    assert "DOES NOT LOAD in SGLang" in said
+    out, form = tmp_path / "out", "3 steps, 4 heads of 4 over 2, aux layers 2 4 5, fc_norm, norm_output"
+    flags = ["--speculator", str(tmp_path / "mine"), "--format", "speculators", "--output", str(out)]
+    assert main(["export", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "loads in vLLM 0.32 and 0.33: vllm serve" in shown
+    assert "DOES NOT LOAD in SGLang" in shown
     card = (out / "README.md").read_text()
-    assert "| form | 3 steps, 4 heads of 4 over 2, aux layers 2 4 5, fc_norm, norm_output |" in card
+    assert f"| form | {form} |" in card
     assert "[eagle3]\nloads in vLLM" in card
     assert main(["inspect", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "speculators (Eagle3Speculator)" in shown
-    assert "Eagle3, 3 steps, 4 heads of 4 over 2, aux layers 2 4 5, fc_norm, norm_output" in shown
-    assert "5 of 23 tokens" in shown
-    assert "eagle3: for vLLM 0.32 and 0.33; SGLang 0.5.23" in shown
+    for fact in ("speculators (Eagle3Speculator)", form, "5 of 23 tokens", "eagle3: for vLLM 0.32 and 0.33; SGLang"):
+        assert fact in shown
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +435,7 @@ def test_a_head_of_any_layout_drafts_the_same(tmp_path, base, target, changes):
     assert made[0].acceptance_length > 1
 
 
-def test_a_head_that_names_no_taps_reads_the_servers_default(tmp_path, base, target):
+def test_a_head_without_aux_layers_reads_the_servers_default(tmp_path, base, target):
     folder = write(head_of(base, aux_layers=None), tmp_path / "flat", FLAT)
     assert load_head(folder, target).aux_layers == (2, 4, 5)
 
@@ -457,7 +447,7 @@ def test_a_head_for_a_deeper_target_is_refused(tmp_path, base, target):
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "some/folder/model.gguf"])
-def test_the_embedding_of_a_gguf_target_is_not_looked_for_elsewhere(tmp_path, base, capsys, monkeypatch, name):
+def test_a_gguf_target_has_no_embedding_to_export(tmp_path, base, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("speculator.checkpoints.speculators.base_config", lambda name: AutoConfig.from_pretrained(base))
     head = head_of(base)
@@ -465,7 +455,7 @@ def test_the_embedding_of_a_gguf_target_is_not_looked_for_elsewhere(tmp_path, ba
     head.save_pretrained(tmp_path / "mine")
     capsys.readouterr()
     assert main(["export", "--speculator", "mine", "--format", "speculators", "--output", "out"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "is a GGUF file" in said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "GGUF" in error
     assert not (tmp_path / "out").exists()
