@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from speculator.errors import UserError, first_line
 
 DATA_DAY = datetime(2024, 7, 26)
-"""Today, to a template that writes the date into data, a run's prompts and suites: work that goes on another day is the
-same work. The day that Llama 3's templates take where they have no clock."""
+"""Date that templates write into training data, prompts and evaluation suites, so that a resumed run renders the same
+text. Llama 3's templates use it if they have no clock."""
 
 
 class RefusedError(UserError):
-    """A chat template that does not take these messages; others it may."""
+    """A chat template that rejects messages."""
 
 
 def chat_text(
@@ -28,16 +28,12 @@ def chat_text(
     ask: bool = False,
     today: datetime | None = None,
 ) -> str:
-    """A chat as the tokenizer's template writes it.
+    """Render a chat with the tokenizer's template.
 
     Args:
-        messages, tools: as OpenAI's interface has them. Templates take the arguments of a tool's call as an object, so
-            JSON text of one is read.
-        ask: write it up to where the model goes on.
-        today: for a template that writes the date; None: by the clock.
-
-    Raises:
-        RefusedError: the template does not take the messages.
+        messages, tools: in OpenAI's format. Tool-call arguments that are JSON text become objects, as templates need.
+        ask: end with the start of the assistant's next turn.
+        today: date for the template; None: now.
     """
     try:
         template = tokenizer.get_chat_template(None, tools)
@@ -51,13 +47,13 @@ def chat_text(
             add_generation_prompt=ask,
         )
     except Exception as error:  # a template may raise anything
-        raise RefusedError(f"the chat template refuses the messages: {first_line(error)}") from None
+        raise RefusedError(f"the chat template rejects the messages: {first_line(error)}") from None
     assert isinstance(text, str)
     return text
 
 
 def _with_objects(message: dict) -> dict:
-    """A message whose calls of tools have objects as arguments; what is no JSON of one stays."""
+    """Parse the arguments of a message's tool calls; text that is not a JSON object stays."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -74,14 +70,14 @@ def _with_object(call: Any) -> Any:
 
 @cache
 def _stopped_clock(today: datetime) -> str:
-    """A macro in the place of the function by which templates write the date: transformers hands them none of ours."""
+    """Return a macro that replaces `strftime_now`, because transformers accepts no other clock."""
     directives = "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
     written = [(f"%{letter}", today.strftime(f"%{letter}")) for letter in directives]
-    written += [(f"%-{name[1]}", text.lstrip("0") or "0") for name, text in written]  # as glibc leaves out zeros
+    written += [(f"%-{name[1]}", text.lstrip("0") or "0") for name, text in written]  # glibc: no leading zeros
     replaced = "".join(f" | replace('{name}', '{text}')" for name, text in written)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # which trim_blocks takes
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
 def chat_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens of what a chat template wrote, and nothing in front: it writes BOS itself where there is one."""
+    """Tokenize rendered text without adding BOS, which the template writes itself."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""What a user can do something about: shown as one line, without a traceback."""
+"""User errors, shown as one line without a traceback, and the frame of every command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,91 +21,66 @@ class UserError(Exception):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line, and that takes flags by their whole names only."""
+    """Argument parser with one-line errors that takes no abbreviated flags."""
 
     def __init__(self, *positional: Any, **settings: Any):
         super().__init__(*positional, **{"allow_abbrev": False, **settings})
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        words = list(sys.argv[1:] if args is None else args)
-        for word in words:
-            if "\0" in word:
-                self.error(f"{word!r}: no text or path, there is a NUL in it")
-        return super().parse_known_args(words, namespace)
-
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        # An empty name would be taken for no name, an empty path for the current folder.
-        name = (action.option_strings or [action.dest])[0]
-        named = action.type in (None, Path) and action.nargs != argparse.PARSER
-        if not arg_string and named and action.dest != "prompt":
-            self.error(f"{name} is empty")
-        value = super()._get_value(action, arg_string)  # type: ignore[misc]
-        if isinstance(value, int) and not abs(value) < 2**62:
-            self.error(f"{name} must be below 2**62 in size")
-        return value
+        if arg_string == "" and action.type is Path:  # otherwise the current folder
+            self.error(f"{(action.option_strings or [action.dest])[0]} is empty")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")
 
 
 def refuse(*faults: tuple[Any, str]) -> None:
-    """Raise the message of the first that is so.
-
-    Raises:
-        UserError: one of them is.
-    """
+    """Raise a UserError with the message of the first true condition."""
     for wrong, message in faults:
         if wrong:
             raise UserError(message)
 
 
 def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
-    """Raise for the first of these counts that is too small.
-
-    Raises:
-        UserError: one of them is.
-    """
+    """Raise a UserError for the first count that is too small."""
     refuse(*((getattr(arguments, name) < n, f"--{name} must be at least {n}") for name, n in least.items()))
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in its first line, or what it is called."""
+    """Return the first line of an error's message, or its type's name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters but tab and line end as their escapes, such as \\x1b."""
+    """Escape control characters other than tab and line end, which could steer a terminal."""
     harmless = (c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs") for c in text)
     return "".join(c if so else c.encode("unicode_escape").decode() for c, so in zip(text, harmless, strict=True))
 
 
-def safe(text: str) -> str:
-    """What stdout gets of a text: on a terminal nothing that would steer it, in a file or pipe the text as it is."""
-    return printable(text) if sys.stdout.isatty() else text
-
-
 def show(text: str) -> None:
-    """Print on stdout what is `safe`."""
+    """Print text, escaped by `printable` if stdout is a terminal."""
     print(safe(text), flush=True)
 
 
-def check_text(where: str, text: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can spell and a shell can pass on, but no tokenizer takes.
+def safe(text: str) -> str:
+    """Return the text to write to stdout: escaped by `printable` on a terminal, unchanged in a file or pipe."""
+    return printable(text) if sys.stdout.isatty() else text
 
-    Raises:
-        UserError: there is one.
-    """
+
+def check_text(where: str, text: str) -> None:
+    """Raise a UserError for a lone surrogate, which JSON and shells can contain but tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: character {error.start + 1} is half of a surrogate pair, so not text") from None
+        raise UserError(f"{where}: character {error.start + 1} is a lone surrogate, which is not text") from None
 
 
 def start() -> None:
     """Prepare a process for a command, before its imports, which take seconds.
 
-    Until `run_command` and after it Ctrl-C ends the process at once with 130. A standard stream that is closed becomes
-    /dev/null, else the next file to be opened would take its place; characters that one can't encode are escaped.
+    Ctrl-C then ends the process at once with exit code 130. Closed standard streams become /dev/null, because the next
+    opened file would otherwise take their number. Characters that a stream can't encode are escaped.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         stream = getattr(sys, name)
@@ -125,32 +100,28 @@ def _leave(*_: Any) -> None:
 
 
 def check_secret(where: str, secret: str) -> None:
-    """Refuse a key that no header can hold: libraries would show it when they complain.
-
-    Raises:
-        UserError: it has a line end, space or other such character.
-    """
+    """Raise a UserError for a key that a header can't contain; libraries would print it in their errors."""
     refuse(
         (
             not re.fullmatch(r"[!-~]*", secret),
-            f"{where} has a line end, a space or another character in it that no key has: set it anew",
+            f"{where} contains a space, a line end or another character that a key can't contain",
         )
     )
 
 
 def hide(text: str, *secrets: str) -> str:
-    """A text without these, to be shown."""
+    """Replace secrets in a text by ***."""
     for secret in secrets:
-        if len(secret) >= 4:  # a shorter one would take other words with it
+        if len(secret) >= 4:  # a shorter one would occur in other words
             text = text.replace(secret, "***")
     return text
 
 
 def run_command(name: str, work: Callable[[], int | None]) -> int:
-    """Run a command; gives its exit code: what the work says, or 0.
+    """Run a command and return its exit code.
 
-    One line on stderr and 2 for a UserError, for a file that can't be read or written, and where memory or disk are
-    full. Ctrl-C and a reader that has gone, `head` for one, are 130 and 141, as a shell has them, without a word.
+    User errors, unreadable or unwritable files, and full memory or disks print one line on stderr and return 2. Ctrl-C
+    and a closed pipe return 130 and 141, as in a shell, and print nothing.
     """
     started = signal.getsignal(signal.SIGINT) is _leave
     if started:
@@ -161,10 +132,10 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         return code
     except KeyboardInterrupt:
         if started:
-            _leave()  # what was under way has cleaned up; the libraries' threads need not be waited for
+            _leave()  # does not wait for the threads of libraries
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest has no reader
         return 141
     except Exception as error:
         line = _line(error)
@@ -179,14 +150,15 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
 
 
 def _line(error: Exception) -> str | None:
-    """What to tell the user of an error; None for a defect."""
+    """Return the line for the user; None for a defect, which keeps its traceback."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"can't write: {error.strerror}"
-    # What torch raises on a CPU has no class of its own.
+    full = os.strerror(errno.ENOSPC)
+    if full in str(error) or (isinstance(error, OSError) and error.errno == errno.EDQUOT):  # also safetensors' errors
+        return f"can't write: {full}"
+    # torch has no class of its own for a CPU without memory.
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
         return f"out of memory: {first_line(error)}"
     return None

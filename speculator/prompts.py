@@ -1,14 +1,14 @@
-"""Rows that ask something of a target, by their keys.
+"""Prompts: rows of a JSON lines file, in one of four formats.
 
-{"prompt": "..."}                           a text to continue
-{"messages": [{"role", "content"}, ...]}    a chat; "tools" beside it go to the chat template
-{"turns": ["...", ...]}                     the user's turns of a conversation, each asked behind the answers so far
-{"question": "..."}                         the same with one turn
+{"prompt": "..."}                           text to continue
+{"messages": [{"role", "content"}, ...]}    chat; optional "tools" go to the chat template
+{"turns": ["...", ...]}                     user turns of a conversation, each asked after the answers so far
+{"question": "..."}                         one user turn
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,21 +26,21 @@ KEYS = {
     "prompt": "text",
     "question": "text",
 }
-_BETWEEN = "\n\n"  # what parts the turns of a raw conversation
+_BETWEEN = "\n\n"  # between the turns without a chat template
 
 
 @dataclass
 class Prompt:
-    """What is asked, first and later.
+    """A first question, and the questions that follow its answer.
 
     Attributes:
-        messages: up to what is asked; of a text to continue it alone.
-        later: the questions after the first answer, each asked behind the answers so far.
-        chat: messages go through the chat template; else their texts are continued, blank lines between them.
-        tools: as the row has them, for the chat template.
-        category: as the row has it, or "".
-        where: the row, for complaints.
-        today: to a template that writes the date; None: by the clock.
+        messages: messages up to the first answer; for text to continue, a single one.
+        later: questions after the first answer.
+        chat: apply the chat template; otherwise the texts are joined by blank lines and continued.
+        tools: tools for the chat template.
+        category: the row's category, or "".
+        where: name of the row in error messages.
+        today: date for the chat template; None: now.
     """
 
     messages: list[dict[str, Any]]
@@ -53,25 +53,17 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """What stands before the answer where the texts are continued."""
+        """Text before the answer, without a chat template."""
         return _BETWEEN.join(message["content"] for message in self.messages)
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The first turn's tokens.
-
-        Special tokens that a prompt or a message spells are special, as they are to transformers and to servers: what
-        is asked may be a template written by hand.
-
-        Raises:
-            UserError: half of a surrogate pair, a message that is no text where there is no template, or the template
-                refuses the messages.
-        """
+        """Tokenize the first turn; special tokens spelled in the text count as such, as in transformers and servers."""
         for message in self.messages:
             content = message.get("content")
             if isinstance(content, str):
                 check_text(self.where, content)
             elif not self.chat:
-                raise UserError(f"{self.where}: a message without text, which only a chat template can write")
+                raise UserError(f"{self.where}: a message without text needs a chat template")
         if self.chat:
             return self._rendered(tokenizer, self.messages)
         return tokenizer(self.text, verbose=False)["input_ids"]
@@ -79,10 +71,10 @@ class Prompt:
     def following(
         self, tokenizer: PreTrainedTokenizerBase, turn: int, prompt: list[int], answers: list[list[int]]
     ) -> list[int]:
-        """The tokens of `turn` (1 for the second): the prompt before it, its answer, and the next question.
+        """Tokenize `turn` (1 for the second): the previous prompt, its answer, and the next question.
 
         Args:
-            answers: token ids of the answers to all turns before; the end-of-text token left out.
+            answers: token ids of all earlier answers, without the EOS token.
         """
         if not self.chat:
             question = tokenizer(_BETWEEN + self.later[turn - 1], add_special_tokens=False, verbose=False)["input_ids"]
@@ -101,16 +93,12 @@ class Prompt:
 
 
 def continued(text: str, chat: bool = False, where: str = "the prompt") -> Prompt:
-    """A text to continue, or with `chat` to answer."""
+    """Create a prompt from text to continue, or with `chat` from a user message."""
     return Prompt([_user(text)], chat=chat, where=where)
 
 
 def read_prompts(file: Path) -> list[tuple[dict, Prompt]]:
-    """The rows of a .jsonl file, each with the "prompt" or the "messages" that it holds.
-
-    Raises:
-        UserError: the file can't be read, a line is no such row, or there is none.
-    """
+    """Read rows with "prompt" or "messages" from a .jsonl file."""
     rows = [(row, prompt_of(where, row, ("prompt", "messages"))) for where, row in read_rows(file)]
     if not rows:
         raise UserError(f"--prompts {file}: no rows in it")
@@ -118,40 +106,27 @@ def read_prompts(file: Path) -> list[tuple[dict, Prompt]]:
 
 
 def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt:
-    """What a row asks, by the first of `keys` that it has; a null counts as absent.
-
-    Raises:
-        UserError: it has none of them, or not in the right shape.
-    """
-    given = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
-    key = next((key for key in keys if key in given), None)
+    """Create a prompt from a row, by the first of `keys` whose value is not null."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object")
+    key = next((key for key in keys if row.get(key) is not None), None)
     if key is None:
-        needed = _listed(f'"{name}" ({KEYS[name]})' for name in keys)
-        has = f"its keys are {', '.join(map(str, row)) or 'none'}" if isinstance(row, dict) else "it is no object"
-        raise UserError(f"{where}: a row needs {needed}; {has:.200}")
-    value, category = given[key], given.get("category", "")
+        needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
+        raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
+    value, category = row[key], row.get("category") or ""
     texts = value if key == "turns" else [value]
-    if key == "messages":
-        shaped = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-    else:
-        shaped = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    if not shaped or value == []:
-        raise UserError(f'{where}: "{key}" is not {KEYS[key]}')
-    if not isinstance(category, str):
-        raise UserError(f'{where}: "category" is not text')
-    if key == "messages":
-        for message in value:  # an assistant that calls tools has no content
-            content, role = message.get("content"), message.get("role")
-            if not isinstance(content, str | list) and (content is not None or role == "user"):
-                raise UserError(f'{where}: "content" of a message is not text')
-        return Prompt(value, [], True, given.get("tools"), category, where)
-    return Prompt([_user(texts[0])], texts[1:], key != "prompt", None, category, where)
+    kind = dict if key == "messages" else str
+    items = value if key == "messages" else texts
+    if not isinstance(items, list) or not items or not all(isinstance(item, kind) for item in items):
+        raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
+    if key != "messages":
+        return Prompt([_user(texts[0])], texts[1:], key != "prompt", None, category, where)
+    for message in value:  # an assistant message with tool calls has no content
+        content, role = message.get("content"), message.get("role")
+        if not isinstance(content, str | list) and (content is not None or role == "user"):
+            raise UserError(f'{where}: "content" of a message must be text')
+    return Prompt(value, [], True, row.get("tools"), category, where)
 
 
 def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and what they call who decodes."""
+"""Markdown tables, and the names of drafters and baselines in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAFTERS = {
     "hybrid": "hybrid draft",
     "adaptive": "adaptive",
 }
-"""Names of the drafters in report.json, and in tables."""
+"""Drafters: name in report.json, name in tables."""
 
 BASELINES = {
     "plain": "plain decoding",
@@ -21,18 +21,18 @@ BASELINES = {
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted generation",
 }
-"""Names of the baselines in report.json, and in tables."""
+"""Baselines: name in report.json, name in tables."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A line for the header, one for the rule below it, and one a row; a cell is one line, its bars escaped."""
+    """Format a Markdown table; line ends and bars in cells are replaced."""
     cells = [[" ".join(str(cell).split()).replace("|", r"\|") for cell in row] for row in (header, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in 10^9, with three digits or so."""
+    """Format bytes as GB (10^9) with about three digits."""
     value = size / 1e9
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
     return f"{value:,.{digits}f}"

@@ -94,7 +94,7 @@ def test_what_a_template_refuses_is_a_bad_row(tmp_path):
     tally = Tally(0.05)
     assert len(list(token_documents([source], None, chat_tokenizer("gemma"), tally=tally))) == 200
     assert tally.rows == 201
-    assert list(tally.kinds) == ["the chat template refuses the messages: System role not supported"]
+    assert list(tally.kinds) == ["the chat template rejects the messages: System role not supported"]
     with pytest.raises(SourceError, match=r"rows.jsonl:201: .*System role"):
         list(token_documents([source], None, chat_tokenizer("gemma")))
 

@@ -99,7 +99,7 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
         (["--server", "http://127.0.0.1:9"], "no server at http://127.0.0.1:9"),
         (["--server", "127.0.0.1"], "127.0.0.1"),
         (["--server", "http://127.0.0.1:99999"], "no port 99999"),
-        (["--output", "out\udcff"], "half of a surrogate pair"),
+        (["--output", "out\udcff"], "surrogate"),
         (["--output", "/dev/null"], "not a folder"),
     ],
 )

@@ -1,5 +1,3 @@
-"""Chats as a template writes them."""
-
 import pytest
 from chat_templates import chat_tokenizer
 
@@ -25,7 +23,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
     ],
 )
 def test_an_error_in_a_template_is_one_line(template):
-    with pytest.raises(RefusedError, match="the chat template") as error:
+    with pytest.raises(RefusedError, match="chat template") as error:
         chat_text(chat_tokenizer("qwen3", template), CHAT)
     assert "\n" not in str(error.value)
 
@@ -40,8 +38,8 @@ def test_an_error_in_a_template_is_one_line(template):
         ("", '""'),
     ],
 )
-def test_arguments_of_a_call_are_an_object_to_the_template(arguments, written):
-    """As Llama 3.1's and Qwen 2.5's write them; OpenAI's interface has them as text."""
+def test_tool_call_arguments_reach_the_template_as_objects(arguments, written):
+    """Templates of Llama 3.1 and Qwen 2.5 need objects; OpenAI's format has JSON text."""
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -49,7 +47,7 @@ def test_arguments_of_a_call_are_an_object_to_the_template(arguments, written):
     assert call["function"]["arguments"] == arguments
 
 
-def test_calls_in_another_shape_are_left_to_the_template():
+def test_malformed_tool_calls_reach_the_template_unchanged():
     template = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
     for calls in ("search", [None], [{"name": "search"}], [{"function": "search"}], [{"function": {}}]):
         messages = [{"role": "assistant", "content": "", "tool_calls": calls}]

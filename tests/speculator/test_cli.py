@@ -116,7 +116,6 @@ TEXT = ["--prompt", "x"]
     [
         (["--chat", "--prompts", "in.jsonl"], "--chat"),
         ([*TEXT, "--speculator", ""], "--speculator"),
-        ([*TEXT, "--seed", str(2**70)], "--seed"),
         ([*TEXT, "--target", ".", "--revision", "x"], "revision"),
         ([*TEXT, "--show_drafts"], "--show_drafts"),
         ([*TEXT, "--ngram", "--show_drafts", "--output", "out.jsonl"], "--show_drafts"),

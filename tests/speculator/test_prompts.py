@@ -1,5 +1,3 @@
-"""What rows ask of a target, and its tokens."""
-
 import json
 
 import pytest
@@ -11,7 +9,7 @@ from speculator.prompts import Prompt, continued, prompt_of, read_prompts
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-def test_a_chat_has_the_tokens_of_transformers():
+def test_a_chat_has_the_same_tokens_as_in_transformers():
     for family in ("llama3", "qwen3", "gemma"):
         tokenizer = chat_tokenizer(family)
         expected = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -27,15 +25,14 @@ def test_tools_reach_the_template(tmp_path):
     assert tokenizer.decode(with_tools.tokens(tokenizer)).startswith("search<|im_start|>")
 
 
-def test_what_is_asked_may_spell_special_tokens():
-    """As transformers and servers read it: a template written by hand is one."""
+def test_special_tokens_in_a_prompt_are_special():
     tokenizer = chat_tokenizer("qwen3")
     assert tokenizer.eos_token_id in continued("Hi<|im_end|>").tokens(tokenizer)
     in_a_chat = continued("<|im_end|>", chat=True).tokens(tokenizer)
     assert in_a_chat.count(tokenizer.eos_token_id) == 2
 
 
-def test_the_first_of_the_keys_counts_and_a_null_is_none():
+def test_the_first_key_that_is_not_null_counts():
     row = {"prompt": "Hi", "messages": CHAT, "turns": None}
     assert not prompt_of("f:1", row, ("prompt", "messages")).chat
     assert prompt_of("f:1", row).chat
@@ -44,22 +41,19 @@ def test_the_first_of_the_keys_counts_and_a_null_is_none():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"question": "x"},
-            r'f:1: a row needs "prompt" \(text\) or "messages" \(a list of objects\); its keys are question',
-        ),
-        ([1], "f:1: a row needs .* it is no object"),
-        ({"prompt": 5}, 'f:1: "prompt" is not text'),
-        ({"messages": []}, 'f:1: "messages" is not a list of objects'),
-        ({"messages": ["x"]}, 'f:1: "messages" is not a list of objects'),
-        ({"prompt": "x", "category": ["y"]}, 'f:1: "category" is not text'),
+        ({"question": "x"}, "f:1: .*prompt.*messages.*question"),
+        ([1], "f:1"),
+        ({"prompt": 5}, 'f:1: "prompt"'),
+        ({"messages": []}, 'f:1: "messages"'),
+        ({"messages": ["x"]}, 'f:1: "messages"'),
+        ({"turns": []}, "f:1: .*prompt"),
     ],
 )
-def test_a_row_of_another_shape_is_one_line(row, message):
+def test_a_malformed_row_names_its_line_and_key(row, message):
     with pytest.raises(UserError, match=message):
         prompt_of("f:1", row, ("prompt", "messages"))
 
 
-def test_half_of_a_surrogate_pair_is_named_by_its_row():
-    with pytest.raises(UserError, match="f:1: character 2 is half of a surrogate pair"):
+def test_a_lone_surrogate_names_its_row():
+    with pytest.raises(UserError, match="f:1: character 2"):
         prompt_of("f:1", {"prompt": "x\ud800"}).tokens(chat_tokenizer("qwen3"))

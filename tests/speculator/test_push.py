@@ -201,10 +201,10 @@ def test_a_card_that_can_not_be_written_leaves_nothing(hub, head, capsys, monkey
 
 
 @pytest.mark.parametrize("token", ["hf_sec\nret", "hf_sec ret"])
-def test_a_token_that_no_header_can_hold_is_not_shown(hub, head, capsys, monkeypatch, token):
+def test_an_invalid_token_is_not_printed(hub, head, capsys, monkeypatch, token):
     monkeypatch.setattr("speculator.cli.push.get_token", lambda: token)
     line = refused(capsys, push(head))
-    assert "the hub's token has a line end" in line
+    assert "the hub's token" in line
     assert "sec" not in line
 
 
