@@ -21,9 +21,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
-from data.choice import Drafts, identity
 from data.duplicates import NearDuplicates
-from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, settings_of
+from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
 from data.sources import parse
 from speculator.chat import DATA_DAY, chat_text, chat_tokens
 from speculator.decoding.sampling import Sampling
@@ -40,7 +39,7 @@ ROWS = 4000
 ASKING = Sampling(temperature=1.0, top_p=0.99)
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _LOOP, _LOOPING, _LONG = 4, 0.5, 12  # a text loops if more than this share of its (many) runs of 4 tokens came before
-_PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds", "choice")
+_PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds")
 _STREAMS = 1 << 40  # apart lie the seeds of two passes: a row's first token would draw the same in both
 
 
@@ -110,7 +109,7 @@ def _around(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
 
 def self_rows(
     target: Target,
-    drafter: Drafter | Drafts | None,
+    drafter: Drafter | None,
     folder: str | Path,
     *,
     rows: int,
@@ -134,7 +133,7 @@ def self_rows(
 
     Args:
         target: who writes.
-        drafter: who proposes; None decodes plainly. Of `Drafts` each pass takes what `generate_rows` would.
+        drafter: who proposes; None decodes plainly.
         folder: where rows and manifest come to lie; a source like any other.
         rows: chats that are begun; fewer are left.
         turns: of the user in a chat, at most.
@@ -148,7 +147,7 @@ def self_rows(
     Returns:
         Rows {"input_ids", "loss_mask": 1 on the answers}, with `keep_refused` also "refused". Beside them
         manifest.json: the settings, "rows", "tokens": those of the answers, "dropped": why and how often, "seconds":
-        those of the passes, and what choosing the draft took; with a drafter "plain_seconds": about as long it would
+        those of the passes; with a drafter "plain_seconds": about as long it would
         have taken without, by the passes' own clocks; in "passes" of the manifest of each pass; with `after` in
         "before" what its chats took.
 
@@ -221,7 +220,7 @@ def self_rows(
         "rows": len(whole),
         "tokens": sum(sum(chat.mask) for chat in whole),
         "dropped": dict(dropped.most_common()),
-        "seconds": sum(each["seconds"] + each.get("choice", {"seconds": 0})["seconds"] for each in passes),
+        "seconds": sum(each["seconds"] for each in passes),
         "passes": passes,
     }
     if drafter:

@@ -9,25 +9,26 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from data.batches import Batches
-from data.choice import Chosen, Drafts, choose, identity
-from data.tally import log
+from data.batches import Batches, awaited
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Generation, Step, check_prompts
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
-from speculator.drafters import Drafter
+from speculator.drafters import Drafter, FixedTree, HeadDrafter
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.costs import CostTable, entry_from_json, entry_to_json
 from speculator.errors import refuse
+from speculator.heads import Speculator
 from speculator.target.model import Target
 
 BATCH_SIZE = 16
-"""Rows at a time. On a CPU more rows give more tokens a second, and a draft adds less to them, or takes from them: of
-a head's drafts and none the fastest is found out (`data.choice`, docs/benchmarks/training.md)."""
+"""Rows that decode at a time. On a CPU more rows give more tokens per second, and a draft adds less to them."""
 _PIECE = 4
 """So many times the batch size are the rows of a piece of work, which is made whole or anew: within it rows join as
 others end, so only its last ones decode beside empty slots."""
@@ -47,7 +48,7 @@ class Ends:
 
 def generate_rows(
     target: Target,
-    drafter: Drafter | Drafts | None,
+    drafter: Drafter | None,
     prompts: list[list[int]],
     folder: str | Path,
     *,
@@ -68,10 +69,8 @@ def generate_rows(
 
     Args:
         target: the model that decides. The processes that hold it together make the same pieces.
-        drafter: who proposes; None decodes plainly. Of `Drafts` the fastest here, or nobody where that is faster,
-            unless `keep_refused` asks for drafts: first all decode some of the prompts, at most a twentieth of the
-            tokens. Where that is too little to tell, a chain of one token: it loses the least where drafting does not
-            pay. What is gone on with keeps the one with which it began.
+        drafter: proposes tokens; None: plain decoding. An adaptive one uses the step costs that the folder records, so
+            that a resumed run gives the same rows. With `keep_refused` it always drafts, in its fastest shape.
         prompts: token ids. The longest come first: what does not fit in memory fails soon.
         folder: where the rows and manifest.json come to lie; several processes share it.
         sampling: temperature and its kin; its seed is not used. Of several the rows take each in turn.
@@ -88,8 +87,7 @@ def generate_rows(
         Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens", "batch_size", "prompts":
         their hash, "rows", "tokens": new ones, "acceptance_length", "tokens_per_second": {"speculative", "plain"},
         "seconds"}: the two speeds clocked on the same few rows, one after the other, without the prefill; the seconds
-        of all rows, prefill included, over all processes. Where the drafter was chosen also "choice":
-        {"tokens_per_second": of each candidate, "seconds": what choosing took}.
+        of all rows, prefill included, over all processes. An adaptive drafter adds "costs", see `decoding.json`.
 
     Raises:
         UserError: no prompt, an empty one or one that fills the context; a folder that was made otherwise; a target
@@ -113,14 +111,14 @@ def generate_rows(
     stopping = asdict(ends) if ends else {}
     settings = [replace(samplings[row % len(samplings)], seed=seed + row) for row in range(len(prompts))]
     requests = list(zip(prompts, settings, strict=True))
-    choice: Chosen | None = None
-    if isinstance(drafter, Drafts):
-        sample = order[:: max(1, len(order) // piece_size)][:piece_size]
-        how = {"batch_size": batch_size, "capacity": longest, "max_new_tokens": max_new_tokens, **stopping}
-        choice = choose(drafter, target, Path(folder), requests, sample, plain=not keep_refused, **how)
-        drafter = choice.drafter
-        if choice.fresh and choice.clocked and progress:
-            log(f"{title}: {choice}")
+    notes = None
+    if isinstance(drafter, AdaptiveDrafter):
+        known = awaited(Path(folder), target.group) or {}
+        notes = {"costs": known.get("costs") or [entry_to_json(entry) for entry in drafter.cost.entries]}
+        table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
+        drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
+        if keep_refused:
+            drafter.fixed = drafter.fastest(all(setting.greedy for setting in settings), slots)
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
@@ -140,10 +138,9 @@ def generate_rows(
         own, how = zip(*(requests[row] for row in rows), strict=True)
         return engine.generate(own, how, max_new_tokens=count, **stopping)
 
-    notes = {"choice": choice.clocked} if choice and choice.clocked else None
     with Batches(Path(folder), record, pieces, progress, title, target.group, notes) as work:
-        if notes and choice.fresh:
-            work.begin()  # whoever comes to this folder goes on as was chosen
+        if notes and not work.finished:
+            work.begin()  # other processes wait for the costs
         for piece in work.todo():
             clocks: dict[str, list[float] | None] = {"speculative": None, "plain": None}
             if piece in timed:
@@ -161,6 +158,25 @@ def generate_rows(
             seconds = made.prefill_seconds + made.decode_seconds
             work.write(piece, made.tokens, steps=steps, seconds=seconds, **clocks, **refused)
         return work.finish(prompts, _summary)
+
+
+def identity(drafter: Drafter | None) -> str | None:
+    """Name a drafter and its weights: they decide which random number decides what."""
+    if drafter is None:
+        return None
+    if not isinstance(drafter, HeadDrafter):
+        return f"{drafter.name}, {drafter.nodes} tokens, {drafter.rules[0]} rule"
+    name = "head, adaptive" if isinstance(drafter, AdaptiveDrafter) else f"head, {drafter.nodes} tokens"
+    if isinstance(drafter.shape, FixedTree):
+        name += f", tree {hashlib.sha256(repr(drafter.shape.paths).encode()).hexdigest()[:8]}"
+    return f"{name}, weights {_weights_digest(drafter.head)}"
+
+
+def _weights_digest(head: Speculator) -> str:
+    digest = hashlib.sha256()
+    for weight in head.state_dict().values():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def settings_of(sampling: Sampling) -> dict[str, Any]:

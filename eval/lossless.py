@@ -22,7 +22,7 @@ from speculator.decoding.drafter import Shape
 from speculator.device import dtype_name
 from speculator.drafters import HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.tuned import automatic
+from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, refuse_below
 from speculator.files import check_output_file, write_json
 from speculator.tables import markdown_table
@@ -91,17 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AdaptiveDrafter | None:
-    """Adaptive drafting of a tuned head, if no flag names a shape. Costs are those of one row, so that it drafts."""
+    """Adaptive drafting of a head, if no flag names a shape. Costs are those of one row, so that it drafts."""
     if not isinstance(drafter, HeadDrafter) or drafting.shaped(arguments):
         return None
-    tuned = automatic(arguments.speculator, target, drafter.head, arguments.temperature, 1)
-    if tuned is None:
-        return None
+    tuning = read_tuning(arguments.speculator, drafter.head)
+    tuned = adaptive_drafter(drafter.head, target, tuning, temperatures=arguments.temperature)
 
-    def alone(what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
-        return tuned.cost(what, greedy, 1, longest)
+    def alone(shape: Shape, greedy: bool, rows: int) -> float:
+        return tuned.cost(shape, greedy, 1)
 
-    return AdaptiveDrafter(tuned.head, tuned.choices, tuned.lookup, alone, tuned.alone)
+    return AdaptiveDrafter(tuned.head, tuned.choices, tuned.lookup, alone)
 
 
 def table(checks: Sequence[Check]) -> str:

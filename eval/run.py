@@ -33,7 +33,7 @@ from speculator import HeadDrafter, Sampling, Target, load_head
 from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
 from speculator.drafters.shapes import Chain
-from speculator.drafters.tuned import automatic, tuned_shapes
+from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
@@ -150,8 +150,8 @@ def evaluate(
     Args:
         speculator_name: name of the head in the report.
         lengths: numbers of speculative tokens of the head's chains (default: all the head's).
-        tuned_in: folder with the head's decoding.json; without `lengths` the head drafts as tuned there, and
-            adaptive drafting is measured too.
+        tuned_in: the head's folder; without `lengths`, adaptive drafting is measured too, and if the folder has a
+            decoding.json, the head's fixed draft is the one that it predicts to be fastest.
         baselines: names from `eval.decoders.OPTIONAL`.
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
@@ -221,13 +221,16 @@ def _tuned_tables(
     engines: Engines,
     rule: str | None,
 ) -> dict[float, list[Decoder]]:
-    """The decoders by temperature, with the head's tuned shape there, and with adaptive drafting."""
-    tables = {}
-    for temperature, shape in tuned_shapes(folder, target, head, temperatures, batch_size).items():
-        tuned = decoder_of(target, "head", HeadDrafter(head, shape), engines, rule) if shape else None
-        tables[temperature] = [tuned if tuned and decoder.key == "head" else decoder for decoder in fixed]
-        adaptive = None if rule else automatic(folder, target, head, [temperature], batch_size)
-        if adaptive:
+    """The decoders by temperature: the fixed ones, with the head's fastest draft if it was tuned, and adaptive."""
+    tables, tuning = {}, read_tuning(folder, head)
+    for temperature in temperatures:
+        adaptive = adaptive_drafter(head, target, tuning, temperatures=[temperature], batch_size=batch_size)
+        tables[temperature] = list(fixed)
+        if tuning:
+            fastest = HeadDrafter(head, adaptive.fastest(temperature == 0, batch_size))
+            tuned = decoder_of(target, "head", fastest, engines, rule)
+            tables[temperature] = [tuned if decoder.key == "head" else decoder for decoder in fixed]
+        if not rule:
             tables[temperature].append(decoder_of(target, "adaptive", adaptive, engines))
     return tables
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speculator.checkpoints.loading import load_head
+    from speculator.checkpoints.loading import load_drafter, load_head
     from speculator.custom_generate import speculative
     from speculator.decoding.draft import Draft
     from speculator.decoding.engine import Engine, generate
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         Paths,
         Tree,
     )
-    from speculator.drafters.tuned import tuned_drafter
     from speculator.errors import UserError
     from speculator.heads import (
         LSTMSpeculator,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 # Names are imported at first use: importing torch and transformers takes seconds, which would delay `--help`.
 _MODULES = {
-    "checkpoints.loading": ["load_head"],
+    "checkpoints.loading": ["load_drafter", "load_head"],
     "custom_generate": ["speculative"],
     "decoding.draft": ["Draft"],
     "drafters": [
@@ -55,7 +54,6 @@ _MODULES = {
         "Paths",
         "Tree",
     ],
-    "drafters.tuned": ["tuned_drafter"],
     "decoding.engine": ["Engine", "generate"],
     "errors": ["UserError"],
     "heads": [

@@ -27,7 +27,7 @@ from speculator.checkpoints.loading import bind, load_head
 from speculator.decoding.engine import generate
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
-from speculator.drafters.tuned import tuned_drafter
+from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target.attention import ATTENTION, original_attention
@@ -59,8 +59,8 @@ def speculative(
     effect. Other settings (beams, penalties, constraints, other criteria, scores) raise a UserError.
 
     Args:
-        drafter: a drafter; a head, which drafts a chain of n_predict tokens; or a head's folder, which drafts as tuned
-            (see `speculator.drafters.tuned.tuned_drafter`).
+        drafter: a drafter; a head, which drafts a chain of n_predict tokens; or a head's folder, which drafts
+            adaptively (see `load_drafter`), or that chain if `rule` is given.
         rule: accept rule; default: the drafter's own.
         tokenizer: required for stop strings only.
 
@@ -85,7 +85,7 @@ def speculative(
         with borrowed.target(model) as target:
             generation = generate(
                 target,
-                borrowed.drafter(drafter, sampling, len(prompts), auto=rule is None),
+                borrowed.drafter(drafter, sampling, len(prompts), adaptive=rule is None),
                 prompts,
                 sampling,
                 rule=rule,
@@ -134,18 +134,25 @@ class _BorrowedModel:
             for module in training:
                 module.training = True
 
-    def drafter(self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, auto: bool) -> Drafter:
-        """Return the drafter; a head's folder gives the one tuned for this temperature and batch size."""
+    def drafter(
+        self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, adaptive: bool
+    ) -> Drafter:
+        """Return the drafter; it is loaded once per temperature and batch size."""
         assert self._target is not None
         if not isinstance(given, str | Path | Speculator):
             return given
         if isinstance(given, Speculator):
             bind(given, self._target)
             return HeadDrafter(given.to(self._target.device))  # type: ignore[arg-type]
-        key = (0.0 if sampling.greedy else sampling.temperature, rows)
+        key = (sampling.greedy, rows)
         if key not in self._drafters:
             self._head = self._head or load_head(given, self._target)
-            self._drafters[key] = tuned_drafter(given, self._target, *key, head=self._head, auto=auto)
+            self._drafters[key] = HeadDrafter(self._head)
+            if adaptive:
+                tuning = read_tuning(given, self._head)
+                self._drafters[key] = adaptive_drafter(
+                    self._head, self._target, tuning, temperatures=[sampling.temperature], batch_size=rows
+                )
         return self._drafters[key]
 
 

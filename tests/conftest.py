@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; torch reads it when it is imported
 
@@ -43,12 +43,13 @@ from transformers import (
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
-from speculator.device import resolve_device
+from speculator.device import processor
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
-from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
 from speculator.drafters.controller import Choice
 from speculator.drafters.hybrid import Hybrid
-from speculator.drafters.tuned import TUNED, measured_on
+from speculator.drafters.ngram import NgramDrafter
+from speculator.drafters.tuning import TUNED
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.target.model import Target
 
@@ -149,29 +150,66 @@ def tiny_head(
     return head
 
 
-def write_tuned(folder: Path, settings: list[dict], **otherwise) -> None:
-    """Write a `decoding.json` as if measured here, in float32 and at batch size 1, with the given fields replaced."""
-    here = measured_on(
-        SimpleNamespace(device=resolve_device(), dtype=torch.float32, broadcast_object=lambda said: said), 1
-    )
-    (folder / TUNED).write_text(json.dumps({"settings": settings, **here, **otherwise}))
+def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
+    """Write a `decoding.json` as if measured here in float32, with the given keys replaced."""
+    ranks = [[0.6, 0.1], [0.5, 0.1], *[[0.4, 0.1]] * (n_predict - 2)]
+    steps = [{"path": 0, "cost": 1.0}, {"path": 8, "cost": 1.4}, {"chain": 1, "cost": 1.2}, {"chain": 3, "cost": 1.5}]
+    costs = [{"rows": rows, "greedy": greedy, "steps": steps} for rows in (1, 8) for greedy in (True, False)]
+    trees: dict[str, list] = {"greedy": [], "sampled": []}
+    figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "lookup": [0.2, 0.4], "costs": costs}
+    here = {"processor": processor(), "dtype": "float32"}
+    (folder / TUNED).write_text(json.dumps({"schema": 2, **here, **figures, **changes}))
 
 
-def auto_drafter(head: Speculator, cost=None) -> AdaptiveDrafter:
+class ScriptedLookup(NgramDrafter):
+    """N-gram lookup that always finds `continuation(sequence)`."""
+
+    def __init__(self, num_speculative_tokens: int, continuation):
+        super().__init__(num_speculative_tokens)
+        self.continuation = continuation
+
+    def look(self, sequences):
+        return [(1, list(self.continuation(list(row)))[: self.num_speculative_tokens]) for row in sequences]
+
+
+class CostByLength:
+    """Step costs by the length of the longest sequence, so that the fastest draft changes from step to step."""
+
+    def __init__(self, cost):
+        self.cost, self.longest = cost, 0
+
+    def __call__(self, shape, greedy: bool, rows: int) -> float:
+        return self.cost(shape, self.longest)
+
+
+class AlternatingDrafter(AdaptiveDrafter):
+    """Adaptive drafting with a `CostByLength`."""
+
+    cost: CostByLength
+
+    def choose(self, requests):
+        self.cost.longest = max(len(request.sequence) for request in requests)
+        return super().choose(requests)
+
+    def fastest(self, greedy, rows):
+        return self.choices[1].shape
+
+
+def alternating_drafter(head: Speculator, cost=None) -> AlternatingDrafter:
     """Make an adaptive drafter that alternates between trees, hybrid drafts, lookup and chains."""
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     shapes = [*(Chain(n) for n in range(1, head.n_predict + 1)), FixedTree([(0,), (1,), (0, 0)])]
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
 
-    def uneven(what, greedy, rows, longest):
-        if isinstance(what, int):
-            return (2.0, 0.5, 2.0)[longest % 3]
-        if isinstance(what, Hybrid):
-            return 0.3 if longest % 6 == 4 and what.length <= 2 else inf
-        tree = what.nodes > what.depth
-        return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * what.nodes)[longest % 3]
+    def uneven(shape, longest):
+        if isinstance(shape, LookupPath):
+            return (2.0, 0.5, 2.0)[longest % 3] if shape.depth else 1.0
+        if isinstance(shape, Hybrid):
+            return 0.3 if longest % 6 == 4 and shape.length <= 2 else inf
+        tree = shape.nodes > shape.depth
+        return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * shape.nodes)[longest % 3]
 
-    return AdaptiveDrafter(head, choices, [0.3, 0.4, 0.5], cost or uneven)
+    return AlternatingDrafter(head, choices, [0.3, 0.4, 0.5], CostByLength(cost or uneven))
 
 
 def exit_code(main, argv: list[str]) -> int:

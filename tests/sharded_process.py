@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from conftest import auto_drafter, tiny_head
+from conftest import alternating_drafter, tiny_head
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
@@ -27,8 +27,9 @@ from speculator import (
     Target,
     generate,
 )
-from speculator.drafters import costs, tuned
-from speculator.drafters.tuned import automatic, entry_to_json
+from speculator.checkpoints.loading import load_drafter
+from speculator.drafters import tuning
+from speculator.drafters.costs import entry_to_json
 from speculator.target.sharding import Group
 from train.checkpoint import newest
 from train.config import LossConfig
@@ -70,7 +71,7 @@ def decode(target: Target, rank: int = 0) -> dict[str, list[list[int]]]:
         "fixed tree": HeadDrafter(head, FixedTree([(0,), (1,), (0, 0)])),
         "early exit": EarlyExitDrafter(target, 1, Candidates((2, 1))),
         "hybrid": HybridDrafter(HeadDrafter(head, 2), NgramDrafter(2)),
-        "auto": auto_drafter(head),
+        "auto": alternating_drafter(head),
     }
     how = {"max_new_tokens": 8, "max_batch_size": 2, "eos_token_ids": ()}
     with wrong(rank):
@@ -88,12 +89,11 @@ def wrong(rank: int):
 
 
 def costs_of(target: Target, folder: str, rank: int) -> list[dict]:
-    """What steps cost, measured now: the processes' clocks differ, only the first one's has time for all sizes."""
-    costs.BLOCK, tuned._SECONDS = 2, 0.0 if rank else 60.0
-    head = tiny_head(vocab_size=300).to(target.dtype)
-    drafter = automatic(folder, target, head, [0.0], 2)
+    """Measure step costs: the processes' clocks differ, and only the first one's leaves time for all sizes."""
+    tuning.SECONDS = 0.0 if rank else 60.0
+    drafter = load_drafter(folder, target, temperatures=[0.0], batch_size=2)
     generate(target, drafter, PROMPTS, max_new_tokens=6)
-    return [entry_to_json(entry) for entry in drafter.cost.__self__.entries]
+    return [entry_to_json(entry) for entry in drafter.cost.entries]
 
 
 def trainer_of(

@@ -18,7 +18,6 @@ from accelerate import PartialState
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from data.choice import Drafts
 from data.magpie import only_self
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
@@ -27,14 +26,14 @@ from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate, render
 from eval.suites import Suite, from_text
-from eval.tune import write_tuned
+from eval.tune import write_tuning
 from speculator import HeadDrafter
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
-from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.device import cores
-from speculator.drafters.tuned import TUNED
+from speculator.drafters.tuning import TUNED
 from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.heads import Speculator
@@ -179,7 +178,7 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
     if config.eval.tune_prompts and not target.broadcast_object((head_folder / TUNED).exists()):
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         place = head_folder if folder == Path(config.output_dir) else folder
-        write_tuned(target, head, suite, place / TUNED, **how)
+        write_tuning(target, head, suite, place / TUNED, config.eval.max_new_tokens, config.seed)
         target.broadcast_object(None)  # it is there now
     report = folder / "eval"
     measured = target.broadcast_object((Path(config.output_dir) / "eval" / "report.json").exists())
@@ -282,8 +281,17 @@ def generate_own_text(
     Without prompts the target writes these as well.
     """
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
-    head, fixed = load_head(head_folder, target), settings.num_speculative_tokens
-    drafter = HeadDrafter(head, fixed) if fixed else Drafts(head, head_folder)
+    fixed, sampling = settings.num_speculative_tokens, checks.own_sampling(settings)
+    drafter = (
+        HeadDrafter(load_head(head_folder, target), fixed)
+        if fixed
+        else load_drafter(
+            head_folder,
+            target,
+            temperatures=[each.temperature for each in sampling],
+            batch_size=settings.batch_size,
+        )
+    )
     if own_prompts is None:
         return fresh_rows(config, target, drafter, folder)
     return generate_rows(
@@ -291,7 +299,7 @@ def generate_own_text(
         drafter,
         own_prompts,
         folder,
-        sampling=checks.own_sampling(settings),
+        sampling=sampling,
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed,

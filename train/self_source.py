@@ -13,7 +13,6 @@ from accelerate import PartialState
 from datasets import Dataset
 from filelock import FileLock
 
-from data.choice import Drafts
 from data.magpie import SELF, asking_of, names_self, self_rows, summary
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, log
@@ -57,7 +56,7 @@ def folder_of(config: RunConfig, target: Target) -> Path:
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
-def fresh_rows(config: RunConfig, target: Target, drafter: Drafter | Drafts, folder: Path) -> Dataset:
+def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path) -> Dataset:
     """Chats for stage 2, other than those that stage 1 trained on, by the settings of `stage2.generate`."""
     settings = config.stage2.generate
     made = self_rows(

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
-from data.choice import Drafts
 from data.client import CONCURRENCY, RenderedPrompt, fetch_rows
 from data.magpie import ROWS, SELF, asking_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
@@ -20,7 +19,7 @@ from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
 from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
 from speculator.chat import DATA_DAY
-from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
@@ -115,12 +114,13 @@ def run(arguments: argparse.Namespace) -> None:
         )
     else:
         target = drafting.load_target(arguments)
-        head = load_head(arguments.speculator, target) if arguments.speculator else None
-        drafter: HeadDrafter | Drafts | None = None
-        if head:
-            fixed = arguments.num_speculative_tokens
-            drafter = HeadDrafter(head, fixed) if fixed else Drafts(head, arguments.speculator)
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
+        drafter: HeadDrafter | None = None
+        if arguments.speculator and arguments.num_speculative_tokens:
+            drafter = HeadDrafter(load_head(arguments.speculator, target), arguments.num_speculative_tokens)
+        elif arguments.speculator:
+            kinds = [each.temperature for each in samplings]
+            drafter = load_drafter(arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"])
         if arguments.sources == [SELF]:
             self_rows(
                 target,

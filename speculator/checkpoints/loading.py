@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from speculator.checkpoints import load_any
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
 from speculator.target.fingerprint import same_target
@@ -34,6 +37,29 @@ def load_head(folder: str | Path, target: Target) -> Speculator:
         )
     pack_linears(head)
     return head
+
+
+def load_drafter(
+    folder: str | Path,
+    target: Target,
+    *,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    batch_size: int = 1,
+    memory: int = 0,
+) -> AdaptiveDrafter:
+    """Load a head that drafts adaptively: before each step the fastest of its drafts, n-gram lookup, both or neither.
+
+    Acceptance and step costs come from the folder's `decoding.json`, see `python -m eval tune`. Costs that are unknown
+    for this machine are measured, which takes up to six seconds once.
+
+    Args:
+        temperatures: temperatures to measure step costs for.
+        batch_size: the most rows that decode at a time.
+        memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
+    """
+    head = load_head(folder, target)
+    tuning = read_tuning(folder, head)
+    return adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size, memory=memory)
 
 
 def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator:

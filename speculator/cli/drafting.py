@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from transformers.utils import logging
 
-from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.decoding.verify import RULES
 from speculator.drafters import (
     Candidates,
@@ -22,11 +21,8 @@ from speculator.drafters import (
     Paths,
     Tree,
 )
-from speculator.drafters.corpus import read_corpus
 from speculator.drafters.hybrid import Hybrid
-from speculator.drafters.tuned import TUNED, automatic, described, tuned_shapes
 from speculator.errors import OneLineParser, UserError, refuse
-from speculator.files import check_input
 from speculator.target.model import Target
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
@@ -73,15 +69,11 @@ def add_flags(parser: OneLineParser) -> None:
         action="store_true",
         help="draft by n-gram lookup in the text so far, alone or beside another drafter",
     )
-    parser.add_argument(
-        "--ngram_corpus", type=Path, nargs="+", metavar="FILE", help="--ngram looks in these texts too (.txt, .jsonl)"
-    )
-
     parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
     parser.add_argument(
         "--num_speculative_tokens",
         type=int,
-        help="tokens per draft; default: of a tuned head what is the fastest before each step, of another all, else 4",
+        help="tokens per draft (default: a head drafts adaptively, other drafters draft 4)",
     )
     parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
     parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")
@@ -117,7 +109,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
         (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),
-        (arguments.ngram_corpus and not arguments.ngram, "--ngram_corpus: give --ngram, which looks in it"),
         (
             arguments.ngram and foreign and not _models(arguments),
             f"--ngram copies a chain: it has no {foreign}",
@@ -127,8 +118,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
         (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
     )
-    for file in arguments.ngram_corpus or []:
-        check_input(file)
     if drafts:
         rules = _rules(arguments)
         if arguments.rule and arguments.rule not in rules:
@@ -159,47 +148,33 @@ def _models(arguments: argparse.Namespace) -> bool:
 
 
 def drafter(
-    arguments: argparse.Namespace, target: Target, temperature: float | None = None, memory: int = 0
+    arguments: argparse.Namespace,
+    target: Target,
+    temperatures: Sequence[float] = (),
+    batch_size: int = 1,
+    memory: int = 0,
 ) -> Drafter | None:
-    """The drafter that the flags describe; None where they name none.
+    """Make the drafter that the flags describe; None if they name none.
 
     Args:
-        arguments: the flags.
-        target: for whom it drafts.
-        temperature: where no flag says what a head drafts, what was tuned for this; None: never what was tuned.
-        memory: tokens of other texts that a lookup looks in; sampled texts depend on them unless it `walks`.
-
-    Raises:
-        UserError: no such head or model, or it can't draft so.
+        temperatures: a head without further flags drafts adaptively at these temperatures (default: a fixed chain).
+        batch_size: the most rows that decode at a time.
+        memory: number of tokens of other sequences that n-gram lookup searches.
     """
     if arguments.branches and max(arguments.branches) > target.vocab_size:
         raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
-    lookup, files = None, arguments.ngram_corpus
-    if arguments.ngram:
-        corpus = read_corpus(files, target.tokenizer) if files else None
-        lookup = NgramDrafter(_copied(arguments), memory=memory, corpus=corpus)
-    model = _model_drafter(arguments, target, temperature, memory)
+    if arguments.speculator and temperatures and not arguments.ngram and not shaped(arguments):
+        folder = arguments.speculator
+        return load_drafter(folder, target, temperatures=temperatures, batch_size=batch_size, memory=memory)
+    lookup = NgramDrafter(_copied(arguments), memory=memory) if arguments.ngram else None
+    model = _model_drafter(arguments, target)
     return HybridDrafter(model, lookup) if model and lookup else model or lookup
 
 
-def _model_drafter(
-    arguments: argparse.Namespace, target: Target, temperature: float | None, memory: int
-) -> Drafter | None:
+def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
     if arguments.speculator:
         head = load_head(arguments.speculator, target)
-        tuned = None
-        if temperature is not None and not shaped(arguments):
-            rows = getattr(arguments, "batch_size", 1)
-            folder = arguments.speculator
-            auto = None if arguments.ngram else automatic(folder, target, head, [temperature], rows, memory)
-            if auto:
-                print(f"{arguments.speculator}/{TUNED}: drafts what is the fastest before each step", file=sys.stderr)
-                return auto
-            tuned = tuned_shapes(arguments.speculator, target, head, [temperature], rows)[temperature]
-        if tuned is None:
-            return HeadDrafter(head, _shape(arguments, head.n_predict))
-        print(f"{arguments.speculator}/{TUNED}: drafts {described(tuned)}", file=sys.stderr)
-        return HeadDrafter(head, tuned)
+        return HeadDrafter(head, _shape(arguments, head.n_predict))
     if arguments.draft_model:
         try:
             model = Target.load(arguments.draft_model, dtype=arguments.dtype)

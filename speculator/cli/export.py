@@ -12,7 +12,7 @@ from speculator.checkpoints import FORMATS, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.device import dtype_name
-from speculator.drafters.tuned import TUNED
+from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, refuse
 from speculator.heads.base import SpeculatorConfig
 

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.target} has no chat template: chats need one")
     # Samples of a prompt resemble each other, so n-gram lookup also searches the earlier ones.
     memory = MEMORY if arguments.num_samples > 1 else 0
-    drafter = drafting.drafter(arguments, target, arguments.temperature, memory)
+    drafter = drafting.drafter(arguments, target, [arguments.temperature], arguments.batch_size, memory)
     if arguments.num_samples > 1:
         rows = [(row | {"sample": i}, prompt) for row, prompt in rows for i in range(arguments.num_samples)]
     slots = 1 if conversation else min(arguments.batch_size, len(rows))

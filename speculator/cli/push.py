@@ -10,7 +10,7 @@ from huggingface_hub.errors import HTTPError
 
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME, write_card
-from speculator.drafters.tuned import TUNED
+from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
 
 HELP = "upload a head's folder to the Hugging Face hub, with a model card"

@@ -14,9 +14,7 @@ import torch
 
 from speculator.cli import drafting
 from speculator.decoding.engine import Engine
-from speculator.drafters import HeadDrafter
 from speculator.drafters.ngram import MEMORY
-from speculator.drafters.tuned import automatic
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
 from speculator.tables import gigabytes
 from speculator.target.model import Target
@@ -54,9 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
     context, slots = target.context_length, arguments.max_num_seqs
     target.context_length = arguments.max_model_len or context
     refuse((target.context_length > context, f"--max_model_len: the context of {arguments.target} is {context} tokens"))
-    drafter = drafting.drafter(arguments, target, memory=MEMORY if arguments.ngram and drafting.walks(arguments) else 0)
-    if isinstance(drafter, HeadDrafter) and not drafting.shaped(arguments):
-        drafter = automatic(arguments.speculator, target, drafter.head, [0.0, 1.0], slots, MEMORY) or drafter
+    # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
+    memory = 0 if arguments.ngram and not drafting.walks(arguments) else MEMORY
+    drafter = drafting.drafter(arguments, target, [0.0, 1.0], slots, memory)
 
     import uvicorn  # an optional dependency
 

@@ -1,4 +1,4 @@
-"""A head, a lookup, both or nobody drafts: whichever is the fastest next."""
+"""Adaptive drafting: before each step, draft with the head, n-gram lookup, both or neither, whichever is fastest."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences, Shape
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
-from speculator.decoding.verify import RULES
-from speculator.drafters.controller import COPIED, Choice, Controller, StepCost, fastest_shape
+from speculator.drafters.controller import Choice, Controller, StepCost, fastest_shape
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found, NgramDrafter
 from speculator.heads import Speculator
 from speculator.heads.drafting import DraftingSource
 
+PATH_LENGTHS, CAPTURED_PATH_LENGTHS = (0, 1, 2, 3, 4, 6, 8), (0, 8)
+"""Lengths of a lookup path on its own; few where steps are captured, since every shape is captured separately."""
+_HYBRID_LENGTHS, _CAPTURED_HYBRID_LENGTHS = (1, 2, 4, 8), (4,)
 
-class Copied:
-    """What a lookup found, or nothing: a draft that the head has no part in.
 
-    Args:
-        length: the most tokens; 0: no draft.
-    """
+class LookupPath:
+    """The path that n-gram lookup found, at most `length` tokens; 0: no draft. The head takes no part in it."""
 
     width, offered, levels = 1, 0, 0
     rules: tuple[str, ...] = ("match", "block", "rejection")
@@ -46,45 +45,46 @@ class Copied:
 
 
 class AdaptiveDrafter(HeadDrafter):
-    """Drafts what `Controller` chooses before each step. Greedy sequences are what they are with any drafter. A sampled
-    text follows the target's distribution, but which of its sequences it is depends on what else is decoded.
+    """Drafts what `Controller` chooses before each step.
+
+    Greedy completions are the same with any drafter. Sampled completions follow the target's distribution, but they
+    depend on the other requests, because the choice does.
 
     Args:
         head: the trained head.
-        choices: what it can draft.
+        choices: what the head can draft.
         lookup, cost: see `Controller`.
-        alone: what is drafted for one sampled row; default: what is the fastest for it, as measured.
-        memory: of the lookup, see `NgramDrafter`.
+        memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
 
     Attributes:
-        fixed: where this is set, it is drafted and nothing else.
+        fixed: a shape for all steps in place of the controller's choice; None: the controller chooses.
     """
 
-    name = "auto"
+    name = "adaptive"
     _found: Found
 
     def __init__(
-        self,
-        head: Speculator,
-        choices: Sequence[Choice],
-        lookup: Sequence[float],
-        cost: StepCost,
-        alone: Shape | None = None,
-        memory: int = 0,
+        self, head: Speculator, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, memory: int = 0
     ):
+        captured = head.device.type in cuda_graphs.DEVICES
+        paths, lengths = (
+            (CAPTURED_PATH_LENGTHS, _CAPTURED_HYBRID_LENGTHS) if captured else (PATH_LENGTHS, _HYBRID_LENGTHS)
+        )
         self.choices, self.lookup, self.cost, self.memory = choices, lookup, cost, memory
         self.fixed: Shape | None = None
-        self.alone = alone or fastest_shape(choices, cost, False, 1)
-        self._copies = {length: Copied(length) for length in range(COPIED + 1)}
-        mixed = [choice.beside(COPIED).shape for choice in choices]
-        own = [*(choice.shape for choice in choices), *([alone] if alone else [])]
-        self._shapes: list[Shape] = [*own, *mixed, *self._copies.values()]
-        super().__init__(head, self._copies[0])
+        self._hybrids = {choice: [Hybrid(choice.shape, length) for length in lengths] for choice in choices}
+        self._paths = [LookupPath(length) for length in paths]
+        super().__init__(head, self._paths[0])
         for shape in self._shapes:
             self.source.reserve(shape.depth, shape.offered)
         self.num_speculative_tokens, self.nodes = max(shape.depth for shape in self._shapes), self.max_nodes
-        self.rules = tuple(rule for rule in RULES if all(rule in shape.rules for shape in self._shapes))
+        self.rules = ()  # every shape has its own
         self.forget()
+
+    @property
+    def _shapes(self) -> list[Shape]:
+        hybrids = [hybrid for own in self._hybrids.values() for hybrid in own]
+        return [*(choice.shape for choice in self.choices), *hybrids, *self._paths]
 
     @property
     def max_nodes(self) -> int:
@@ -92,27 +92,26 @@ class AdaptiveDrafter(HeadDrafter):
 
     def open(self, slots: int, capacity: int) -> AdaptiveDrafter:
         opened = super().open(slots, capacity)
-        opened._copies = {length: Copied(length) for length in range(COPIED + 1)}
         opened._found = Found(slots, max(shape.depth for shape in self._shapes), self.head.device)
         opened.forget()
         return opened
 
     def forget(self) -> None:
-        self._controller = Controller(self.choices, self.lookup, self.cost)
-        # A path that is followed in a head's draft goes on behind it.
-        longest = COPIED + max((choice.shape.depth for choice in self.choices), default=0)
-        self._ngrams = NgramDrafter(longest, memory=self.memory)
+        self._controller = Controller(self.choices, self.lookup, self.cost, self._paths, self._hybrids)
+        # A path that agrees with the head's draft continues after it.
+        self._ngrams = NgramDrafter(max(shape.depth for shape in self._shapes), memory=self.memory)
+
+    def fastest(self, greedy: bool, rows: int) -> Shape:
+        """The head's fastest shape by the measured figures, whatever the text."""
+        return fastest_shape(self.choices, self.cost, greedy, rows)
 
     def choose(self, requests: Sequence[Request]) -> Shape:
         if self.fixed is not None:
-            self._controller.lose_sight()
+            self._controller.skip()
             return self.fixed
         found = self._ngrams.look([request.sequence for request in requests])
-        chosen = self._controller.choose(requests, found)
-        if chosen and not isinstance(chosen, Choice) and self.head.device.type in cuda_graphs.DEVICES:
-            chosen = 1 << (chosen - 1).bit_length()  # graphs are few
-        shape = chosen.shape if isinstance(chosen, Choice) else self._copies[chosen]
-        if isinstance(shape, Copied | Hybrid):
-            self._found.put([tokens for _, tokens in found])
+        shape = self._controller.choose(requests, found)
+        if isinstance(shape, LookupPath | Hybrid):
+            self._found.put([path for _, path in found])
             shape.found = self._found
         return shape

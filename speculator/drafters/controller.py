@@ -1,24 +1,18 @@
-"""What to draft next: by expected tokens per second, from measured costs and from what was accepted so far.
+"""Choose the next step's draft: the one with the most expected tokens per second.
 
-Plain numbers on the host. A decision reads committed tokens, earlier steps and what a lookup would copy now; it is made
-before anything of its step is drafted, so the accept rule of whatever is drafted keeps the target's distribution. It
-reads no clock: the same requests in the same order, with the same costs, are decoded by the same drafts.
+The choice uses measured step costs, and acceptance estimated from earlier steps. It is made before anything of the step
+is drafted, so the accept rule of whatever is drafted keeps the target's distribution. It reads no clock: the same
+requests in the same order, with the same costs, get the same drafts.
 
-How often a draft is accepted depends on the text. Tuning measured it on one text. On another text we assume that the
-log-odds of all depths are shifted by the same amount, and estimate this shift for every request and for all requests
-together. The estimate is a Kalman filter on an Ornstein-Uhlenbeck process: a request's shift returns to the shared one,
-the shared one to 0. Most requests shift little, some much and at once, so two filters with different variances run side
-by side, each weighted by how well it predicted the outcomes so far. The shared shift changes slowly.
-
-A mixed step accepts what the head's draft does, and then goes on along the copied path where that has agreed so far.
-Both sources are right on easy tokens, so how often a copied token is right where the head's was refused is a shift of
-its own. Any step in which the head drafts shows it, mixed or not.
+Tuning measures how often drafts are accepted on one text. On another text we assume that the log-odds of all depths are
+shifted by the same amount. Every request has an exponential average of this shift, which starts at the average over all
+requests and slowly returns to it. The head and n-gram lookup have a shift each. A hybrid draft needs a third one: both
+sources are right on easy tokens, so a looked-up token is less often right where the head's token was rejected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from math import exp, log
@@ -28,96 +22,67 @@ from speculator.decoding.drafter import Shape
 from speculator.decoding.request import Request
 from speculator.drafters.hybrid import Hybrid
 
-# With these the lengths that were accepted of two targets' drafts and copies are among the likeliest.
-_VARIANCES, _VARIANCE_OF_ALL = (0.03, 2.0), (0.5,)  # variances of a shift of which nothing is known
-_ROW, _ALL = (1 / 200, 1 / 10), (1 / 1000, 1 / 1000)
-"""How much of the way home a shift goes in a step, and its variances to not being known."""
-_TURN = 1 / 50  # how much of the way to not knowing which of the two is right
-_PROBES = 0.01  # the share of the time that goes into trying a head that does not seem to pay
-_RAREST, _OFTENEST = 512, 16  # steps between two of them
-COPIED = 8  # tokens of a lookup at most, alone or beside a head's draft
-_STEP, _MOST = 0.25, 8.0  # shifts are looked up in a table
-_BUCKETS = round(2 * _MOST / _STEP) + 1
+_FIRST_RATE = 2.0  # rate of an average before its first outcome
+_ROW_FORGETS, _SHARED_FORGETS = 0.02, 0.002  # share of the way back to the first rate per step
+_RETURN = 1 / 200  # share of the way back to the shared average per step
+_PROBE_SHARE = 0.01  # share of the time for trying a head that does not seem to pay
+_PROBE_STEPS = (16, 512)  # bounds of the number of steps between two such tries
+_STEP, _LIMIT = 0.25, 8.0  # shifts are rounded to a grid, so that expected tokens come from a table
+_GRID = [_STEP * i - _LIMIT for i in range(round(2 * _LIMIT / _STEP) + 1)]
 
 Greedy = bool
-StepCost = Callable[[Shape | int, Greedy, int, int], float]
-"""(what the head drafts or how many tokens are copied, at temperature 0, rows, longest text) -> in plain steps."""
+StepCost = Callable[[Shape, Greedy, int], float]
+"""(shape of the draft, at temperature 0, rows) -> seconds of the step over those of a plain step."""
 
 
 class Shift:
-    """How much more a source's drafts are accepted than was measured, in log-odds.
+    """Exponential average of how much more often drafts are accepted than was measured, in log-odds.
 
-    Args:
-        mean: what is expected before anything is seen.
-        variances: the variance of that, a filter for each.
+    Its rate falls with every outcome and rises with every step, so an old average follows new outcomes quickly.
     """
 
-    def __init__(self, mean: float, variances: Sequence[float]) -> None:
-        self.mean, self._priors = mean, variances
-        self._filters = [(mean, variance, 1 / len(variances)) for variance in variances]  # mean, variance, weight
+    def __init__(self, value: float, forgets: float):
+        self.value, self._rate, self._forgets = value, _FIRST_RATE, forgets
 
     def observe(self, logit: float, accepted: bool) -> None:
-        """A token of a draft, accepted or refused, whose measured log-odds are `logit`."""
-        filters, total, self.mean = [], 0.0, 0.0
-        for mean, variance, weight in self._filters:
-            chance = _chance(logit + mean)
-            variance /= 1 + variance * chance * (1 - chance)
-            mean += variance * (accepted - chance)
-            weight *= chance if accepted else 1 - chance
-            filters.append((mean, variance, weight))
-            total += weight
-            self.mean += weight * mean
-        self._filters = [(mean, variance, weight / total) for mean, variance, weight in filters]
-        self.mean /= total
+        """Update with one token whose measured log-odds of acceptance are `logit`."""
+        self.value += self._rate * (accepted - _chance(logit + self.value))
+        self._rate /= 1 + self._rate / 4
 
-    def return_to(self, home: float, rates: tuple[float, float]) -> None:
-        """A step has gone by."""
-        self._filters = [
-            (
-                mean + (home - mean) * rates[0],
-                variance + (prior - variance) * rates[1],
-                weight + (1 / len(self._priors) - weight) * _TURN,
-            )
-            for (mean, variance, weight), prior in zip(self._filters, self._priors, strict=True)
-        ]
-        self.mean = sum(mean * weight for mean, _, weight in self._filters)
+    def advance(self) -> None:
+        """Account for a step."""
+        self._rate += (_FIRST_RATE - self._rate) * self._forgets
 
     @property
     def bucket(self) -> int:
-        return min(_BUCKETS - 1, max(0, round((self.mean + _MOST) / _STEP)))
+        """Index of the nearest grid point."""
+        return min(len(_GRID) - 1, max(0, round((self.value + _LIMIT) / _STEP)))
 
 
 @dataclass(eq=False)
 class Choice:
-    """Something that a head can draft.
+    """A shape that the head can draft.
 
     Attributes:
-        shape: the draft's.
-        acceptance: of each depth how often a token there is accepted where its parent was, as measured, for greedy rows
-            (True) and for sampled ones (False). Where one is missing, such rows are not drafted for so.
+        shape: shape of the draft.
+        acceptance: measured acceptance rates by depth, each conditional on the parent, for greedy (True) and sampled
+            (False) rows. Rows of a missing kind never get this draft.
+        ends: ends[kind][bucket][i] is the chance that exactly i tokens are accepted.
+        expected: expected[kind][bucket] is the expected number of tokens of a step.
     """
 
     shape: Shape
     acceptance: dict[Greedy, Sequence[float]]
     logits: dict[Greedy, list[float]] = field(init=False)
     ends: dict[Greedy, list[list[float]]] = field(init=False)
-    """By the shift's bucket: how often 0, 1, ... of its tokens are accepted."""
     expected: dict[Greedy, list[float]] = field(init=False)
-    """Tokens of a step by the shift's bucket."""
 
     def __post_init__(self):
-        self.logits = {kind: [_logit(chance) for chance in given] for kind, given in self.acceptance.items()}
-        shifts = [bucket * _STEP - _MOST for bucket in range(_BUCKETS)]
-        self.ends = {kind: [_ends(logits, shift) for shift in shifts] for kind, logits in self.logits.items()}
+        self.logits = {kind: [_logit(rate) for rate in rates] for kind, rates in self.acceptance.items()}
+        self.ends = {kind: [_ends(logits, shift) for shift in _GRID] for kind, logits in self.logits.items()}
         self.expected = {
             kind: [sum(map(mul, range(1, len(ends) + 1), ends)) for ends in table] for kind, table in self.ends.items()
         }
-
-    def beside(self, length: int) -> Choice:
-        """The same with up to `length` tokens of a lookup's path in one tree."""
-        mixed = copy(self)
-        mixed.shape = Hybrid(self.shape, length)
-        return mixed
 
 
 def _logit(chance: float) -> float:
@@ -129,6 +94,11 @@ def _chance(logit: float) -> float:
     return 1 / (1 + exp(-logit))
 
 
+def expected_tokens(acceptance: Sequence[float]) -> float:
+    """Expected tokens of a step, the bonus token included, from acceptance rates by depth."""
+    return 1 + sum(accumulate(acceptance, mul))
+
+
 def _ends(logits: Sequence[float], shift: float) -> list[float]:
     ends, reached = [], 1.0
     for logit in logits:
@@ -138,74 +108,83 @@ def _ends(logits: Sequence[float], shift: float) -> list[float]:
     return [*ends, reached]
 
 
-def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape | None:
-    """What is the fastest as measured, without looking at any text; None where nothing was measured for such rows."""
+def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape:
+    """The shape with the most tokens per second at the measured acceptance rates."""
     rates = {
-        choice.shape: choice.expected[greedy][_BUCKETS // 2] / cost(choice.shape, greedy, rows, 0)
+        choice.shape: choice.expected[greedy][len(_GRID) // 2] / cost(choice.shape, greedy, rows)
         for choice in choices
         if greedy in choice.expected
     }
-    return max(rates, key=rates.__getitem__, default=None)
+    return max(rates, key=rates.__getitem__)
 
 
 class _Shifts:
-    """Three shifts: `head` of drafted tokens, `lookup` of copied tokens, and `beside` of copied tokens where the head's
-    token was refused, relative to `lookup`."""
+    """Shifts of the head's tokens, of looked-up tokens, and of looked-up tokens where the head's was rejected."""
 
-    def __init__(self, means: Sequence[float], variances: Sequence[float]) -> None:
-        self.head, self.lookup, self.beside = self.all = [Shift(mean, variances) for mean in means]
+    def __init__(self, forgets: float, start: _Shifts | None = None):
+        values = start.values if start else [0.0] * 3
+        self.all = [Shift(value, forgets) for value in values]
+        self.head, self.lookup, self.instead = self.all
+
+    @property
+    def values(self) -> list[float]:
+        return [shift.value for shift in self.all]
 
 
 class _Row(_Shifts):
-    """What is known of a request."""
+    """Shifts of one request, and the path that n-gram lookup found for its next step."""
 
-    def __init__(self, of_all: _Shifts):
-        super().__init__([shift.mean for shift in of_all.all], _VARIANCES)
-        self.steps, self.length = 0, 0  # at the last decision
-        self.copied: list[int] = []
-        self.logit = 0.0
+    def __init__(self, shared: _Shifts):
+        super().__init__(_ROW_FORGETS, shared)
+        self.steps, self.length = 0, 0  # at the last choice
+        self.path: list[int] = []
+        self.logit = 0.0  # measured log-odds of a match as long as the path's
 
-    def look(self, request: Request, tokens: list[int], logit: float) -> None:
-        """Before a step: what a lookup gives now, and the measured log-odds of such a match."""
-        self.steps, self.length, self.copied, self.logit = len(request.steps), len(request.sequence), tokens, logit
-        self._right = _chance(logit + self.lookup.mean)
-        self._instead = _chance(logit + self.lookup.mean + self.beside.mean) / self._right
-        powers = accumulate(repeat(self._right, len(tokens)), mul)
-        self._runs = [*accumulate(powers, initial=0.0)]  # of so many copied tokens those accepted
+    def prepare(self, request: Request, path: list[int], logit: float) -> None:
+        """Read the request and its lookup path before a step."""
+        self.steps, self.length, self.path, self.logit = len(request.steps), len(request.sequence), path, logit
+        self._right = _chance(logit + self.lookup.value)
+        self._instead = _chance(logit + self.lookup.value + self.instead.value) / self._right
+        powers = accumulate(repeat(self._right, len(path)), mul)
+        self._runs = [*accumulate(powers, initial=0.0)]  # expected accepted tokens of the first n of the path
 
-    def copying(self, width: int) -> float:
-        """Tokens of a step that copies."""
-        return 1 + self._runs[min(width, len(self.copied))]
+    def lookup_tokens(self, length: int) -> float:
+        """Expected tokens of a step that drafts the first `length` tokens of the path."""
+        return 1 + self._runs[min(length, len(self.path))]
 
     @property
-    def most_beside(self) -> float:
-        """No path adds more to a head's tokens."""
+    def most_added(self) -> float:
+        """Upper bound of `added_tokens`."""
         return self._runs[-1] * max(1.0, self._instead)
 
-    def mixing(self, ends: Sequence[float], length: int) -> float:
-        """Expected tokens that a copied path of `length` adds to a head's draft.
+    def added_tokens(self, ends: Sequence[float], length: int) -> float:
+        """Expected tokens that `length` tokens of the path add to a head's draft.
 
-        `ends[i]` is the chance that exactly i of the drafted tokens are accepted.
+        The path is followed in the head's draft as far as both agree. Where the head's token is rejected, or its draft
+        ends, the path's next tokens are accepted with the chances of a run. `ends[i]` is the chance that exactly i of
+        the head's tokens are accepted.
         """
         tokens, followed, reached = 0.0, 1.0, 1.0
-        for same, chance in enumerate(ends[: len(self.copied)]):
-            run = chance * followed * self._runs[min(length, len(self.copied) - same)]
-            if same + 1 == len(ends):
+        for agreed, chance in enumerate(ends[: len(self.path)]):
+            run = chance * followed * self._runs[min(length, len(self.path) - agreed)]
+            if agreed + 1 == len(ends):
                 return tokens + run
             tokens += run * self._instead
-            # Where the head is right a copied token is so the more often: of all as often as ever.
+            # A looked-up token is right more often where the head's is, so that overall it is right as often as before.
             head, reached = 1 - chance / reached, reached - chance
             followed *= min(1.0, max(0.0, self._right * (1 - (1 - head) * self._instead) / head))
         return tokens
 
 
 class Controller:
-    """Chooses before each step between no draft, the text copied from a lookup, what a head can draft, and both.
+    """Chooses before each step between no draft, a lookup path, a head's draft, and a hybrid of both.
 
     Args:
         choices: what the head can draft.
-        lookup: how often a copied token is accepted after a match of so many tokens (1, 2, ...), as measured.
-        cost: what steps cost; infinite: what was not measured is not done.
+        lookup: acceptance rate of a looked-up token after a match of 1, 2, ... tokens, as measured.
+        cost: cost of a step.
+        paths: shapes of lookup paths, ascending; the first one is empty: no draft.
+        hybrids: the hybrid drafts of each choice.
     """
 
     def __init__(
@@ -213,94 +192,90 @@ class Controller:
         choices: Sequence[Choice],
         lookup: Sequence[float],
         cost: StepCost,
+        paths: Sequence[Shape],
+        hybrids: dict[Choice, list[Hybrid]],
     ):
-        self.choices, self._cost = choices, cost
+        self._choices, self._cost, self._paths, self._hybrids = choices, cost, paths, hybrids
         self._lookup = [_logit(chance) for chance in lookup]
-        lengths = [1 << i for i in range(COPIED.bit_length())]
-        self._mixed = {choice: {length: choice.beside(length) for length in lengths} for choice in choices}
-        self._all = _Shifts([0.0] * 3, _VARIANCE_OF_ALL)  # of all requests
+        self._shared = _Shifts(_SHARED_FORGETS)
         self._rows: dict[Request, _Row] = {}
-        self._last: Choice | int = 0
-        self._idle = 0  # steps since the head drafted
+        self._drafted: Choice | None = None  # the head's part of the last step
+        self._idle_steps = 0  # since the head drafted
 
-    def choose(self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]]) -> Choice | int:
-        """What the head drafts in the next step, with a path beside it or without, or how many tokens are copied at
-        most; 0: no draft.
+    def choose(self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]]) -> Shape:
+        """Return the shape of the next step's draft.
 
         Args:
-            requests: those that decode; what became of the last decision is read from them.
-            found: of each what a lookup gives now: the tokens matched, 0 for none, and those that follow.
+            requests: the decoding requests; their last steps tell what became of the last choice.
+            found: matched tokens (0: none) and path of the n-gram lookup of each request.
         """
         self._learn()
-        self._rows = {request: self._rows.get(request) or _Row(self._all) for request in requests}
-        for (request, row), (size, tokens) in zip(self._rows.items(), found, strict=True):
-            row.look(request, tokens, self._lookup[min(size, len(self._lookup)) - 1] if size else 0.0)
-        self._last = self._best()
-        return self._last
+        self._rows = {request: self._rows.get(request) or _Row(self._shared) for request in requests}
+        for (request, row), (size, path) in zip(self._rows.items(), found, strict=True):
+            row.prepare(request, path, self._lookup[min(size, len(self._lookup)) - 1] if size else 0.0)
+        shape, self._drafted = self._best()
+        self._idle_steps = 0 if self._drafted else self._idle_steps + 1
+        return shape
 
-    def lose_sight(self) -> None:
-        """Forget the rows: the next step is not chosen here, so nothing can be learnt from it."""
-        self._rows = {}
+    def skip(self) -> None:
+        """Forget the rows: the next step is not chosen here, so nothing can be learned from it."""
+        self._rows, self._drafted = {}, None
 
-    def _best(self) -> Choice | int:
-        count, longest = len(self._rows), max(row.length for row in self._rows.values())
+    def _best(self) -> tuple[Shape, Choice | None]:
+        rows, count = self._rows.values(), len(self._rows)
         kinds = [request.sampling.greedy for request in self._rows]
-        greedy = all(kinds)
-        rates: dict[Choice | int, float] = {0: 1.0}
-        most = max(len(row.copied) for row in self._rows.values())
-        width = min(most, COPIED)
-        while width > 0:
-            tokens = sum(row.copying(width) for row in self._rows.values()) / count
-            rates[width] = tokens / self._cost(width, greedy, count, longest)
-            width //= 2
-        places = list(zip(kinds, (row.head.bucket for row in self._rows.values()), strict=True))
-        fitting = [choice for choice in self.choices if all(kind in choice.expected for kind in kinds)]
-        heads: dict[Choice, float] = {}
-        for choice in fitting:
-            heads[choice] = sum(choice.expected[kind][bucket] for kind, bucket in places) / count
-            rates[choice] = heads[choice] / self._cost(choice.shape, greedy, count, longest)
-        best = max(rates, key=rates.__getitem__)
-        more = sum(row.most_beside for row in self._rows.values()) / count
-        for choice in fitting:
-            for length, mixed in self._mixed[choice].items():
-                cost = self._cost(mixed.shape, greedy, count, longest)
-                if (heads[choice] + more) / cost > rates[best]:
-                    rates[mixed] = (heads[choice] + self._mixing(choice, length, places)) / cost
-                    best = max(best, mixed, key=rates.__getitem__)
-                if length >= most:
-                    break
-        self._idle = 0 if isinstance(best, Choice) else self._idle + 1
-        if self._idle >= _OFTENEST and fitting:
-            probe = min(fitting, key=lambda choice: self._cost(choice.shape, greedy, count, longest))
-            loss = 1 - rates[probe] / rates[best]
-            if self._idle >= min(_RAREST, loss / _PROBES):
-                self._idle, best = 0, probe
-        return best
+        places = list(zip(kinds, (row.head.bucket for row in rows), strict=True))
+        choices = [choice for choice in self._choices if all(kind in choice.expected for kind in kinds)]
 
-    def _mixing(self, choice: Choice, length: int, places: Sequence[tuple[Greedy, int]]) -> float:
-        """What a path adds in the mean."""
-        rows = self._rows.values()
-        added = (row.mixing(choice.ends[kind][at], length) for row, (kind, at) in zip(rows, places, strict=True))
-        return sum(added) / len(rows)
+        def cost(shape: Shape) -> float:
+            return self._cost(shape, all(kinds), count)
+
+        longest = max(len(row.path) for row in rows)
+        options: list[tuple[float, Shape, Choice | None]] = []  # tokens per plain step
+        for path in self._paths:
+            options.append((sum(row.lookup_tokens(path.depth) for row in rows) / count / cost(path), path, None))
+            if path.depth >= longest:
+                break
+        expected = {choice: sum(choice.expected[kind][bucket] for kind, bucket in places) / count for choice in choices}
+        options += [(expected[choice] / cost(choice.shape), choice.shape, choice) for choice in choices]
+        best = max(options, key=lambda option: option[0])
+        most_added = sum(row.most_added for row in rows) / count
+        for choice in choices if longest else ():
+            for hybrid in self._hybrids[choice]:
+                price = cost(hybrid)
+                if (expected[choice] + most_added) / price <= best[0]:
+                    continue
+                added = (
+                    row.added_tokens(choice.ends[kind][bucket], hybrid.length)
+                    for row, (kind, bucket) in zip(rows, places, strict=True)
+                )
+                best = max(best, ((expected[choice] + sum(added) / count) / price, hybrid, choice), key=lambda o: o[0])
+        if not best[2] and choices and self._idle_steps >= _PROBE_STEPS[0]:
+            probe = min(choices, key=lambda choice: cost(choice.shape))
+            loss = 1 - expected[probe] / cost(probe.shape) / best[0]
+            if self._idle_steps >= min(_PROBE_STEPS[1], loss / _PROBE_SHARE):
+                return probe.shape, probe
+        return best[1], best[2]
 
     def _learn(self) -> None:
-        """What became of the step before: of the head's draft if there was one, of a lookup's in any case."""
+        """Compare the last step's tokens with the head's draft, if it drafted, and with the lookup path in any case."""
         for request, row in self._rows.items():
             if len(request.steps) == row.steps:
                 continue
-            for shift, home in zip(row.all, self._all.all, strict=True):
-                shift.return_to(home.mean, _ROW)
-                home.return_to(0.0, _ALL)
-            step, said = request.steps[-1], request.sequence[row.length :]
-            pairs = list(zip(said, row.copied, strict=False))
-            right = next((i for i, (token, copied) in enumerate(pairs) if token != copied), len(pairs))
-            if isinstance(self._last, Choice) and step.drafted:
-                own, logits = step.accepted - step.copied, self._last.logits[request.sampling.greedy]
-                for of in (row, self._all):
-                    for depth, logit in enumerate(logits[: own + 1]):
-                        of.head.observe(logit, depth < own)
-                    if own < len(logits) and own < len(pairs) and own <= right:
-                        of.beside.observe(row.logit + row.lookup.mean, own < right)
-            for of in (row, self._all):
+            for shift, shared in zip(row.all, self._shared.all, strict=True):
+                shift.value += (shared.value - shift.value) * _RETURN
+                shift.advance()
+                shared.advance()
+            step, new_tokens = request.steps[-1], request.sequence[row.length :]
+            pairs = list(zip(new_tokens, row.path, strict=False))
+            right = next((i for i, (token, looked_up) in enumerate(pairs) if token != looked_up), len(pairs))
+            if self._drafted and step.drafted:
+                accepted, logits = step.accepted - step.copied, self._drafted.logits[request.sampling.greedy]
+                for shifts in (row, self._shared):
+                    for depth, logit in enumerate(logits[: accepted + 1]):
+                        shifts.head.observe(logit, depth < accepted)
+                    if accepted < min(len(logits), len(pairs)) and accepted <= right:
+                        shifts.instead.observe(row.logit + row.lookup.value, accepted < right)
+            for shifts in (row, self._shared):
                 for place in range(min(right + 1, len(pairs))):
-                    of.lookup.observe(row.logit, place < right)
+                    shifts.lookup.observe(row.logit, place < right)

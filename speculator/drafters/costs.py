@@ -1,10 +1,7 @@
-"""What a draft and its verify pass cost, in units of one plain step: c per drafted token, and v.
+"""Costs of decoding steps in units of one plain step, measured on real steps.
 
-They are measured on real steps, apart from any timed generation: behind the same text, in the same cache, with the
-same batch, a few plain steps and a few with a draft take turns. (A few, because a step that follows one of another kind
-is slower than one of many alike, as they are in the loop.) A plain step and a verify pass hold all that the loop does
-in them: forward pass, distribution, rule, next token, the copy to the host and its text. A draft includes what is done
-to keep what was accepted of it.
+Reports split the cost of a drafted step into c per drafted token and v for verification (2211.17192). Adaptive drafting
+needs whole steps only, for several drafts and numbers of rows.
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate
 from math import inf
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +24,8 @@ from speculator.decoding.engine import Engine, Verified
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
-from speculator.drafters import Drafter, FixedTree, HeadDrafter
+from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
+from speculator.drafters.adaptive import LookupPath
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found
 from speculator.heads import Speculator
@@ -36,21 +33,21 @@ from speculator.target.model import Target
 
 Result = TypeVar("Result")
 BLOCK = 5
-"""Steps of one kind in a row: the first is not counted."""
-_ROUNDS = (1, 2)
-"""Blocks of each shape, round by round; in a round the shapes take turns."""
-_MORE = 4
-"""Blocks more for the sizes that matter most, where there is time."""
+"""Steps of one kind in a row when c and v are measured; the first is not counted."""
+_ROUNDS, _TIMED_STEPS = 3, 3
+"""Turns of each draft when whole steps are measured, and steps in a turn."""
+_CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
+_PROMPT = 8  # tokens of the rows' prompts
 
 
 @dataclass
 class StepSeconds:
-    """Seconds of the parts of steps, in sums over blocks of as many plain steps and steps with a draft.
+    """Seconds of `BLOCK` - 1 steps, one entry per block: plain steps, and the two parts of drafted steps.
 
     Attributes:
-        plain: of plain steps.
-        draft: of drafting, what is learnt of the draft's fate included.
-        verify: of verify passes.
+        plain: plain steps.
+        draft: selecting the rows, drafting, and updating the drafter.
+        verify: verification, the accept rule and the copy to the host.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -58,7 +55,7 @@ class StepSeconds:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """c, per token of a whole draft, and v, of the mean verify pass."""
+        """Cost c per token of a whole draft, cost v of a verification, and seconds of a plain step."""
         draft, verify = self.ratios()
         return {
             "draft_over_decode": draft / num_speculative_tokens,
@@ -67,17 +64,16 @@ class StepSeconds:
         }
 
     def ratios(self) -> tuple[float, float]:
-        """Seconds of a draft and of its verify pass, over those of a plain step.
+        """Seconds of drafting and of verification over those of a plain step: interquartile means over the blocks.
 
-        Each block is compared with its own plain steps, taken just before it. The interquartile mean over blocks: one
-        stall does not count.
+        Each block is compared with the plain steps just before it.
         """
         draft = _interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
         return draft, _interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
 
 
 def _interquartile_mean(values: Iterable[float]) -> float:
-    """The mean of the values without the lowest and the highest quarter."""
+    """Mean without the lowest and the highest quarter."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
@@ -93,11 +89,11 @@ def timed_steps(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Decode `count` steps behind `prompts`; yields each step's draft and result, and adds its seconds to `costs`.
+    """Decode `count` steps after `prompts`; yield each step's draft and result, and add its seconds to `costs`.
 
     Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
-    sequence. The first step of a block and blocks that captured a graph do not count. Sequences may run past the end of
-    the context, where positions are clamped: their tokens are meaningless, their time is not.
+    sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
+    of the context, where positions are clamped: the tokens are then meaningless, but their time is not.
     """
     limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
@@ -110,7 +106,7 @@ def timed_steps(
     plainly, propose, verify, keep = map(engine.capturable_method, ("decode_rows", "draft", "verify", "commit"))
 
     def plain_steps() -> float:
-        """Seconds of a block, without its first step."""
+        """Seconds of a block of plain steps, without the first one."""
         lengths, pending = cache.lengths.clone(), engine.pending.clone()
         engine.drafter, engine.capturing = None, capturable(target, None)
         seconds = [
@@ -130,13 +126,12 @@ def timed_steps(
         if place == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
-        sequences = engine.select_decoding_rows()
-        drafting, (draft, u) = clock(propose, sequences)
+        drafting, (draft, u) = clock(lambda: propose(engine.select_decoding_rows()))
         verifying, result = clock(verify, draft, u)
-        learning, _ = clock(keep, result)
-        telling, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
+        committing, _ = clock(keep, result)
+        appending, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
         if place:
-            sums = [sums[0] + drafting + learning, sums[1] + verifying + telling]
+            sums = [sums[0] + drafting + committing, sums[1] + verifying + appending]
         if place == BLOCK - 1 and Captured.prepared == prepared:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
@@ -152,14 +147,14 @@ def measure(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
-    """Add the seconds of about `blocks` blocks of steps behind `prompts`."""
-    captures = 3 if capturable(target, drafter) else 0  # when they begin, and when they outgrow a bucket
+    """Add the seconds of about `blocks` blocks of steps after `prompts` to `costs`."""
+    captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
     for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
 
 
 def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
-    """Seconds of a call, of what it starts on the device included, and what it gives."""
+    """Run `work`, wait for the device, and return the seconds and the result."""
     synchronize()
     started = time.perf_counter()
     result = work(*given)
@@ -169,158 +164,156 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
 
 @dataclass
 class CostEntry:
-    """What steps of so many rows cost behind sequences of so many tokens.
+    """Costs of steps of `rows` rows, in plain steps.
 
     Attributes:
-        greedy: at temperature 0, or at 1.
-        seconds: of a plain step.
-        shapes: what was measured, each with what drafting it and verifying it cost, in plain steps.
+        greedy: measured at temperature 0, else at 1.
+        costs: seconds of a whole step with each draft over those of a plain step.
     """
 
     rows: int
-    context: int
     greedy: bool
-    seconds: float
-    shapes: list[tuple[Shape, float, float]]
+    costs: dict[Shape, float]
 
     def __post_init__(self):
-        own = [each for each in self.shapes if not isinstance(each[0], Hybrid)]
-        chains = sorted((s.depth, draft, verify) for s, draft, verify in own if not isinstance(s, FixedTree))
-        self._drafts = isotonic((depth, draft, 1) for depth, draft, _ in chains)
-        trees = [(s.nodes, verify, 1) for s, _, verify in own if isinstance(s, FixedTree)]
-        # A tree's pass costs more than a chain's over as many tokens: it tells of chains no longer measured.
-        wider = [tree for tree in trees if not chains or tree[0] > chains[-1][0]]
-        self._passes = isotonic([(0, 1, 1), *((depth, verify, 1) for depth, _, verify in chains), *wider])
-        of_trees = dict(isotonic(trees))
-        self._trees = {s.paths: (draft, of_trees[s.nodes]) for s, draft, _ in own if isinstance(s, FixedTree)}
-        self._joining = 0.0  # a path to a draft: what is measured beyond the draft and the pass over as many tokens
-        mixed = [draft + verify - self.of(s) for s, draft, verify in self.shapes if isinstance(s, Hybrid)]
-        self._joining = max(0.0, statistics.fmean(mixed)) if mixed else inf
+        paths = {0: 1.0} | {s.nodes: cost for s, cost in self.costs.items() if isinstance(s, LookupPath)}
+        chains = {0: paths[0]} | {s.nodes: cost for s, cost in self.costs.items() if isinstance(s, Chain)}
+        if len(paths) == 1:  # not measured: at most what a chain of as many tokens costs
+            paths |= chains
+        self._paths, self._chains = _rising(paths), _rising(chains)
+        self._trees = {s.paths: cost for s, cost in self.costs.items() if isinstance(s, FixedTree)}
+        hybrids = [cost - self._separately(s) for s, cost in self.costs.items() if isinstance(s, Hybrid)]
+        self._joining = max(0.0, statistics.fmean(hybrids)) if hybrids else inf
 
-    def of(self, what: Shape | int) -> float:
-        """A step with a draft of this shape, or of so many copied tokens, in plain steps.
+    def of(self, shape: Shape) -> float:
+        """The cost of a step: as measured for a tree, else interpolated over the measured chains and paths.
 
-        A mixed one is infinite where none was measured.
+        A hybrid draft is infinitely expensive if none was measured, and so is a tree that was not.
         """
-        if isinstance(what, int):
-            return _interpolate(self._drafts, 0) + _interpolate(self._passes, what)
-        if isinstance(what, Hybrid):
-            return self._draft(what.inner) + _interpolate(self._passes, what.nodes) + self._joining
-        if isinstance(what, FixedTree) and what.paths in self._trees:
-            return sum(self._trees[what.paths])
-        return self._draft(what) + _interpolate(self._passes, what.nodes)
+        if isinstance(shape, LookupPath):
+            return _interpolate(self._paths, shape.nodes)
+        if isinstance(shape, Hybrid):
+            return self._separately(shape) + self._joining
+        if isinstance(shape, FixedTree):
+            return self._trees.get(shape.paths, inf)
+        return _interpolate(self._chains, shape.nodes)
 
-    def known_better(self, shapes: Sequence[tuple[Shape, float, float]]) -> CostEntry:
-        """The same with these costs, measured for longer; what joining a path to a draft costs stays."""
-        none = [each for each in self.shapes if not each[0].nodes]
-        made = CostEntry(self.rows, self.context, self.greedy, self.seconds, [*none, *shapes])
-        for shape, _, verify in self.shapes:
-            if isinstance(shape, Hybrid):
-                draft = made._draft(shape.inner) + _interpolate(made._passes, shape.nodes) + self._joining - verify
-                made.shapes.append((shape, draft, verify))
-        made._joining = self._joining
-        return made
-
-    def _draft(self, shape: Shape) -> float:
-        if isinstance(shape, FixedTree) and shape.paths in self._trees:
-            return self._trees[shape.paths][0]
-        return _interpolate(self._drafts, shape.depth)
+    def _separately(self, hybrid: Hybrid) -> float:
+        """Cost of the head's part, plus verification of the path's tokens."""
+        inner = hybrid.inner.nodes
+        path = _interpolate(self._paths, inner + hybrid.length) - _interpolate(self._paths, inner)
+        return self.of(hybrid.inner) + path
 
 
-def isotonic(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]]:
-    """Weighted isotonic regression by pool-adjacent-violators: the values nearest to the points that never fall.
-
-    Without it a noisy measurement could say that more tokens cost less.
-
-    Args:
-        points: (x, value, weight) in any order; values of one x are averaged.
-
-    Returns:
-        (x, value), ascending in x.
-    """
-    pools: list[tuple[list[int], float, float]] = []  # x, sum and weight
-    for x, alike in groupby(sorted(points), key=itemgetter(0)):
-        own = [(value * weight, weight) for _, value, weight in alike]
-        pools.append(([x], sum(value for value, _ in own), sum(weight for _, weight in own)))
-        while len(pools) > 1 and pools[-2][1] / pools[-2][2] > pools[-1][1] / pools[-1][2]:
-            every, value, weight = pools.pop()
-            pools[-1] = (pools[-1][0] + every, pools[-1][1] + value, pools[-1][2] + weight)
-    return [(x, value / weight) for every, value, weight in pools for x in every]
+def _rising(points: dict[int, float]) -> list[tuple[int, float]]:
+    """The points in order, each at least as high as those before: noise could say that more tokens cost less."""
+    return list(zip(sorted(points), accumulate((points[x] for x in sorted(points)), max), strict=True))
 
 
 def _interpolate(points: list[tuple[int, float]], x: int) -> float:
-    """The value at x, on the line through the two points around it, or the two nearest to it; at least 0."""
+    """The value at x on the line through the two points around it, or the last two."""
     if len(points) == 1:
         return points[0][1]
     at = min(max(1, bisect_left(points, (x,))), len(points) - 1)
     (a, low), (b, high) = points[at - 1 : at + 1]
-    return max(0.0, low + (high - low) * (x - a) / (b - a))
+    return low + (high - low) * (x - a) / (b - a)
 
 
 class CostTable:
-    """What steps cost on one machine, as measured at some numbers of rows and lengths of sequences."""
+    """Step costs of one machine, measured at some numbers of rows."""
 
     def __init__(self, entries: Sequence[CostEntry]):
         self.entries = list(entries)
-        self._known: dict[tuple, float] = {}
+        self._known: dict[tuple[Shape, bool, int], float] = {}
 
-    def cost(self, what: Shape | int, greedy: bool, rows: int, longest: int) -> float:
-        """The cost in plain steps (`CostEntry.of`), from the entry of the fewest rows that are at least `rows`, on
-        sequences whose length is nearest to `longest`, in powers of two."""
-        octave = longest.bit_length()
-        key = (what, greedy, rows, octave)
+    def __call__(self, shape: Shape, greedy: bool, rows: int) -> float:
+        """The cost in plain steps, from the entry of the fewest rows that are at least `rows`."""
+        key = (shape, greedy, rows)
         if key not in self._known:
-            self._known[key] = self._entry(greedy, rows, octave).of(what)
+            self._known[key] = min(self.entries, key=lambda entry: _distance(entry, greedy, rows)).of(shape)
         return self._known[key]
 
-    def _entry(self, greedy: bool, rows: int, octave: int) -> CostEntry:
-        def distance(entry: CostEntry) -> tuple:
-            apart = (entry.rows < rows, abs(entry.rows - rows))
-            return (entry.greedy != greedy, *apart, abs(entry.context.bit_length() - octave))
 
-        return min(self.entries, key=distance)
+def _distance(entry: CostEntry, greedy: bool, rows: int) -> tuple[bool, bool, int]:
+    return entry.greedy != greedy, entry.rows < rows, abs(entry.rows - rows)
 
 
-def measure_table(
-    target: Target,
-    head: Speculator,
-    shapes: Sequence[Shape],
-    sizes: Sequence[tuple[int, int, bool]],
-    seconds: float,
+def entry_to_json(entry: CostEntry) -> dict[str, Any]:
+    """Convert an entry for decoding.json."""
+    steps = [{**shape_to_json(shape), "cost": cost} for shape, cost in entry.costs.items()]
+    return {"rows": entry.rows, "greedy": entry.greedy, "steps": steps}
+
+
+def entry_from_json(read: dict[str, Any]) -> CostEntry:
+    """Undo `entry_to_json`. Raises KeyError, TypeError or UserError on anything else."""
+    return CostEntry(read["rows"], read["greedy"], {shape_from_json(step): step["cost"] for step in read["steps"]})
+
+
+def shape_to_json(shape: Shape) -> dict[str, Any]:
+    """Convert a chain, a fixed tree, a lookup path, or a hybrid of these, for JSON."""
+    if isinstance(shape, Hybrid):
+        return {**shape_to_json(shape.inner), "path": shape.length}
+    if isinstance(shape, FixedTree):
+        return {"tree": [list(path) for path in shape.paths]}
+    return {"path" if isinstance(shape, LookupPath) else "chain": shape.nodes}
+
+
+def shape_from_json(read: dict[str, Any]) -> Shape:
+    """Undo `shape_to_json`."""
+    if "tree" in read or "chain" in read:
+        inner = FixedTree(read["tree"]) if "tree" in read else Chain(read["chain"])
+        return Hybrid(inner, read["path"]) if "path" in read else inner
+    return LookupPath(read["path"])
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
 ) -> list[CostEntry]:
-    """Measure steps of the head with these shapes, and without a draft.
+    """Time whole engine steps with these drafts and without, in turns.
 
     Args:
-        sizes: rows, length of their sequences, whether greedily: the most wanted first.
-        seconds: when so many have gone by, no other size is begun, and the first is measured by few steps.
+        shapes: drafts, the most important first.
+        sizes: (rows, greedy), the most important first.
+        seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
-    began = time.perf_counter()
-
-    def late() -> bool:
-        return target.broadcast_object(time.perf_counter() - began > seconds)
-
-    def measured(size: tuple[int, int, bool], blocks: int) -> None:
-        rows, context, greedy = size
-        prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(context)] for row in range(rows)]
-        for shape, own in zip(shapes, costs.setdefault(size, [StepSeconds() for _ in shapes]), strict=True):
-            if isinstance(shape, Hybrid):
-                shape.found = Found.of([[0] * shape.depth] * rows, target.device)
-            measure(target, HeadDrafter(head, shape), prompts, Sampling(0.0 if greedy else 1.0), blocks, own)
-
-    costs: dict[tuple[int, int, bool], list[StepSeconds]] = {}
-    for size in sizes:
-        for blocks in _ROUNDS:
-            if size not in costs or not late():
-                measured(size, blocks)
-        if late():
-            break
-    for greedy in (True, False):
-        first = next((size for size in costs if size[2] == greedy), None)
-        if first and not late():
-            measured(first, _MORE)
+    deadline = time.perf_counter() + seconds
+    largest = max(shapes, key=lambda shape: shape.nodes)
+    times: dict[tuple[int, bool], dict[Shape | None, list[float]]] = {}
+    for _ in range(_ROUNDS):
+        for rows, greedy in sizes:
+            plain = Engine(target, None, slots=rows)
+            drafting = Engine(target, HeadDrafter(head, largest), slots=rows)
+            for shape in (None, *shapes):
+                own = times.setdefault((rows, greedy), {}).setdefault(shape, [])
+                own += _step_seconds(drafting if shape else plain, shape, greedy, deadline)
     entries = []
-    for (rows, context, greedy), each in costs.items():
-        plain = _interquartile_mean(seconds for own in each for seconds in own.plain) / (BLOCK - 1)
-        ratios = [(shape, *own.ratios()) for shape, own in zip(shapes, each, strict=True)]
-        entries.append(CostEntry(rows, context, greedy, plain, ratios))
+    for (rows, greedy), by_shape in times.items():
+        medians = {shape: statistics.median(own) for shape, own in by_shape.items() if own}
+        costs = {shape: seconds / medians[None] for shape, seconds in medians.items() if shape} if medians else {}
+        entries += [CostEntry(rows, greedy, costs)] if costs else []
     return entries
+
+
+def _step_seconds(engine: Engine, shape: Shape | None, greedy: bool, deadline: float) -> list[float]:
+    """Seconds of a few steps over full slots. The first step, which includes the prefill, and captures don't count."""
+    target, slots, seconds = engine.target, len(engine.scheduler.slots), []
+    if isinstance(shape, Hybrid | LookupPath):
+        shape.found = Found.of([[0] * shape.depth] * slots, target.device)
+    if shape:
+        engine.reshape(shape)
+    prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(_PROMPT)] for row in range(slots)]
+    requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for prompt in prompts]
+    warm_up = 1 + (_CAPTURE_STEPS if engine.capturing else 0)
+    for number in range(warm_up + _TIMED_STEPS):
+        if target.broadcast_object(time.perf_counter() > deadline) or any(
+            request.finish_reason for request in requests
+        ):
+            break
+        prepared = Captured.prepared
+        took, _ = clock(engine.step)
+        if number >= warm_up and Captured.prepared == prepared:
+            seconds.append(took)
+    for request in requests:
+        request.cancel()
+    return seconds

@@ -13,12 +13,13 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import RowSampling
-from speculator.drafters.corpus import LONGEST, Corpus
 from speculator.drafters.shapes import check_length
 from speculator.target.kv_cache import KVCache
 
 MEMORY = 2**17
 """Tokens of other sequences that a server, or several samples of a prompt, look in: some 40 MB."""
+LONGEST = 16
+"""The most matching tokens that count."""
 _PLACES = 4
 _ELSEWHERE = 2
 """What followed in another text is as often right as in the text itself behind a match so many tokens shorter."""
@@ -138,7 +139,6 @@ class NgramDrafter(Drafter):
         max_ngram: the longest suffix to look for; shorter ones are tried in turn, down to one token.
         memory: number of tokens of other sequences to search: the other rows, and the most recently finished ones.
             0 searches the row's own sequence only.
-        corpus: sequences to look in besides.
     """
 
     name = "ngram"
@@ -146,12 +146,10 @@ class NgramDrafter(Drafter):
     capturable = True
     found: Found
 
-    def __init__(
-        self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0, corpus: Corpus | None = None
-    ):
+    def __init__(self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0):
         check_length(num_speculative_tokens)
         self.num_speculative_tokens = self.nodes = num_speculative_tokens
-        self.max_ngram, self.corpus = max_ngram, corpus
+        self.max_ngram = max_ngram
         self.memory = Memory(memory, max_ngram) if memory else None
         self._indices: dict[int, _Index] = {}
 
@@ -173,10 +171,10 @@ class NgramDrafter(Drafter):
             self.memory = Memory(self.memory.tokens, self.max_ngram)
 
     def look(self, sequences: Sequences) -> list[tuple[int, list[int]]]:
-        """For each text how much of its end was matched, at most `LONGEST` tokens, and what followed there.
+        """Find the longest match of each sequence's end: the number of matching tokens, and those that followed it.
 
-        The longest match counts, one in another text or in the corpus as two tokens shorter; of equal ones the text's
-        own comes before the other sequences' and those before the corpus'.
+        A match in another sequence counts as two tokens shorter; at a tie the sequence's own match wins. At most
+        `LONGEST` matched tokens count.
         """
         # An index holds its text, so no other text has that id.
         self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in sequences}
@@ -196,11 +194,6 @@ class NgramDrafter(Drafter):
                 alike = max(1, alike - _ELSEWHERE)
             if alike > size:
                 size, tokens = alike, list(other[end : end + self.num_speculative_tokens])
-        if self.corpus and size < LONGEST - _ELSEWHERE:
-            alike, found = self.corpus.find(text, self.num_speculative_tokens)
-            alike = max(1, alike - _ELSEWHERE)
-            if found and alike > size:
-                size, tokens = alike, found
         return size, tokens
 
     def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:

@@ -167,7 +167,7 @@ class Worker:
         adaptive = self.engine.drafter
         if isinstance(adaptive, AdaptiveDrafter):
             seeded = any(job.seeded and not job.requests[0].sampling.greedy for job in self._jobs)
-            adaptive.fixed = adaptive.alone if seeded else None
+            adaptive.fixed = adaptive.fastest(greedy=False, rows=1) if seeded else None
 
     def _restart(self) -> None:
         """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs."""

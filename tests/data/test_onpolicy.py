@@ -22,8 +22,11 @@ from torch.distributed.tensor import distribute_tensor
 from data import batches, onpolicy
 from data.__main__ import main
 from data.onpolicy import generate_rows
-from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
+from speculator import Chain, Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
 from speculator.decoding.sampling import RowSampling
+from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
+from speculator.drafters.costs import CostEntry, CostTable
+from speculator.drafters.tuning import choices_of, untuned
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +188,40 @@ def test_whatever_write_is_the_last_the_same_call_makes_the_same_rows(target, tm
         assert {path.name for path in folder.iterdir()} == {"rows", "manifest.json"}
         moments += 1
     assert moments > 2 * (4 + 2)  # four pieces, the rows, the manifest
+
+
+def adaptive(*costs: float) -> AdaptiveDrafter:
+    """An adaptive drafter to whom chains of 1, 2 and 3 cost this much."""
+    head = tiny_head()
+    steps = {LookupPath(0): 1.0, LookupPath(8): 9.0} | {Chain(n): cost for n, cost in enumerate(costs, start=1)}
+    table = CostTable([CostEntry(2, False, steps)])
+    return AdaptiveDrafter(head, choices_of(head, untuned(head)), [0.1], table)
+
+
+def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(onpolicy, "_PIECE", 1)
+    expected = made(target, tmp_path / "whole", drafter=adaptive(1.1, 1.2, 1.2))
+    write, left = batches.Batches.write, iter(range(9))
+
+    def killed(*args, **kwargs):
+        if next(left) == 2:
+            raise Cut
+        write(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batches.Batches, "write", killed)
+        with pytest.raises(Cut):
+            made(target, tmp_path / "cut", drafter=adaptive(1.1, 1.2, 1.2))
+    assert made(target, tmp_path / "cut", drafter=adaptive(1.1, 5.0, 9.0)) == expected
+    assert made(target, tmp_path / "other", drafter=adaptive(1.1, 5.0, 9.0)) != expected, "costs matter"
+    record = json.loads((tmp_path / "cut" / "manifest.json").read_text())
+    assert record["drafter"].startswith("head, adaptive")
+    assert record["costs"] == json.loads((tmp_path / "whole" / "manifest.json").read_text())["costs"]
+
+
+def test_keeping_rejected_tokens_makes_an_adaptive_drafter_always_draft(target, tmp_path):
+    rows = made(target, tmp_path, drafter=adaptive(9.0, 9.0, 9.0), keep_refused=True)
+    assert sum(sum(row["refused"]) for row in rows) > 0
 
 
 def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CONFIGS, MisstatedHead, tiny_head, tiny_model, tiny_tokenizer, write_tuned
+from conftest import CONFIGS, MisstatedHead, tiny_head, tiny_model, tiny_tokenizer, write_tuning
 from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
@@ -207,16 +207,9 @@ def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, cap
     """Costs are such that drafts of the head, lookup and hybrid drafts all pay."""
     head = tmp_path / "head"
     shutil.copytree(folders / "head", head)
-    lengths = [(temperature, n) for temperature in (0.0, 1.0) for n in (1, 3)]
-    measured = [
-        {"temperature": t, "batch_size": 1, "num_speculative_tokens": n, "acceptance_by_position": [0.6] * n}
-        for t, n in lengths
-    ]
-    steps = [{"num_speculative_tokens": n, "draft": 0.01, "verify": 1.0} for n in (0, 1, 3)]
-    steps.append({"num_speculative_tokens": 3, "beside": 4, "draft": 0.01, "verify": 1.0})
-    costs = [{"rows": 1, "context": 64, "greedy": True, "seconds": 0.01, "steps": steps}]
-    settings = [{"temperature": 0.0, "num_speculative_tokens": 2}, {"temperature": 1.0, "num_speculative_tokens": 2}]
-    write_tuned(head, settings, measured=measured, lookup=[0.4], costs=costs)
+    cheap = [{"path": 0, "cost": 1.0}, {"path": 8, "cost": 1.01}, {"chain": 3, "cost": 1.01}]
+    steps = [*cheap, {"chain": 3, "path": 4, "cost": 1.01}]
+    write_tuning(head, costs=[{"rows": 1, "greedy": True, "steps": steps}])
     assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
     checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
     names = [check["name"] for check in checks]

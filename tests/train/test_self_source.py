@@ -12,7 +12,6 @@ from datasets import load_from_disk
 from filelock import FileLock
 
 from data import magpie
-from data.choice import Drafts
 from data.prepare import cache_folder
 from speculator.errors import UserError
 from speculator.target.model import Target
@@ -184,15 +183,15 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
     assert not asked[0] & asked[1]
 
 
-def test_stage_2_has_its_draft_chosen_unless_a_length_is_given(chat_folder, target, tmp_path, monkeypatch):
+def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target, tmp_path, monkeypatch):
     drafters = []
     monkeypatch.setattr(run, "load_head", lambda *_: tiny_head())
+    monkeypatch.setattr(run, "load_drafter", lambda *_, **how: how)
     monkeypatch.setattr(run, "fresh_rows", lambda config, target, drafter, folder: drafters.append(drafter))
     for length in (0, 2):
         config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.num_speculative_tokens": length})
         run.generate_own_text(config, target, tmp_path / "head", None)
-    assert isinstance(drafters[0], Drafts)
-    assert drafters[0].folder == tmp_path / "head"
+    assert drafters[0]["batch_size"] == config.stage2.generate.batch_size
     assert (drafters[1].name, drafters[1].nodes) == ("head", 2)
 
 

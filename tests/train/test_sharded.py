@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_head, write_tuned
+from conftest import tiny_head, write_tuning
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from sharded_process import PROMPTS, decode, read, trainer_of
@@ -71,16 +71,8 @@ def assert_alike(
     monkeypatch.setenv("SPECULATOR_CACHE", str(output / "cache"))  # where no costs have been measured
     tuned = output / "tuned"
     tuned.mkdir()
-    measured = [
-        {"temperature": 0.0, "batch_size": 1, "num_speculative_tokens": 2, "acceptance_by_position": [0.6, 0.5]}
-    ]
-    write_tuned(
-        tuned,
-        [{"temperature": 0.0, "num_speculative_tokens": 2}],
-        measured=measured,
-        lookup=[0.3],
-        hardware="elsewhere",
-    )
+    tiny_head(vocab_size=300).save_pretrained(tuned)
+    write_tuning(tuned, processor="another")
     started = start(processes, SCRIPT, str(folder), str(output), str(tuned), str(rows), *kinds)
     expected, alone = decode(whole), trainer_of(whole, output / "alone", 4, rows)
     alone.train()

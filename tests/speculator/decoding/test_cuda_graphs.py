@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, Oracle, auto_drafter, tiny_head, tiny_model
+from conftest import CONFIGS, Oracle, alternating_drafter, tiny_head, tiny_model
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM
 
@@ -83,7 +83,7 @@ def make_drafter(name: str, target: Target):
     if source == "none":
         return None
     if source == "auto":
-        return auto_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
+        return alternating_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
     if source == "ngram":
         return NgramDrafter()
     if source == "hybrid":

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, auto_drafter, tiny_head, tiny_model
+from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, ScriptedLookup, alternating_drafter, tiny_head, tiny_model
 from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,7 +29,6 @@ from speculator import (
 from speculator.decoding import verify as rules
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling, draw, uniforms
-from speculator.drafters.corpus import Corpus
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found
 
@@ -66,9 +65,9 @@ def drafters(target: Target | None = None) -> dict:
     few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
     pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
     early = {f"exit-{name}": EarlyExitDrafter(target, 1, SHAPES[name]) for name in ("chain", "tree")}
-    lookup = NgramDrafter(2, corpus=Corpus([[i * k % VOCAB for i in range(2 * VOCAB)] for k in (3, 7)]))
+    lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
     both = {f"mixed-{name}": HybridDrafter(made[name], lookup) for name in ("head-chain", "attention-candidates")}
-    auto = {"auto": auto_drafter(tiny_head().to(dtype)), "auto-attention": auto_drafter(attention)}
+    auto = {"auto": alternating_drafter(tiny_head().to(dtype)), "auto-attention": alternating_drafter(attention)}
     return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early, **both, **auto}
 
 

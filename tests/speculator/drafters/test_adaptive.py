@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 import torch
-from conftest import auto_drafter, tiny_head, tiny_model
+from conftest import AlternatingDrafter, alternating_drafter, tiny_head, tiny_model
 from enumeration import branching, every_run, joint_distribution
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +24,7 @@ from speculator import (
 )
 from speculator.decoding.draft import Draft
 from speculator.decoding.verify import RULES
-from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
 from speculator.drafters.controller import Choice
 from speculator.drafters.hybrid import Hybrid
 
@@ -49,7 +49,7 @@ def distance(
     small,
     monkeypatch,
     engine_class=Engine,
-    drafter_class=AdaptiveDrafter,
+    drafter_class=AlternatingDrafter,
     rules=RULES,
     count=4,
     taken=None,
@@ -57,7 +57,7 @@ def distance(
 ) -> float:
     """Total variation between what an engine says in all its runs and what the model says."""
     target, head = small
-    auto = auto_drafter(head, cost)
+    auto = alternating_drafter(head, cost)
 
     def decode(pick):
         with monkeypatch.context() as patch:
@@ -80,17 +80,17 @@ def distance(
 def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(small, monkeypatch):
     taken: Counter = Counter()
     assert distance(small, monkeypatch, taken=taken) < 1e-12
-    assert {("Copied", 0), ("Copied", 1), ("Chain", 1), ("FixedTree", 3)} <= taken.keys(), taken
+    assert {("LookupPath", 0), ("LookupPath", 1), ("Chain", 1), ("FixedTree", 3)} <= taken.keys(), taken
 
 
-def both(what, greedy, rows, longest) -> float:
+def both(what, longest) -> float:
     """A path of two beside a chain of one, then one of one beside a tree."""
     if isinstance(what, Hybrid):
         return 0.3 if (what.length, what.inner.nodes) == ((1, 3), (2, 1))[longest % 2] else inf
     return 1.0
 
 
-def pairs(what, greedy, rows, longest) -> float:
+def pairs(what, longest) -> float:
     """A token of each source."""
     return 0.3 if isinstance(what, Hybrid) and what.nodes == 2 else 1.0
 
@@ -126,7 +126,7 @@ class DraftsAgain(Engine):
         return verified.report
 
 
-class DropsUnlikelyTokens(AdaptiveDrafter):
+class DropsUnlikelyTokens(AlternatingDrafter):
     """Chooses no draft after seeing that the head drew a token that it finds unlikely."""
 
     def propose(self, pending, sampling, u, texts):
@@ -136,7 +136,7 @@ class DropsUnlikelyTokens(AdaptiveDrafter):
         return draft
 
 
-class DropsWhatTheLookupDoesNotSay(AdaptiveDrafter):
+class DropsWhatTheLookupDoesNotSay(AlternatingDrafter):
     """Chooses the lookup's path alone after seeing that the head drew another token."""
 
     def propose(self, pending, sampling, u, texts):
@@ -170,7 +170,10 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 def test_greedy_texts_are_the_targets_whoever_joins_and_leaves(architecture):
     target = Target(tiny_model("gemma3").double(), tokenizer=None)
     expected = [generate(target, None, [prompt], max_new_tokens=40).tokens[0] for prompt in PROMPTS]
-    engine, draw = Engine(target, auto_drafter(tiny_head(3, architecture).double()), slots=2, chunk=3), random.Random(2)
+    engine, draw = (
+        Engine(target, alternating_drafter(tiny_head(3, architecture).double()), slots=2, chunk=3),
+        random.Random(2),
+    )
     for _ in range(2):
         requests = []
         for prompt in PROMPTS:
@@ -193,7 +196,7 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
     own.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
     compared = 0
     for turn in [0, 2, shape, 0, 0, shape, 1, shape, shape, 2, shape] * 2:
-        chosen = turn if isinstance(turn, int) else own.choices[0]
+        chosen = LookupPath(turn) if isinstance(turn, int) else shape
         own._controller.choose = lambda requests, found, chosen=chosen: chosen
         texts = [list(request.sequence) for request in requests]
         engine.step()
@@ -211,7 +214,7 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
 def test_the_same_requests_again_are_drafted_for_alike():
     """No clock is read: what was chosen, drawn and accepted is the same, also after other texts."""
     target = Target(tiny_model().double(), tokenizer=None)
-    engine = Engine(target, auto_drafter(tiny_head().double()), slots=3)
+    engine = Engine(target, alternating_drafter(tiny_head().double()), slots=3)
     runs = []
     for _ in range(2):
         engine.forget()
@@ -225,9 +228,9 @@ def test_the_same_requests_again_are_drafted_for_alike():
 def test_what_is_fixed_is_drafted_as_by_a_head_that_knows_nothing_else():
     """A server's seeded requests."""
     target, head = Target(tiny_model().double(), tokenizer=None), tiny_head().double()
-    drafter = auto_drafter(head)
-    drafter.fixed = drafter.alone
-    expected = generate(target, HeadDrafter(head, drafter.alone), PROMPTS, Sampling(1.0), max_new_tokens=30)
+    drafter = alternating_drafter(head)
+    drafter.fixed = drafter.choices[-2].shape
+    expected = generate(target, HeadDrafter(head, drafter.fixed), PROMPTS, Sampling(1.0), max_new_tokens=30)
     made = generate(target, drafter, PROMPTS, Sampling(1.0), max_new_tokens=30)
     assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
 
@@ -253,4 +256,4 @@ def test_what_others_said_is_looked_up_where_there_is_a_memory():
 
 def test_a_rule_that_does_not_fit_all_that_may_be_drafted_is_refused():
     with pytest.raises(UserError, match="rule 'block'"):
-        Engine(Target(tiny_model(), None), auto_drafter(tiny_head()), rule="block")
+        Engine(Target(tiny_model(), None), alternating_drafter(tiny_head()), rule="block")

@@ -1,13 +1,24 @@
 """c and v are what the clock says of real steps, and predict what the loop does."""
 
+import json
 from math import inf
 
 import pytest
 import torch
 from conftest import Oracle, tiny_head, tiny_model
 
-from speculator import Chain, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
-from speculator.drafters.costs import CostEntry, CostTable, StepSeconds, measure, measure_table, timed_steps
+from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
+from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.costs import (
+    CostEntry,
+    CostTable,
+    StepSeconds,
+    entry_from_json,
+    entry_to_json,
+    measure,
+    measure_costs,
+    timed_steps,
+)
 from speculator.drafters.hybrid import Hybrid
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
@@ -69,67 +80,58 @@ def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
     assert [int(result.accepted[0]) for _, result in walked] == [3] * 10
 
 
-def test_a_cost_is_that_of_the_nearest_that_was_measured():
-    """Chains of 1 and 3 cost 0.2 and 0.4 to draft: one of 2 costs 0.3. A tree's pass is its own."""
-    tree, other = FixedTree([(0,), (1,)]), FixedTree([(0,), (0, 0)])
-    shapes = [(Chain(1), 0.2, 1.1), (Chain(3), 0.4, 1.5), (tree, 0.25, 1.25)]
-    entry = CostEntry(1, 64, True, 0.01, shapes)
-    assert entry.of(Chain(1)) == pytest.approx(1.3)
-    assert entry.of(Chain(2)) == pytest.approx(0.3 + 1.3)
-    assert entry.of(3) == pytest.approx(0.1 + 1.5), "copied tokens: the line of drafting meets 0 tokens at 0.1"
+def test_costs_between_measured_drafts_are_interpolated():
+    tree, hybrid = FixedTree([(0,), (1,)]), Hybrid(Chain(3), 2)
+    measured = {LookupPath(0): 1.0, LookupPath(8): 1.8, Chain(1): 1.2, Chain(3): 1.6, tree: 1.5}
+    entry = CostEntry(1, True, measured)
+    assert entry.of(Chain(2)) == pytest.approx(1.4)
+    assert entry.of(LookupPath(2)) == pytest.approx(1.2)
     assert entry.of(FixedTree([(0,), (1,)])) == pytest.approx(1.5)
-    assert entry.of(other) == pytest.approx(0.3 + 1.3)
-    assert entry.of(Hybrid(Chain(1), 2)) == inf, "none was measured"
-    chain, tree_and_path = Hybrid(Chain(3), 2), Hybrid(tree, 1)
-    mixing = CostEntry(1, 64, True, 0.01, [*shapes, (chain, 0.45, 2.1)])  # 5 tokens: 0.05 more to draft, 0.2 to verify
-    assert mixing.of(chain) == pytest.approx(2.55)
-    assert mixing.of(Hybrid(Chain(1), 2)) == pytest.approx(0.2 + 1.5 + 0.25)
-    assert mixing.of(tree_and_path) == pytest.approx(0.25 + 1.5 + 0.25)
-    assert mixing.of(Chain(2)) == pytest.approx(0.3 + 1.3)
-    table = CostTable([entry, *(CostEntry(rows, 64, True, 0.01, [(Chain(1), 0.0, rows)]) for rows in (4, 8))])
-    costs = [table.cost(tree, True, rows, 100) for rows in (1, 3, 8, 20)]
-    assert costs == pytest.approx([1.5, 7, 15, 15])
+    assert entry.of(hybrid) == entry.of(FixedTree([(0,)])) == inf, "not measured"
+    entry = CostEntry(1, True, measured | {hybrid: 1.9})  # 0.1 more than the chain and two looked-up tokens
+    assert entry.of(hybrid) == pytest.approx(1.9)
+    assert entry.of(Hybrid(Chain(1), 4)) == pytest.approx(1.2 + 0.4 + 0.1)
 
 
-def test_a_noisy_pass_makes_no_draft_cheaper_by_more_tokens():
-    def tree(count: int) -> FixedTree:
-        return FixedTree([(rank,) for rank in range(count)])
-
-    shapes = [(Chain(1), 0.1, 1.2), (Chain(4), 0.3, 1.3), (tree(8), 0.3, 2.5), (tree(12), 0.2, 1.5)]
-    entry = CostEntry(1, 64, False, 0.01, [*shapes, (Hybrid(Chain(4), 4), 0.3, 1.5)])
-    passes = [entry.of(count) for count in range(24)]
-    assert passes == sorted(passes)
-    assert passes[12] - passes[0] == passes[8] - passes[0] == pytest.approx(2.0 - 1.0), "the mean of 2.5 and 1.5"
-    assert entry.of(tree(12)) == pytest.approx(0.2 + 2.0)
-    assert entry.of(Chain(4)) == pytest.approx(0.3 + 1.3)
-    mixed = [entry.of(Hybrid(tree(12), length)) for length in (1, 4, 8)]
-    assert mixed == sorted(mixed)
+def test_noise_makes_no_longer_draft_cheaper():
+    entry = CostEntry(1, True, {Chain(1): 1.3, Chain(2): 1.1, Chain(4): 1.5})
+    costs = [entry.of(Chain(length)) for length in (1, 2, 3, 4)]
+    assert costs == sorted(costs)
 
 
-def test_longer_measurements_are_believed_and_what_joining_costs_stays():
-    mixed = Hybrid(Chain(3), 2)
-    short = CostEntry(1, 64, True, 0.01, [(Chain(1), 0.2, 1.3), (Chain(3), 0.5, 1.4), (mixed, 0.5, 1.8)])
-    joining = 0.5 + 1.8 - (0.5 + 1.5)  # a pass over 5 tokens is on the line through those over 1 and 3
-    entry = short.known_better([(Chain(1), 0.1, 1.1), (Chain(2), 0.2, 1.2), (Chain(3), 0.3, 1.3)])
-    assert entry.of(Chain(3)) == pytest.approx(1.6)
-    assert entry.of(mixed) == pytest.approx(0.3 + 1.5 + joining)
-    again = CostEntry(1, 64, True, 0.01, entry.shapes)
-    assert again.of(mixed) == pytest.approx(entry.of(mixed)), "as it is written"
+def test_a_table_answers_from_the_next_larger_number_of_rows():
+    table = CostTable([CostEntry(rows, True, {Chain(1): float(rows)}) for rows in (1, 4, 8)])
+    assert [table(Chain(1), greedy, rows) for greedy, rows in ((True, 1), (False, 3), (True, 8), (True, 20))] == [
+        1,
+        4,
+        8,
+        8,
+    ]
 
 
-def test_passes_over_as_many_tokens_cost_as_much():
-    """Of trees their own: a mask of paths may cost more than a chain's."""
-    other = FixedTree([(0,), (1,), (0, 0)])
-    trees = [(FixedTree([(0,), (1,), (2,)]), 0.2, 1.4), (other, 0.3, 1.6)]
-    entry = CostEntry(1, 64, True, 0.01, [(Chain(1), 0.1, 1.1), (Chain(3), 0.3, 1.2), *trees])
-    assert entry.of(other) == pytest.approx(0.3 + 1.5)
-    assert entry.of(Chain(3)) == pytest.approx(0.3 + 1.2)
+def test_entries_survive_json():
+    hybrid = Hybrid(FixedTree([(0,), (1,)]), 2)
+    entry = CostEntry(4, False, {LookupPath(0): 1.0, LookupPath(8): 1.4, Chain(2): 1.2, hybrid.inner: 1.3, hybrid: 1.9})
+    again = entry_from_json(json.loads(json.dumps(entry_to_json(entry))))
+    assert entry_to_json(again) == entry_to_json(entry)
+    assert again.of(hybrid) == entry.of(hybrid)
 
 
-def test_a_table_is_measured_until_its_time_is_over(target):
-    sizes = [(2, 8, True), (1, 8, False)]
-    shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,)]), Hybrid(Chain(2), 2)]
-    entries = measure_table(target, tiny_head(), shapes, sizes, seconds=60)
-    assert [(entry.rows, entry.greedy) for entry in entries] == [(2, True), (1, False)]
-    assert all(draft > 0 and verify > 0 for entry in entries for _, draft, verify in entry.shapes)
-    assert len(measure_table(target, tiny_head(), shapes, sizes, seconds=0)) == 1
+def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
+    shapes = [Chain(3), Chain(1), LookupPath(8), Hybrid(Chain(3), 2), FixedTree([(0,), (1,)])]
+    sizes = [(2, True), (1, False)]
+    entries = measure_costs(target, tiny_head(), shapes, sizes, seconds=60)
+    assert [(entry.rows, entry.greedy) for entry in entries] == sizes
+    assert all(entry.costs.keys() == set(shapes) and min(entry.costs.values()) > 0 for entry in entries)
+    now, step = [0.0], Engine.step
+
+    def slow_step(engine):
+        now[0] += 1.0
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow_step)
+    monkeypatch.setattr("speculator.drafters.costs.time.perf_counter", lambda: now[0])
+    (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=10.5)
+    assert now[0] == 11, "no step begins after the limit"
+    assert list(entry.costs) == shapes[:2]
+    assert measure_costs(target, tiny_head(), shapes, sizes, seconds=-1.0) == []

@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from conftest import tiny_head, tiny_model, write_tuned
+from conftest import tiny_head, tiny_model
 
 from speculator import (
     Candidates,
-    Chain,
     DraftModelDrafter,
     FixedTree,
     HeadDrafter,
@@ -17,7 +16,6 @@ from speculator import (
     UserError,
     generate,
 )
-from speculator.drafters.tuned import tuned_shapes
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -59,32 +57,6 @@ def test_a_branch_of_its_own(target):
 def test_what_does_not_hang_together_is_refused(paths):
     with pytest.raises(UserError, match="tree: "):
         FixedTree(paths)
-
-
-def test_the_tuned_shape_for_a_temperature(tmp_path, target, head):
-    def shapes(*temperatures):
-        return list(tuned_shapes(tmp_path, target, head, temperatures).values())
-
-    assert shapes(0.0) == [None]
-    settings = [
-        {"temperature": 0, "num_speculative_tokens": 2},
-        {"temperature": 0.5, "tree": [[0], [1], [0, 0]]},
-        {"temperature": 1.0, "num_speculative_tokens": 3},
-    ]
-    write_tuned(tmp_path, settings)
-    greedy, warm, hot = shapes(0.0, 0.1, 0.9)
-    assert isinstance(greedy, Chain)
-    assert (greedy.depth, hot.depth) == (2, 3)
-    assert warm.paths == ((0,), (1,), (0, 0))
-    write_tuned(tmp_path, settings[:1])
-    assert shapes(1.0) == [None]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"settings": [{}]}', '{"settings": [{"temperature": 0}]}', "1"])
-def test_a_damaged_file_is_one_line(tmp_path, target, head, text):
-    (tmp_path / "decoding.json").write_text(text)
-    with pytest.raises(UserError, match="is not what `python -m eval tune` writes"):
-        tuned_shapes(tmp_path, target, head, [0.0])
 
 
 def test_siblings_are_drawn_without_replacement(target):

@@ -5,7 +5,7 @@ import random
 import enumeration as e
 import pytest
 import torch
-from conftest import tiny_head, tiny_model
+from conftest import ScriptedLookup, tiny_head, tiny_model
 
 from speculator import (
     Candidates,
@@ -14,7 +14,6 @@ from speculator import (
     FixedTree,
     HeadDrafter,
     HybridDrafter,
-    NgramDrafter,
     Paths,
     Sampling,
     Target,
@@ -24,7 +23,6 @@ from speculator import (
 )
 from speculator.decoding import verify as rules
 from speculator.decoding.draft import Draft
-from speculator.drafters.corpus import Corpus
 from speculator.drafters.hybrid import Hybrid, joined
 
 EXACT = 1e-12
@@ -229,9 +227,6 @@ def test_a_path_is_followed_through_a_tree():
         assert draft.parents[0, 4] == parent
 
 
-CORPUS = [[i * 7 % 32 for i in range(64)], [i * 3 % 32 for i in range(64)]]
-
-
 def drafters(target: Target) -> dict[str, HybridDrafter]:
     head, attention = (tiny_head(architecture=kind).to(target.dtype) for kind in ("mlp", "eagle3"))
     model = DraftModelDrafter(Target(tiny_model("qwen3").to(target.dtype), None), target, Candidates((2, 1)))
@@ -244,7 +239,7 @@ def drafters(target: Target) -> dict[str, HybridDrafter]:
         "fixed-tree": HeadDrafter(attention, tree),
         "model": model,
     }
-    lookup = NgramDrafter(2, corpus=Corpus(CORPUS))
+    lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % 32 for k in range(7, 99, 7)])
     return {name: HybridDrafter(drafter, lookup) for name, drafter in inner.items()}
 
 
@@ -253,7 +248,10 @@ def test_a_mixed_draft_accepts_what_either_source_would():
     target = Target(tiny_model().double(), tokenizer=None)
     plain = generate(target, None, PROMPTS, max_new_tokens=41)
     right = DraftModelDrafter(Target(tiny_model().double(), None), target, 2)
-    known = Corpus([prompt + tokens for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True)])
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True)]
+
+    def known(row: list[int]) -> list[int]:
+        return next(text[len(row) :] for text in texts if text[: len(row)] == row)
 
     def per_step(drafter, own: int | None = None) -> float:
         """With `own` tokens of the draft always accepted: what is beyond comes from the path."""
@@ -263,7 +261,7 @@ def test_a_mixed_draft_accepts_what_either_source_would():
         assert own is None or all(step.copied == max(0, step.accepted - own) for step in steps)
         return made.acceptance_length
 
-    lookup, wrong = NgramDrafter(2, corpus=known), NgramDrafter(2, max_ngram=0, corpus=Corpus([[0] * 9]))
+    lookup, wrong = ScriptedLookup(2, known), ScriptedLookup(2, lambda row: [])
     assert per_step(HybridDrafter(right, wrong), own=2) == per_step(right) == 3
     assert per_step(HybridDrafter(HeadDrafter(tiny_head().double(), 2), lookup)) >= per_step(lookup, own=41) > 2
     assert per_step(HybridDrafter(right, lookup), own=2) > 4

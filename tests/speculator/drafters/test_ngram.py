@@ -1,13 +1,11 @@
 """Lookup finds the longest match wherever it may look, forgets what it must, and leaves the text as it was."""
 
 import random
-from collections import Counter
 
 import pytest
-from conftest import tiny_model, tiny_tokenizer
+from conftest import tiny_model
 
-from speculator import Engine, NgramDrafter, Sampling, Target, UserError, generate
-from speculator.drafters.corpus import LONGEST, Corpus, read_corpus
+from speculator import Engine, NgramDrafter, Sampling, Target, generate
 from speculator.drafters.ngram import Memory
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 7, 2], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
@@ -85,7 +83,7 @@ def test_an_engine_remembers_what_it_decoded_until_it_is_told_to_forget():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_text_does_not_depend_on_what_else_is_looked_up(temperature):
-    """Drafts from siblings and from a corpus are accepted, and every text is what plain decoding draws alone."""
+    """Drafts from other requests are accepted, and every text is what plain decoding draws alone."""
     target = Target(tiny_model().double(), tokenizer=None)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     settings = [Sampling(temperature, top_k=3, seed=i) for i in range(len(prompts))]
@@ -93,87 +91,9 @@ def test_a_text_does_not_depend_on_what_else_is_looked_up(temperature):
         generate(target, None, [prompt], [own], max_new_tokens=40)
         for prompt, own in zip(prompts, settings, strict=True)
     ]
-    corpus = Corpus([[*prompts[0], *plain[0].tokens[0]]])
     alone = generate(target, NgramDrafter(), prompts, settings, max_new_tokens=40)
     for rows in (12, 3):
-        drafter = NgramDrafter(memory=10_000, corpus=corpus)
+        drafter = NgramDrafter(memory=10_000)
         made = generate(target, drafter, prompts, settings, max_new_tokens=40, max_batch_size=rows)
         assert made.tokens == [each.tokens[0] for each in plain]
         assert made.acceptance_length > alone.acceptance_length
-
-
-# ---- a corpus
-
-
-def matches(texts: list[list[int]], query: list[int]) -> dict[int, Counter]:
-    """By brute force: of each length of a match what follows its places, None for nothing."""
-    seen: dict[int, Counter] = {}
-    for text in texts:
-        for end in range(1, len(text) + 1):
-            size = 0
-            while size < min(LONGEST, end, len(query)) and text[end - 1 - size] == query[-1 - size]:
-                size += 1
-            seen.setdefault(size, Counter())[text[end] if end < len(text) else None] += 1
-    return seen
-
-
-@pytest.mark.parametrize("size", [2, 5, 30])
-def test_a_corpus_gives_the_longest_match_and_what_mostly_follows(size):
-    draw, voted = random.Random(size), 0
-    texts = [[draw.randrange(size) for _ in range(draw.choice([1, 7, 60]))] for _ in range(12)]
-    corpus = Corpus(texts)
-    for _ in range(300):
-        query = [draw.randrange(size) for _ in range(draw.choice([1, 2, 5, 30]))]
-        if draw.random() < 0.5:
-            query += draw.choice(texts)[: draw.randrange(1, 40)]
-        length, tokens = corpus.find(query, 3)
-        seen = matches(texts, query)
-        assert length == max(seen)
-        following = seen[length] if length else Counter()
-        if sum(following.values()) <= 16:
-            following.pop(None, None)
-            assert bool(tokens) == bool(following)
-            if tokens:
-                assert following[tokens[0]] == max(following.values())
-                voted += len(following) > 1
-        longer = [*query[-length:], *tokens]
-        assert any(longer == text[i : i + len(longer)] for text in texts for i in range(len(text))) or not tokens
-    assert voted
-
-
-def test_a_corpus_is_cut_where_it_is_too_long(caplog):
-    corpus = Corpus([[1, 2, 3], [4, 5, 6, 7], [8]], most=5)
-    assert caplog.messages == ["the corpus is cut at 5 tokens"]
-    assert corpus.find([1, 2], 4) == (2, [3])
-    assert corpus.find([4], 4) == (1, [5])
-    assert corpus.find([6], 4) == (0, [])
-
-
-def test_a_corpus_is_read_from_texts_and_rows(tmp_path):
-    tokenizer = tiny_tokenizer()
-    text, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
-    text.write_text("import textwrap")
-    rows.write_text('{"text": "def wrap(text)"}\n{"prompt": 1, "text": "class A:"}\n')
-    corpus = read_corpus([text, rows], tokenizer)
-    for string in ("import textwrap", "def wrap(text)", "class A:"):
-        ids = tokenizer(string)["input_ids"]
-        assert corpus.find(ids[:2], len(ids)) == (2, ids[2:])
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", "", "--ngram_corpus: the corpus has no tokens"),
-        ("a.jsonl", "", "--ngram_corpus: the corpus has no tokens"),
-        ("a.jsonl", '{"prompt": "x"}', 'a.jsonl:1: a row needs "text"'),
-        ("a.jsonl", "[]", 'a.jsonl:1: a row needs "text"'),
-        ("a.jsonl", "{", "a.jsonl:1: "),
-        ("a.txt", b"\xff\xfe", "a.txt: not UTF-8 text"),
-        ("missing", None, "missing: No such file"),
-    ],
-)
-def test_a_corpus_that_is_none_is_refused(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=message):
-        read_corpus([tmp_path / name], tiny_tokenizer())

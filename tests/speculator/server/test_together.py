@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from conftest import auto_drafter
+from conftest import alternating_drafter
 from serving_here import serving, tiny_head_for, until
 
 from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, generate
@@ -203,7 +203,7 @@ def shapes_taken(monkeypatch) -> list:
 
 
 def test_adaptive_drafting_drafts_for_a_seeded_request_as_if_it_were_alone(chat_target, monkeypatch):
-    auto = auto_drafter(tiny_head_for(chat_target))
+    auto = alternating_drafter(tiny_head_for(chat_target))
     seen = shapes_taken(monkeypatch)
     bodies = mixes(12, chat_target.vocab_size)[:6]
     greedy = [body | {"temperature": 0, "max_tokens": 30} for body in bodies]
@@ -216,7 +216,7 @@ def test_adaptive_drafting_drafts_for_a_seeded_request_as_if_it_were_alone(chat_
         assert asyncio.run(ask_all(greedy)) == by_generate(chat_target, None, greedy)
         assert len({id(shape) for _, shape in seen}) > 2
         made = asyncio.run(ask_all(bodies))
-    assert made == by_generate(chat_target, HeadDrafter(auto.head, auto.alone), bodies)
+    assert made == by_generate(chat_target, HeadDrafter(auto.head, auto.fastest(greedy=False, rows=1)), bodies)
 
 
 def test_n_gram_lookup_can_be_served(chat_target):

@@ -1,0 +1,206 @@
+"""Figures that adaptive drafting starts from: `decoding.json` in a head's folder, written by `python -m eval tune`.
+
+A head that was never tuned starts from typical acceptance rates. Step costs of another machine or dtype are measured
+again when decoding starts, within six seconds, and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speculator.decoding import cuda_graphs
+from speculator.decoding.drafter import Shape
+from speculator.device import dtype_name, hardware, processor
+from speculator.drafters.adaptive import CAPTURED_PATH_LENGTHS, AdaptiveDrafter, LookupPath
+from speculator.drafters.controller import Choice
+from speculator.drafters.costs import (
+    CostEntry,
+    CostTable,
+    entry_from_json,
+    entry_to_json,
+    measure_costs,
+    shape_to_json,
+)
+from speculator.drafters.fixed_tree import FixedTree
+from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.shapes import Chain
+from speculator.errors import UserError
+from speculator.files import cached_object, read_json
+from speculator.heads import Speculator
+from speculator.target.model import Target
+
+TUNED = "decoding.json"
+SECONDS = 6.0
+"""Time limit of measuring costs when decoding starts."""
+_LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
+"""Limits of chains deeper than the head was trained for: tokens, and the chance that all of them are accepted."""
+_MEASURED_PATH = 4  # length of the lookup path in the measured hybrid draft
+_log = logging.getLogger(__name__)
+
+Ranks = Sequence[Sequence[float]]
+"""a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was."""
+
+
+@dataclass
+class Tuning:
+    """What was measured for a head; keys "greedy" and "sampled".
+
+    Attributes:
+        ranks: acceptance by depth and rank.
+        trees: trees worth drafting, each as its nodes' paths of ranks.
+        lookup: acceptance rate of a looked-up token after a match of 1, 2, ... tokens.
+        costs: step costs on the machine `place`, see `measured_on`.
+    """
+
+    ranks: dict[str, Ranks]
+    trees: dict[str, list[list[tuple[int, ...]]]] = field(default_factory=dict)
+    lookup: Sequence[float] = (0.2, 0.4, 0.6)
+    costs: list[CostEntry] = field(default_factory=list)
+    place: dict[str, str] = field(default_factory=dict)
+
+
+def untuned(head: Speculator) -> Tuning:
+    """Typical figures, for a head that was never tuned."""
+    return Tuning({kind: [[0.6]] * head.n_predict for kind in ("greedy", "sampled")})
+
+
+def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
+    """Read the `decoding.json` of a head's folder; None if there is none."""
+    file = Path(folder) / TUNED
+    if not file.is_file():
+        return None
+    try:
+        read = read_json(file)
+        costs = [entry_from_json(entry) for entry in read["costs"]]
+        tuning = Tuning(read["acceptance"], read["trees"], read["lookup"], costs, _place_of(read))
+        choices_of(head, tuning)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise UserError(f"{file} was not written by this version's `eval tune`: tune again, or delete it") from None
+    if {len(ranks) for ranks in tuning.ranks.values()} != {head.n_predict}:
+        raise UserError(f"{file} was written for a head of another depth: tune again, or delete it")
+    return tuning
+
+
+def measured_on(target: Target) -> dict[str, str]:
+    """Identify what step costs depend on: the processor and the dtype, but not the number of threads."""
+    device = hardware(target.device) if target.device.type == "cuda" else processor()
+    return _place_of(target.broadcast_object({"processor": device, "dtype": dtype_name(target.dtype)}))
+
+
+def _place_of(read: dict[str, Any]) -> dict[str, str]:
+    return {name: read[name] for name in ("processor", "dtype")}
+
+
+def adaptive_drafter(
+    head: Speculator,
+    target: Target,
+    tuning: Tuning | None = None,
+    *,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    batch_size: int = 1,
+    memory: int = 0,
+) -> AdaptiveDrafter:
+    """Make an adaptive drafter for a head, measuring step costs if they are not known for this machine.
+
+    Args:
+        tuning: measured figures, see `read_tuning`; None: typical ones.
+        temperatures: temperatures to measure step costs for.
+        batch_size: the most rows that decode at a time.
+        memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
+    """
+    tuning = tuning or untuned(head)
+    choices, entries = choices_of(head, tuning), tuning.costs
+    if not entries or tuning.place != measured_on(target):
+        shapes = shapes_to_measure(head, choices)
+        entries = _costs_here(head, target, shapes, temperatures, batch_size) or entries or [_typical(shapes)]
+    table = CostTable(entries)
+    if head.device.type in cuda_graphs.DEVICES:  # every shape is captured separately: keep to the measured ones
+        choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
+    return AdaptiveDrafter(head, choices, tuning.lookup, table, memory)
+
+
+def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
+    """Chains of every length and the tuned trees, with their measured acceptance rates by depth."""
+    chances = {kind == "greedy": [level[0] for level in ranks] for kind, ranks in tuning.ranks.items()}
+    if head.config.max_speculative_tokens is None:
+        for own in chances.values():
+            while len(own) < _LONGEST_CHAIN and prod(own) * own[-1] >= _WHOLE_CHAIN:
+                own.append(own[-1])
+    longest = max(map(len, chances.values()))
+    choices = []
+    for length in range(1, longest + 1):
+        by_kind: dict[bool, Sequence[float]] = {
+            kind: (own + own[-1:] * longest)[:length] for kind, own in chances.items()
+        }
+        choices.append(Choice(Chain(length), by_kind))
+    for kind, trees in tuning.trees.items():
+        for paths in trees:
+            tree = FixedTree(paths)
+            choices.append(Choice(tree, {kind == "greedy": rates_by_depth(tree, tuning.ranks[kind])}))
+    return choices
+
+
+def rates_by_depth(tree: FixedTree, ranks: Ranks) -> list[float]:
+    """Acceptance rate of each level of a tree, given that a node of the level before was accepted."""
+    reached = [1.0] + [0.0] * tree.depth
+    for path in tree.paths:
+        reached[len(path)] += prod(ranks[depth][rank] for depth, rank in enumerate(path))
+    return [own / max(before, 1e-9) for before, own in pairwise(reached)]
+
+
+def shapes_to_measure(head: Speculator, choices: Sequence[Choice]) -> list[Shape]:
+    """The drafts whose costs give those of all others by interpolation, the most important first."""
+    longest = max(choice.shape.nodes for choice in choices if not _is_tree(choice))
+    chains: list[Shape] = [Chain(length) for length in dict.fromkeys((head.n_predict, 1, min(2, longest), longest))]
+    paths: list[Shape] = [LookupPath(length) for length in CAPTURED_PATH_LENGTHS[::-1]]
+    hybrid = Hybrid(Chain(head.n_predict), _MEASURED_PATH)
+    return [*chains[:2], paths[0], hybrid, paths[1], *chains[2:], *(c.shape for c in choices if _is_tree(c))]
+
+
+def sizes_to_measure(batch_size: int) -> list[int]:
+    """Numbers of rows to measure costs at, the most important first: the batch size, one row, powers of two between."""
+    powers = [1 << power for power in range(1, batch_size.bit_length())]
+    return list(dict.fromkeys([batch_size, 1, *reversed([power for power in powers if power < batch_size])]))
+
+
+def _is_tree(choice: Choice) -> bool:
+    return isinstance(choice.shape, FixedTree)
+
+
+def _costs_here(
+    head: Speculator, target: Target, shapes: Sequence[Shape], temperatures: Sequence[float], batch_size: int
+) -> list[CostEntry]:
+    """Measure step costs, or read those that an earlier process on this machine measured."""
+    kinds = sorted({temperature == 0 for temperature in temperatures})
+    sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
+    place = measured_on(target)
+    facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()} {sizes}"
+    facts += f"{torch.__version__} {[shape_to_json(shape) for shape in shapes]}"
+    name = f"{place['processor']} {place['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    storing: AbstractContextManager[dict[str, Any]] = cached_object("costs", name)
+    if target.group is not None and not target.group.leads:  # it would wait for the first process's lock
+        storing = nullcontext({})
+    with storing as stored:
+        found = target.broadcast_object(stored.get("entries"))
+        with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
+            return [entry_from_json(entry) for entry in found]
+        _log.warning("measuring the costs of decoding steps on this machine, once")
+        entries = measure_costs(target, head, shapes, sizes, SECONDS)
+        found = target.broadcast_object([entry_to_json(entry) for entry in entries])
+        stored["entries"] = found
+    return [entry_from_json(entry) for entry in found]
+
+
+def _typical(shapes: Sequence[Shape]) -> CostEntry:
+    """Costs for a target too slow to be measured in time."""
+    return CostEntry(1, True, {shape: 1 + 0.1 * shape.levels + 0.02 * shape.nodes for shape in shapes})
