@@ -158,12 +158,10 @@ class _BorrowedModel:
 
 def _refuse_other_modes(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
-    if (config.num_beams or 1) > 1:
-        raise UserError(f"speculative decoding has no beams: num_beams={config.num_beams}")
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise UserError(f"speculative decoding can't do {mode.value.replace('_', ' ')}")
+        raise UserError(f"speculative decoding does not support {mode.value.replace('_', ' ')}")
     if config.return_dict_in_generate:
-        raise UserError("speculative decoding gives token ids alone: return_dict_in_generate=True")
+        raise UserError("speculative decoding returns token ids only, so not with return_dict_in_generate=True")
 
 
 def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Sampling:
@@ -171,7 +169,7 @@ def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Samp
     for processor in processors:
         if type(processor) not in _WARPERS:
             raise UserError(
-                f"speculative decoding can't apply {type(processor).__name__}: only temperature, top_k, top_p and min_p"
+                f"speculative decoding supports temperature, top_k, top_p and min_p, not {type(processor).__name__}"
             )
         if getattr(processor, "min_tokens_to_keep", 1) != 1 or getattr(processor, "filter_value", -torch.inf) > -1e30:
             raise UserError(f"{type(processor).__name__}: min_tokens_to_keep and filter_value must be the defaults")
@@ -199,7 +197,7 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
             lengths.append(criterion.max_length)
         else:
             raise UserError(
-                f"speculative decoding can't stop by {type(criterion).__name__}: only by length, EOS and stop strings"
+                f"speculative decoding supports length, EOS and stop strings, not {type(criterion).__name__}"
             )
     return eos, strings, min(lengths, default=2**31)
 
@@ -208,15 +206,15 @@ def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] 
     """Return the mask of prompt tokens, padding excluded. Raises UserError for inputs besides the prompts."""
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise UserError("speculative decoding has a cache of its own: past_key_values can't be given")
+        raise UserError("speculative decoding creates its own cache, so not with past_key_values")
     for name, value in model_kwargs.items():
         if name not in _PROMPT_INPUTS and value is not None:
-            raise UserError(f"speculative decoding reads input_ids and attention_mask alone, not {name}")
+            raise UserError(f"speculative decoding reads input_ids and attention_mask, not {name}")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     positions = model_kwargs.get("position_ids")
     if positions is not None and (positions != mask.long().cumsum(-1) - 1)[mask.expand_as(positions)].any():
-        raise UserError("speculative decoding counts positions itself: position_ids can't be given")
+        raise UserError("speculative decoding counts positions itself, so not with position_ids")
     return mask
 
 
@@ -230,6 +228,6 @@ def _pad_id(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | N
 def _padded(input_ids: Tensor, new: Sequence[list[int]], pad: int | None) -> Tensor:  # [B, S] -> [B, S + longest]
     width = max(map(len, new))
     if pad is None and any(len(row) < width for row in new):
-        raise UserError("rows end at different lengths: give a pad_token_id to fill them up with")
+        raise UserError("rows end at different lengths, which needs a pad_token_id")
     rows = [row + [pad or 0] * (width - len(row)) for row in new]
     return torch.cat([input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)], 1)

@@ -69,11 +69,11 @@ def safe(text: str) -> str:
 
 
 def check_text(where: str, text: str) -> None:
-    """Raise a UserError for a lone surrogate, which JSON and shells can contain but tokenizers reject."""
+    """Raise a UserError for an unpaired surrogate, which JSON and shells can contain but tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: character {error.start + 1} is a lone surrogate, which is not text") from None
+        raise UserError(f"{where}: character {error.start + 1} is an unpaired surrogate, which is not text") from None
 
 
 def start() -> None:

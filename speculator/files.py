@@ -134,7 +134,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically; lone surrogates, which a path may contain, are escaped."""
+    """Write a UTF-8 file atomically; unpaired surrogates, which a path may contain, are escaped."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 

@@ -1,10 +1,8 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_head
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig
@@ -51,14 +49,6 @@ def test_export_lists_the_servers(head, tmp_path, target_folder, capsys):
     assert f"loads in TGI: text-generation-launcher --model-id {output} --speculate 3" in shown
 
 
-def test_an_untied_head_does_not_load_in_tgi(tmp_path, target_folder, capsys):
-    folder = head_folder(tmp_path / "head", target_folder, tie_weights=False)
-    assert export(folder, tmp_path / "ibm") == 0
-    assert "DOES NOT LOAD in TGI" in capsys.readouterr().out
-    assert main(["inspect", str(folder)]) == 0
-    assert " TGI;" not in capsys.readouterr().out
-
-
 def test_a_base_model_that_was_not_checked_is_reported(tmp_path, capsys):
     folder = head_folder(tmp_path / "head", None)
     assert export(folder, tmp_path / "none") == 0
@@ -85,20 +75,6 @@ def test_a_head_for_another_base_is_refused(tmp_path, target_folder, capsys, cha
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_model_folder_without_a_model_is_refused(head, tmp_path, capsys):
-    assert str(tmp_path) in refused(capsys, export(head, tmp_path / "o", "--base_model", str(tmp_path)))
-
-
-def test_an_import_is_an_export_to_native(head, tmp_path, capsys):
-    assert export(head, tmp_path / "ibm", "--expand-tied") == 0
-    assert len(load_file(tmp_path / "ibm" / "model.safetensors")) == 15
-    assert export(tmp_path / "ibm", tmp_path / "native", layout="native") == 0
-    assert "python -m speculator generate --target" in capsys.readouterr().out
-    first, last = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "native"))
-    assert first.keys() == last.keys()
-    assert all(torch.equal(first[name], last[name]) for name in first)
-
-
 def test_decoding_json_is_exported_to_the_native_layout_only(head, tmp_path):
     (head / "decoding.json").write_text("{}")
     assert export(head, tmp_path / "native", layout="native") == 0
@@ -116,19 +92,6 @@ def test_an_imported_head_drafts(head, tmp_path, target_folder, capsys):
     plain = capsys.readouterr().out
     assert main([*argv, "--speculator", str(tmp_path / "native")]) == 0
     assert capsys.readouterr().out == plain
-
-
-def test_inspect_of_a_published_folder(tmp_path, capsys):
-    golden = Path(__file__).parents[2] / "golden" / "untied.safetensors"
-    with safe_open(golden, "pt") as file:
-        (tmp_path / "config.json").write_text(file.metadata()["config"])
-    tensors = {name: tensor for name, tensor in load_file(golden).items() if not name.startswith("io.")}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "layout           ibm (MLPSpeculatorPreTrainedModel)" in shown
-    assert "MLP, 3 heads, not tied, input not scaled" in shown
-    assert f"{sum(tensor.numel() for tensor in tensors.values()):,}, float32" in shown
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -250,13 +250,6 @@ def test_aux_layers_are_read_from_either_key(tmp_path, head, ids, nested, aux_la
     assert load_any(folder).config.aux_layers == aux_layers
 
 
-def test_rope_by_the_older_keys(tmp_path, base):
-    head = head_of(base, rope_parameters=YARN)
-    folder = write(head, tmp_path / "flat", FLAT)
-    edit(folder, lambda config: config.pop("rope_parameters"))
-    assert load_any(folder).config.rope_parameters == YARN
-
-
 def test_a_whole_vocabulary_by_null_and_with_tables(tmp_path, base):
     head = head_of(base, draft_vocab_size=None)
     folder = write(head, tmp_path / "flat", FLAT)
@@ -314,17 +307,11 @@ def test_a_layer_config_without_default_fields_is_read(tmp_path, base):
     ("change", "name"),
     [
         (lambda t: t.pop("norm.weight"), "norm.weight"),
-        (lambda t: t.pop("midlayer.mlp.down_proj.weight"), "layers.0.mlp.down_proj.weight"),
-        (lambda t: t.update({"verifier_norm.weight": torch.ones(D)}), "verifier_norm.weight"),
         (lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.ones(12, D)}), "midlayer."),
         (lambda t: t.update({"fc.weight": torch.zeros(D, 2 * D)}), "fc.weight is [8, 16], config.json says [8, 24]"),
-        (lambda t: t["lm_head.weight"].fill_(float("nan")), "lm_head.weight"),
-        (lambda t: t.update({"norm.weight": torch.ones(D).half()}), "float16"),
         (lambda t: t.pop("d2t"), "d2t"),
         (lambda t: t.pop("t2d"), "t2d"),
         (lambda t: [t.pop("d2t"), t.pop("t2d")], "draft_tokens"),
-        (lambda t: t.update(d2t=torch.tensor([1, 3, 7, 13])), "d2t is [4]"),
-        (lambda t: t.update(d2t=t["d2t"].float()), "d2t is float32"),
         (lambda t: t["d2t"].add_(1), "d2t"),
         (lambda t: t.update(d2t=t["d2t"][[1, 0, 2, 3, 4]]), "d2t"),
         (lambda t: t.update({"embed_tokens.weight": torch.ones(V, D + 1)}), "embed_tokens.weight is [23, 9]"),
@@ -343,16 +330,12 @@ def test_a_wrong_tensor_is_one_line(tmp_path, head, change, name):
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"model_type": "deepseek_v3"}, "model_type"),
-        ({"target_hidden_size": 16}, "target_hidden_size"),
-        ({"hidden_size": "8"}, "hidden_size"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"fc_norm": 1}, "fc_norm"),
-        ({"draft_vocab_size": 24}, "draft_vocab_size"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, "[2, 4, 5]"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4], "eagle_config": None}, "distinct"),
         ({"eagle_aux_hidden_state_layer_ids": "2", "eagle_config": None}, "aux_layers"),
-        ({"ttt_length": 0}, "n_predict"),
         ({"num_key_value_heads": 3}, "multiple of 3"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "dynamic"),
     ],
@@ -360,13 +343,6 @@ def test_a_wrong_tensor_is_one_line(tmp_path, head, change, name):
 def test_a_wrong_flat_config_is_one_line(tmp_path, head, change, key):
     folder = write(head, tmp_path / "flat", FLAT)
     edit(folder, lambda config: config.update(change))
-    assert key in refused(folder)
-
-
-@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "draft_vocab_size"])
-def test_a_missing_field_of_the_flat_config_is_named(tmp_path, head, key):
-    folder = write(head, tmp_path / "flat", FLAT)
-    edit(folder, lambda config: config.pop(key))
     assert key in refused(folder)
 
 
@@ -390,11 +366,6 @@ def test_a_missing_trained_embedding_is_refused(tmp_path, base):
     folder = write(head_of(base, own_embedding=True), tmp_path / "out", SPECULATORS)
     edit_tensors(folder, lambda tensors: tensors.pop("embed_tokens.weight"))
     assert "embed_tokens.weight" in refused(folder)
-
-
-def test_layouts_of_other_heads_are_refused(head):
-    with pytest.raises(UserError, match="eagle3, speculators, native"):
-        layout_of("ibm", head)
 
 
 # --- the commands
@@ -438,12 +409,6 @@ def test_a_head_of_any_layout_drafts_the_same(tmp_path, base, target, changes):
 def test_a_head_without_aux_layers_reads_the_servers_default(tmp_path, base, target):
     folder = write(head_of(base, aux_layers=None), tmp_path / "flat", FLAT)
     assert load_head(folder, target).aux_layers == (2, 4, 5)
-
-
-def test_a_head_for_a_deeper_target_is_refused(tmp_path, base, target):
-    folder = write(head_of(base, aux_layers=[2, 4, 8]), tmp_path / "flat", FLAT)
-    with pytest.raises(UserError, match="8 layers"):
-        load_head(folder, target)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "some/folder/model.gguf"])

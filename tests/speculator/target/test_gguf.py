@@ -61,17 +61,6 @@ def test_the_config_is_read_without_the_weights(file, tmp_path):
         _known_config(parse(["--target.name_or_path", str(tmp_path / "none.gguf")]))
 
 
-def test_it_can_be_saved_in_transformers_format(file, tmp_path):
-    target = Target.load(str(file))
-    target.model.save_pretrained(tmp_path)
-    target.tokenizer.save_pretrained(tmp_path)
-    tokens = torch.arange(9)[None]
-    with torch.no_grad():
-        again = Target.load(str(tmp_path))
-        assert torch.equal(again.logits(again.hidden(tokens)), target.logits(target.hidden(tokens)))
-    assert again.eos_token_ids == target.eos_token_ids
-
-
 @pytest.mark.parametrize("field", ["context_length", "eos_token_id", "tokens"])
 def test_a_missing_field_is_named(tmp_path, model, tokenizer, field):
     file = write_gguf(tmp_path / "less.gguf", model, tokenizer, leave_out=field)

@@ -37,16 +37,6 @@ def test_packed_products_equal_torchs_own(layer, shape, dtype):
 
 
 @needs_onednn
-def test_a_small_product_makes_no_copy():
-    layer = nn.Linear(16, 16).requires_grad_(False)
-    pack_linears(layer)
-    x = torch.randn(16, 16)
-    with torch.no_grad():
-        assert torch.equal(layer(x), dense(layer, x))
-    assert layer._copy is None
-
-
-@needs_onednn
 @pytest.mark.parametrize("change", ["in place", "data", "loaded"])
 def test_a_changed_weight_is_packed_again(layer, change):
     x = torch.randn(3, WIDE)
@@ -95,15 +85,6 @@ def test_other_dtypes_use_torchs_product(layer, dtype):
     with torch.no_grad():
         assert torch.equal(layer(x), dense(layer, x))
     assert layer._copy is None
-
-
-@needs_onednn
-def test_a_new_dtype_renews_the_copy(layer):
-    x = torch.randn(3, WIDE)
-    with torch.no_grad():
-        layer(x)
-        layer.double()
-        assert torch.equal(layer(x.double()), dense(layer, x.double()))
 
 
 @needs_onednn

@@ -8,11 +8,8 @@ from conftest import CONFIGS, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
-from speculator.target import attention
 from speculator.target.fingerprint import same_target
-from speculator.target.gguf import read_config
 from speculator.target.loading import read_target
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12]]
@@ -53,12 +50,6 @@ def test_a_revision_is_passed_on_and_named(folder, monkeypatch):
     monkeypatch.setattr("speculator.target.model.read_target", read)
     assert Target.load("org/name", revision="v2").name == "org/name --revision v2"
     assert asked == [("org/name", "v2")]
-
-
-def test_a_folder_has_no_revision(folder):
-    for load in (Target.load, load_tokenizer, read_config):
-        with pytest.raises(UserError, match="revision v2"):
-            load(str(folder), revision="v2")
 
 
 def quantise_fp8(folder, to):
@@ -104,16 +95,6 @@ def test_a_bitsandbytes_checkpoint_equals_transformers(folder, tmp_path, scheme)
     kind = {"nf4": layers.Linear4bit, "int8": layers.Linear8bitLt}[scheme]
     assert isinstance(target.model.model.layers[0].mlp.up_proj, kind)
     assert_text_is_transformers(target, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
-
-
-def test_a_wrong_mask_is_found_despite_rounded_activations(folder, monkeypatch):
-    pytest.importorskip("bitsandbytes")
-    quantised = BitsAndBytesConfig(**SCHEMES["int8"])
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float32)
-    Target(model, tokenizer=None)
-    monkeypatch.setattr(attention, "mask", lambda *args: None)
-    with pytest.raises(UserError, match="exactly"):
-        Target(model, tokenizer=None)
 
 
 def test_a_quantised_checkpoint_names_the_package_that_it_needs(folder, tmp_path, monkeypatch):
