@@ -3,6 +3,7 @@
 import argparse
 import copy
 import doctest
+import functools
 import inspect
 import json
 import os
@@ -55,11 +56,11 @@ from speculator.target.model import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So it is behind `&` in a script; whoever is sent Ctrl-C by a test has to hear it.
+    # A shell starts `pytest &` with SIGINT ignored; processes that the tests interrupt must receive it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    # To each worker its own cores: what it starts would else take all of them, and then both workers' runs wait.
+    # Give each worker its own cores: subprocesses of one worker would otherwise slow down the others.
     _worker, _workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     _cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, _cores[_worker::_workers] or _cores)
@@ -230,7 +231,7 @@ class Oracle(Drafter):
 
     def open(self, slots, capacity):
         opened = super().open(slots, capacity)
-        opened.known = {}  # of each text: itself, so that no other has its id, its prompt's length and its number
+        opened.known = {}  # id of a text -> the text (kept, so that its id stays unique), prompt length, number
         return opened
 
     def prefill(self, start, texts, begins, hidden, counts):
@@ -256,15 +257,20 @@ class MisstatedHead(HeadDrafter):
         return draft
 
 
-def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on the text of a standard module."""
+@functools.cache
+def _tiny_bpe(vocab_size: int) -> str:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet)
     bpe.train_from_iterator([inspect.getsource(textwrap)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+    return bpe.to_str()
+
+
+def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on the text of a standard module."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_tiny_bpe(vocab_size)), eos_token="<eos>")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The benchmarks run end to end on tiny models and say what they measured."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,25 +27,7 @@ def test_every_drafter_has_a_line(target_folder, tmp_path):
     assert greedy["draft model chain"]["acceptance_length"] == 4.0
 
 
-def read_table(text: str) -> dict[tuple[str, str], tuple[float, float]]:
-    """Of each line of the table: tokens per step, and how many less than the head chain's."""
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.count(" | ") == 6]
-    return {(row[0], row[1]): (float(row[3]), float(row[4].split()[0])) for row in cells[1:]}
-
-
-def test_a_tables_differences_are_those_of_the_figures_beside_them():
-    """A mean of differences beside a ratio of totals would not be: in drafters.md 2.49 - 1.92 was +0.66."""
-    folder = Path(__file__).parents[2] / "docs" / "benchmarks"
-    made = drafters.markdown(json.loads((folder / "drafters.json").read_text()))
-    for text in (made, (folder / "drafters.md").read_text()):
-        table = read_table(text)
-        assert len(table) == 36
-        for (temperature, decoder), (figure, less) in table.items():
-            chain, _ = table[temperature, "head chain"]
-            assert figure - chain == pytest.approx(less, abs=0.0151), decoder  # each rounded to 0.01
-
-
-@pytest.mark.parametrize("n_predict", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("n_predict", [1, 20])
 def test_every_head_gets_the_whole_table(target, n_predict):
     config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=8, n_predict=n_predict, tie_weights=False)
     table = drafters.decoders(target, MLPSpeculator(config), model=None)

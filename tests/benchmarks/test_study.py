@@ -1,6 +1,5 @@
 """The study's bookkeeping: rates are tuned inside the grid, results are kept, the table says what it compares."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import study
-from benchmarks.study import ARCHITECTURES, PUBLISHED, RECIPES, TABLES, Arm, Study, fresh_head, table
+from benchmarks.study import ARCHITECTURES, RECIPES, TABLES, Arm, Study, fresh_head, table
 from speculator.target.model import Target
-from train.config import HeadOptions
-from train.initialise import parameters
 
 
 class Faked(Study):
@@ -40,17 +37,6 @@ def test_a_rate_at_the_grids_edge_widens_the_grid(tmp_path):
     assert faked.best_rate(Arm("any", study.HARD, rates=(0.08, 0.16, 0.32))) == 0.04
 
 
-def test_the_published_recipe_keeps_its_published_rate(tmp_path):
-    faked = Faked(tmp_path)
-    assert faked.best_rate(PUBLISHED) == 1e-3
-    assert not faked.made
-
-
-def test_every_tuned_arm_has_more_rates_than_one_and_no_two_arms_are_the_same():
-    assert all(len(arm.rates) >= 3 for arm in RECIPES[1:])
-    assert len({repr(arm) for arm in RECIPES}) == len({arm.name for arm in RECIPES}) == len(RECIPES) <= 7
-
-
 def test_a_row_has_the_mean_and_the_spread_over_seeds(tmp_path):
     row = Faked(tmp_path).row(RECIPES[2], (0, 1, 2))
     assert row["rate"] == 0.04
@@ -71,14 +57,6 @@ def test_the_table_compares_accepted_tokens_at_the_same_budget():
     assert lines[3].endswith("| 7 | 0.005 | 1.40 ± 0.10 | 2.00 ± 0.00 | 1.40 ± 0.10 | +100% / +100% / +100% |")
     assert lines[4].startswith("| a | 1,228,800 |")
     assert lines[4].endswith("| +0% / +0% / +0% |")
-
-
-def test_a_result_that_is_there_is_not_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))
-    made = object.__new__(Study)
-    made.folder, made.steps = tmp_path, 9
-    (tmp_path / "published_0.001_9_steps_seed_0.json").write_text(json.dumps({"held-out": {"T=0": 1.5}}))
-    assert made.result(PUBLISHED, 1e-3, 0) == {"held-out": {"T=0": 1.5}}
 
 
 @pytest.fixture
@@ -107,10 +85,3 @@ def test_independent_heads_see_the_hidden_state_alone(target):
     assert torch.equal(head.logits(hidden, tokens), head.logits(hidden, tokens + 1))
     assert len({logits.sum().item() for logits in head.logits(hidden, tokens)}) == head.n_predict
     assert fresh_head(ARCHITECTURES[0], 0, target, Dataset.from_list([])).logits(hidden, tokens).shape[0] == 4
-
-
-def test_the_mlp_and_the_lstm_that_are_compared_are_of_one_size():
-    shapes = [HeadOptions(**arm.shape) for arm in (ARCHITECTURES[0], ARCHITECTURES[2])]
-    target = AutoConfig.from_pretrained("examples/stdlib_target")
-    mlp, lstm = (parameters(shape, target) for shape in shapes)
-    assert abs(mlp - lstm) < 0.01 * mlp

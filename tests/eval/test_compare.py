@@ -46,16 +46,6 @@ def test_the_verdict_follows_the_interval():
     assert "| +0.00 (one prompt) |  |" in table(REPORT, alone)
 
 
-def test_other_differences_are_listed():
-    other = {**changed(), "hardware": "gpu", "settings": {"seed": 1}}
-    other["suites"].append({**ROW, "temperature": 1.0})
-    text = table(REPORT, other)
-    assert "hardware: cpu | gpu" in text
-    assert "seed: 0 | 1" in text
-    assert "1 rows are in only one of the reports" in text
-    assert "rule, head: rejection | block" in table(changed(rule="rejection"), changed(rule="block"))
-
-
 def test_the_command(tmp_path, capsys):
     for name, report in (("a", REPORT), ("b", changed())):
         (tmp_path / f"{name}.json").write_text(json.dumps(report))

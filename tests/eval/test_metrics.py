@@ -9,13 +9,12 @@ import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval import validation
 from eval.decoders import decoders, measure_suite
-from eval.metrics import acceptance, by_context, paired_bootstrap, rows_busy
+from eval.metrics import acceptance, by_context, paired_bootstrap
 from eval.report import warnings
 from eval.run import evaluate
 from eval.suites import Suite, load_suite
-from eval.timing import Decoded, Timed, time_transformers
+from eval.timing import time_transformers
 from eval.validation import real_acceptance
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target, generate
 from speculator.prompts import Prompt
@@ -142,11 +141,6 @@ def test_batches_give_every_prompt_its_own_text(tmp_path):
     assert min(row.get("rows_busy", 1) for row in report["suites"]) < 1
 
 
-def test_a_batch_runs_until_its_slowest_row_ends():
-    steps = [[Step(0, 0, 1)] * 2, [Step(0, 0, 1)] * 6]
-    assert rows_busy(Timed([Decoded([[0] * 3, [0] * 7], 2, 0.0, 1.0, [1, 1], steps)])) == 8 / 12
-
-
 def test_acceptance_by_context_by_hand():
     """With a prompt of 62 and the prefill's token, the steps begin at 63, 65 and 66."""
     steps = [Step(3, 1, 2), Step(3, 0, 1), Step(3, 3, 4)]
@@ -254,20 +248,6 @@ def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target)
     for ends, eos in ((True, {end}), (False, ())):
         figures = real_acceptance(target, head, Suite("s", prompts, ends=ends), 0, count)
         assert figures["acceptance_length"] == expected(eos)[1]
-
-
-def test_validation_decodes_as_many_rows_at_a_time_as_it_has_room_for(target, monkeypatch):
-    head, suite = tiny_head(), Suite("s", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7]])
-    slots = []
-
-    def noting(*given, max_batch_size, **how):
-        slots.append(max_batch_size)
-        return generate(*given, max_batch_size=max_batch_size, **how)
-
-    monkeypatch.setattr(validation, "generate", noting)
-    figures = [real_acceptance(target, head, suite, 0, 12, max_positions=most) for most in (48, 33, 1)]
-    assert slots == [3, 3, 2, 2, 1, 1]
-    assert figures[0] == figures[1] == figures[2]
 
 
 def test_the_interval_of_a_mean():

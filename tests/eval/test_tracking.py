@@ -60,7 +60,6 @@ def test_a_missing_wandb_raises_at_once(monkeypatch):
         ({}, None, "offline"),
         ({"WANDB_API_KEY": "k" * 40}, None, "online"),
         ({}, "machine api.wandb.ai", "online"),
-        ({}, "machine wandb.example.org", "offline"),
         ({"WANDB_BASE_URL": "https://wandb.example.org:8080"}, "machine wandb.example.org", "online"),
         ({"WANDB_MODE": "disabled"}, "machine api.wandb.ai", None),
     ],

@@ -11,14 +11,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
     [
         "{{ raise_exception('no') }}",
         "{{ 1 // 0 }}",
-        "{{ nothing.at.all }}",
-        "{{ messages[7].content }}",
-        "{{ messages + 5 }}",
         "{% for i in range(10**12) %}{% endfor %}",
-        "{{ [1] | random | nosuchfilter }}",
-        "{% for %}",
-        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     ],
 )
@@ -34,8 +27,6 @@ def test_an_error_in_a_template_is_one_line(template):
         ('{"city": "Rome"}', '{"city": "Rome"}'),
         ({"city": "Rome"}, '{"city": "Rome"}'),
         ("not JSON", '"not JSON"'),
-        ("[1]", '"[1]"'),
-        ("", '""'),
     ],
 )
 def test_tool_call_arguments_reach_the_template_as_objects(arguments, written):

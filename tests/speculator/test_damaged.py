@@ -77,17 +77,12 @@ def fifo(folder, name):
 
 DAMAGED_TARGETS = {
     "config empty": (lambda f: (f / "config.json").write_text(""), "config.json"),
-    "config a pipe": (lambda f: fifo(f, "config.json"), "config.json"),
     "no such type": (lambda f: edit(f, model_type="nonesuch"), "nonesuch"),
-    "size NaN": (lambda f: edit(f, hidden_size=float("nan")), "hidden_size"),
-    "no heads": (lambda f: edit(f, num_attention_heads=0), "target"),
     "fewer layers than stored": (lambda f: edit(f, num_hidden_layers=1), "layers"),
     "other sizes than stored": (lambda f: edit(f, intermediate_size=48), "mlp.down_proj.weight"),
-    "unknown activation": (lambda f: edit(f, hidden_act="sillu"), "hidden_act 'sillu'"),
     "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"version": "1.0", "model"'), "target"),
     "no tokenizer": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], "tokenizer"),
     "another tokenizer": (lambda f: tiny_tokenizer(400).save_pretrained(f), "400"),
-    "weights zero": (lambda f: edit_weights(f, torch.zeros_like), "empty"),
     "weights NaN": (lambda f: edit_weights(f, lambda w: w * float("nan")), "not finite"),
     "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "target"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
@@ -107,18 +102,10 @@ def test_a_damaged_target_is_one_line(folder, monkeypatch, tmp_path, capsys, dam
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "./nowhere", "/dev/null", "x" * 5000])
+@pytest.mark.parametrize("name", ["", "./nowhere"])
 def test_a_name_that_is_none_is_one_line(name, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(name, capsys)
-
-
-def test_pickled_weights_alone_are_read_as_weights(folder, target_folder):
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    target = Target.load(str(folder))
-    assert torch.equal(target.model.lm_head.weight, Target.load(str(target_folder)).model.lm_head.weight)
 
 
 # --- code that comes with a model
@@ -140,13 +127,6 @@ def with_code(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("text", ["[1]", "null", "{}", '{"model": {"type": "nonesuch"}}'])
-def test_a_damaged_tokenizer_alone_is_one_line(folder, text):
-    (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(UserError, match="can't load the tokenizer"):
-        load_tokenizer(str(folder))
-
-
 def test_code_of_a_target_is_not_run_whoever_is_asked(with_code, capsys):
     assert "--trust_remote_code" in refused(with_code, capsys)
 
@@ -166,11 +146,6 @@ def test_code_of_a_tokenizer_or_base_is_not_run_either(with_code):
 DAMAGED_HEADS = {
     "a hundred million steps": (lambda f: edit(f, n_predict=10**8), "n_predict"),
     "other sizes than stored": (lambda f: edit(f, inner_dim=10**9), "config.json says"),
-    "larger than 64 bits": (lambda f: edit(f, vocab_size=10**30), "sizes"),
-    "steps NaN": (lambda f: edit(f, n_predict=float("nan")), "n_predict"),
-    "config nested": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "config.json"),
-    "config UTF-16": (lambda f: (f / "config.json").write_bytes("{}".encode("utf-16")), "config.json"),
-    "weights a pipe": (lambda f: fifo(f, "model.safetensors"), "no weights"),
     "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors"),
     "weights NaN": (lambda f: edit_weights(f, lambda w: w * float("nan")), "not finite"),
     "a pickle with code": (lambda f: as_pickle(f, {"w": Touch()}), "pytorch_model.bin"),
@@ -207,18 +182,13 @@ def test_a_head_that_a_run_published_is_known_by_its_checksums(head_folder, caps
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--branches", "4096,4096,4096"],
         ["--branches", "4096,4096,4096", "--nodes", "8"],
-        ["--branches", "64,64,64", "--paths", "3"],
-        ["--branches", "9,9", "--nodes", "1000000000"],
         ["--branches", "9,9", "--paths", "1000000000"],
-        ["--branches", ",".join(["2"] * 5000)],
         ["--num_speculative_tokens", "1000000000"],
     ],
 )
-@pytest.mark.parametrize("who", [["--draft_model", "nowhere"], ["--speculator", "nowhere"], ["--ngram"]])
-def test_an_absurd_draft_is_one_line_before_anything_is_loaded(flags, who, capsys):
-    assert main(["generate", "--target", "nowhere", "--prompt", "x", *who, *flags]) == 2
+def test_an_absurd_draft_is_one_line_before_anything_is_loaded(flags, capsys):
+    assert main(["generate", "--target", "nowhere", "--prompt", "x", "--draft_model", "nowhere", *flags]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "nowhere" not in line

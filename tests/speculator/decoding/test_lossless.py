@@ -1,4 +1,4 @@
-"""Whatever drafts, the text is the target's: greedy text to the token, sampled text in distribution, the cache too."""
+"""No drafter changes the target's output: greedy tokens are identical, sampled tokens keep the distribution."""
 
 from collections import Counter
 from dataclasses import replace
@@ -92,6 +92,7 @@ GREEDY = [
     "auto",
     "auto-attention",
 ]
+FEW = ["none", "head-tree", "attention-tree", "exit-tree", "mixed-head-chain"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -109,9 +110,10 @@ def test_greedy_text_is_what_transformers_generates(family):
         for prompt in PROMPTS
     ]
     target = Target(model, tokenizer=None)
+    names = GREEDY if family in ("llama", "gemma4") else FEW
     for name, drafter in drafters(target).items():
-        if name in GREEDY:
-            for rows in (slice(0, 1), slice(0, 4)):
+        if name in names:
+            for rows in (slice(0, 1), slice(0, 4)) if names is GREEDY or name == "none" else (slice(0, 4),):
                 assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
     for rows in (slice(0, 1), slice(0, 4)):
         for wrong, per_step in ((False, 4.0), (True, 1.0)):
@@ -128,7 +130,7 @@ _DISTRIBUTIONS: dict = {}
 
 
 def sampled_p_value(drafter, sampling, rule=None, rows: int = 12_000, batch: int | None = None) -> float:
-    """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
+    """Test the joint distribution of the new tokens after the first, which the prefill gives."""
     model = tiny_model(scale=2.0)
     key = replace(sampling, seed=0)
     if key not in _DISTRIBUTIONS:
@@ -189,7 +191,7 @@ def test_small_batches_follow_the_enumerated_distribution(name, batch):
 
 @pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates"])
 def test_a_second_turn_follows_the_enumerated_distribution(name):
-    """Slots go on from another text with a common prefix, of which the head has read drafts and a token more."""
+    """Slots are reused for a prompt with a common prefix, after the head has read draft tokens."""
     engine = Engine(Target(tiny_model(scale=2.0), None), drafters()[name], slots=500)
     sampling, counts = WARPERS[1], Counter()
     for start in range(0, 2000, 500):
@@ -209,7 +211,7 @@ def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen():
 
 
 class ShiftedDistribution(HeadDrafter):
-    """A wrong map in one place of two: tokens of a draft vocabulary, the distribution that of their neighbours."""
+    """A known-wrong head: maps the draft vocabulary differently for tokens and for their distribution."""
 
     def propose(self, pending, sampling, u, texts):
         draft = super().propose(pending, sampling, u, texts)
@@ -265,7 +267,7 @@ def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
 
 
 def pairs(name, p_table, draft, u) -> torch.Tensor:
-    """How often each pair of tokens came, by a rule and what plain decoding draws behind a short path."""
+    """Count pairs of tokens that a rule emits; plain decoding draws the second one after a short path."""
     size, rows = p_table.shape[1], len(u)
     root = torch.full((rows, 1), size)
     p = p_table[torch.cat([root, draft.tokens], 1)]
@@ -302,7 +304,7 @@ class Chained:
 
 @pytest.mark.parametrize("inner", [Chain(2), FixedTree([(0,), (1,), (0, 0)])], ids=["chain", "tree"])
 def test_many_rows_of_a_mixed_draft_follow_the_target_distribution(inner):
-    """Drawn, joined with what a lookup found for each row, tested and drawn again, as they run in float32."""
+    """Hybrid drafts in float32, each joined with another n-gram lookup path, through the production functions."""
     size, rows, chunk = 16, 400_000, 100_000
     generator = torch.Generator().manual_seed(1)
     p_table, q_table = (torch.randn(size + 1, size, generator=generator).softmax(-1) for _ in range(2))
@@ -327,10 +329,15 @@ def test_many_rows_of_a_mixed_draft_follow_the_target_distribution(inner):
 
 # ---- rows, cache and copies
 
+MAIN = [
+    *(name for name in drafters() if name not in GREEDY and "auto" not in name and "model-" not in name),
+    *("none", "head-tree", "attention-tree", "model-tree", "ngram", "auto-attention"),
+]
 
-@pytest.mark.parametrize("name", drafters())
+
+@pytest.mark.parametrize("name", MAIN)
 def test_a_row_does_not_depend_on_its_batch_mates(target, name):
-    """But for sampled rows whose drafts are chosen as it goes: what suits a batch depends on all of it."""
+    """Adaptive drafting is compared at temperature 0 only: its choice depends on the whole batch."""
     settings = [
         Sampling(1.0, seed=11),
         Sampling(0.0),
@@ -362,7 +369,7 @@ def test_a_deterministic_draft_leaves_the_sampled_text_as_plain_decoding_draws_i
     assert made.acceptance_length > 1
 
 
-@pytest.mark.parametrize("name", drafters())
+@pytest.mark.parametrize("name", MAIN)
 def test_after_every_step_the_cache_is_that_of_the_text(name):
     target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
     engine, texts = Engine(target, drafters(target)[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
@@ -404,10 +411,12 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", [name for name in drafters() if "cautious" not in name])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [*((name, 1.0) for name in MAIN if "cautious" not in name), ("head-tree", 0.0), ("auto-attention", 0.0)],
+)
 def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
-    """Counted over one generation: what 16 more tokens add is one copy a step. The cautious chain says that it asks."""
+    """Steps of 16 more tokens add one copy each. A chain with `min_confidence` asks the device in between."""
     counts = Counter()
     for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
         original = getattr(torch.Tensor, method)
@@ -439,7 +448,7 @@ def test_the_copy_counter_has_teeth():
 
 @pytest.mark.parametrize("shape", [Chain(4), Tree((2, 2, 1, 1), nodes=14), Candidates((2, 1, 1, 1))])
 def test_a_model_that_drafts_for_itself_is_always_right(shape):
-    """Its draft's cache is read where it was written: else only the draft would suffer, and the text not tell."""
+    """Errors in the draft model's cache would lower the acceptance length but change no token."""
     target = Target(tiny_model().double(), tokenizer=None)
     drafter = DraftModelDrafter(Target(tiny_model().double(), tokenizer=None), target, shape)
     assert generate(target, drafter, PROMPTS, max_new_tokens=21).acceptance_length == 5

@@ -18,12 +18,11 @@ from speculator import (
     Sampling,
     Target,
     Tree,
-    UserError,
     generate,
 )
 from speculator.decoding import verify as rules
 from speculator.decoding.draft import Draft
-from speculator.drafters.hybrid import Hybrid, joined
+from speculator.drafters.hybrid import joined
 
 EXACT = 1e-12
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
@@ -278,8 +277,3 @@ def test_greedy_text_is_plain_decodings_and_a_row_is_what_it_is_alone(name):
     for prompt, own in zip(PROMPTS, settings, strict=True):
         lonely += generate(target, drafter, [prompt], [own], max_new_tokens=20).tokens
     assert generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens == lonely
-
-
-def test_what_would_be_too_large_is_refused():
-    with pytest.raises(UserError, match="at most 1,024"):
-        Hybrid(Chain(1000), 100)

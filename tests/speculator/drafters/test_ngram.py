@@ -1,12 +1,9 @@
 """Lookup finds the longest match wherever it may look, forgets what it must, and leaves the text as it was."""
 
-import random
-
 import pytest
 from conftest import tiny_model
 
 from speculator import Engine, NgramDrafter, Sampling, Target, generate
-from speculator.drafters.ngram import Memory
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 7, 2], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
@@ -50,21 +47,6 @@ def test_the_longest_match_wins_and_the_own_text_of_equal_ones():
     for longer, size, copied in ((2, 3, 10), (3, 4, 20)):
         here, there = [0, 1, 2, 3, 10, *ends], [*ends[-3 - longer :], 20]
         assert found(drafter, here, there)[0] == (size, [copied]), "longer by more than two tokens"
-
-
-def test_what_is_remembered_is_bounded_and_the_oldest_goes():
-    memory, draw = Memory(200, 3), random.Random(0)
-    texts = [[draw.randrange(9) for _ in range(30)] for _ in range(50)]
-    growing = [1, 2, 3]
-    for text in texts:
-        growing.append(draw.randrange(9))
-        memory.read([growing, text])
-        assert sum(len(each) for each, _ in memory._known.values()) == memory._size <= 200 + len(growing) + 30
-    kept = {id(text) for text, _ in memory._known.values()}
-    assert {id(growing), id(texts[-1])} <= kept
-    assert id(texts[0]) not in kept
-    assert {id(text) for places in memory._ends.values() for text, _ in places} <= kept
-    assert all(tuple(text[end - 3 : end]) == gram for gram, places in memory._ends.items() for text, end in places)
 
 
 def test_an_engine_remembers_what_it_decoded_until_it_is_told_to_forget():

@@ -11,7 +11,7 @@ from speculator.decoding.engine import Engine
 from speculator.drafters.adaptive import LookupPath
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.cache import HeadCache
-from speculator.heads.eagle3.drafting import MAX_UNREAD, DraftingForm, Eagle3Source
+from speculator.heads.eagle3.drafting import MAX_UNREAD, Eagle3Source
 
 STEPS = 4
 BEFORE = [5, 4, 3, 2, 1, 0]  # another document of the row
@@ -83,7 +83,7 @@ def gap(target, head, drafter: Noted) -> float:
     return max((logits - expected[text, path]).abs().max().item() for text, path, logits in drafter.log)
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 3), (2, 1), (2, 64), (5, 3)])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 3), (2, 64), (5, 3)])
 def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, head, slots, chunk):
     plain = Engine(target, None, slots=slots).generate(PROMPTS, max_new_tokens=12)
     drafter = Noted(head)
@@ -100,8 +100,10 @@ def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, h
     assert gap(target, head, drafter) < 1e-10
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [Chain(STEPS), Tree((2, 2, 1, 1), nodes=7), Candidates((2, 2, 1))])
+@pytest.mark.parametrize(
+    ("shape", "temperature"),
+    [(Chain(STEPS), 1.0), (Tree((2, 2, 1, 1), nodes=7), 0.0), (Candidates((2, 2, 1)), 1.0)],
+)
 def test_every_shape_drafts_from_the_training_forms_distributions(target, head, shape, temperature):
     drafter = Noted(head, shape)
     made = Engine(target, drafter, slots=3).generate(PROMPTS, Sampling(temperature, seed=1), max_new_tokens=12)
@@ -121,7 +123,7 @@ class Seldom(Noted):
         return self.none if self.turn % self.every else self.own
 
 
-@pytest.mark.parametrize("every", [2, 5, 2 * MAX_UNREAD])
+@pytest.mark.parametrize("every", [2, 2 * MAX_UNREAD])
 def test_steps_without_a_draft_are_read_later(target, head, every):
     """Rows accepted different numbers of tokens; other rows join, leave and reuse prefixes meanwhile."""
     drafter = Seldom(head, Chain(2))
@@ -173,24 +175,3 @@ def test_reading_another_rows_cache_is_detected(target, head, monkeypatch):
     drafter = Noted(head)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=[12, 3, 9, 12, 5])
     assert gap(target, head, drafter) > 1e-3
-
-
-def test_prefill_does_not_compute_logits(target, head, monkeypatch):
-    """A prefill writes keys and values; unread positions of a reused prefix are read first."""
-    reads, levels = [], []
-    read, level = DraftingForm.read, DraftingForm._level
-    monkeypatch.setattr(DraftingForm, "read", lambda *args: reads.append(args[2].shape) or read(*args))
-    monkeypatch.setattr(DraftingForm, "_level", lambda *args: levels.append(None) or level(*args))
-    source = HeadDrafter(head, Chain(2)).open(slots=2, capacity=20).source
-    hidden = torch.zeros(2, 3, len(head.aux_layers) * head.config.emb_dim, dtype=head.dtype)
-    source.prefill(0, [[1, 2, 3], [4, 5, 6]], [0, 0], hidden, [3, 3])
-    assert (len(reads), len(levels)) == (1, 0)
-    source.first(torch.tensor([7, 8]), [[1, 2, 3, 7], [4, 5, 6, 8]])
-    source.commit(torch.tensor([[7, 1], [8, 1]]), hidden[:, :2], torch.tensor([2, 1]))
-    source.prefill(0, [[1, 2, 3, 7, 1, 2]], [4], hidden[:1, :2], [2])
-    assert (len(reads), len(levels)) == (4, 1)
-    source.move([0, 1], [1, 0], 6)
-    source.prefill(1, [[9, 2]], [0], hidden[:1, :2], [2])
-    assert len(reads) == 5
-    source.prefill(0, [[1, 2, 3, 7, 9]], [4], hidden[:1, :1], [1])
-    assert len(reads) == 7

@@ -73,7 +73,7 @@ def results(form, rows, step, given, d_out):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("part", [1.0, 0.5])
-@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("step", [0, 2])
 def test_values_and_gradients_equal_those_of_blocks(step, part, window, written_out, monkeypatch):
     given = case(step, part, window)
     expected = results(BlockedAttention, given[0], step, *given[1:])
@@ -144,21 +144,13 @@ def test_a_head_has_equal_gradients_either_way(window, written_out, monkeypatch)
     ("kind", "size", "dtype", "fused"),
     [
         ("cuda", 64, torch.bfloat16, torch.bfloat16),
-        ("cuda", 256, torch.float16, torch.float16),
         ("cuda", 64, torch.float32, None),
         ("cuda", 60, torch.bfloat16, None),
-        ("cuda", 264, torch.bfloat16, None),
         ("cpu", 64, torch.bfloat16, None),
-        ("mps", 64, torch.bfloat16, None),
     ],
 )
 def test_where_flash_attention_runs(kind, size, dtype, fused):
     assert joint_attention.fused_dtype(torch.empty(1, size, dtype=dtype), kind) == fused
-
-
-def test_flash_attention_runs_in_autocasts_dtype():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert joint_attention.fused_dtype(torch.empty(1, 64), "cuda") == torch.bfloat16
 
 
 def apart(x, y):

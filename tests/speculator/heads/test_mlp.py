@@ -28,33 +28,20 @@ def test_reproduces_the_published_logits(name):
     torch.testing.assert_close(logits, tensors["io.logits"], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
-def test_alpha_of_another_n_predict_is_another_function(name):
-    """alpha depends on n_predict; the golden test detects a wrong one."""
-    head, tensors = load(name)
+def test_a_wrong_alpha_is_detected():
+    head, tensors = load("tied_scaled")
     head.alpha *= 1.01
     logits = head.logits(tensors["io.hidden_states"], tensors["io.tokens"])
     assert (logits - tensors["io.logits"]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["tied_scaled", "untied"])
-def test_save_and_auto_load_keep_every_logit(name, tmp_path):
-    head, tensors = load(name)
+def test_save_and_auto_load_keep_every_logit(tmp_path):
+    head, tensors = load("tied_scaled")
     head.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     assert isinstance(again, MLPSpeculator)
     inputs = tensors["io.hidden_states"], tensors["io.tokens"]
     assert torch.equal(again.logits(*inputs), head.logits(*inputs))
-
-
-def test_tied_head_stores_each_tensor_once():
-    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=8, emb_dim=4, inner_dim=6, n_predict=3, tie_weights=True))
-    names = ["emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight", "proj.1.weight"]
-    assert sorted(head.state_dict()) == names
-
-
-def test_inner_dim_zero_means_emb_dim():
-    assert MLPSpeculatorConfig(emb_dim=24, inner_dim=0).inner_dim == 24
 
 
 @pytest.mark.parametrize("tied", [True, False])

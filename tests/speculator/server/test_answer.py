@@ -8,18 +8,19 @@ from conftest import tiny_tokenizer
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
 
-TEXTS = [
-    "def f(x):\n    return x",
-    "naïve · 日本語 🙂🙂 done",
-    "aaabaaab aab",
-    "stop here</s>and not here",
-    "\U0001f600" * 5,
-]
-STOPS = [[], ["aab"], ["b aa", "aabb"], ["本語"], ["🙂🙂", "d"], ["</s>"], ["return x"], ["\n", " "], ["nowhere"]]
 
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("def f(x):\n    return x", ["return x"]),
+        ("def f(x):\n    return x", ["\n", " "]),
+        ("naïve · 日本語 🙂🙂 done", ["🙂🙂", "d"]),
+        ("naïve · 日本語 🙂🙂 done", ["nowhere"]),
+        ("aaabaaab aab", ["b aa", "aabb"]),
+        ("aaabaaab aab", []),
+        ("stop here</s>and not here", ["</s>"]),
+    ],
+)
 def test_a_stream_is_a_prefix_of_the_text_before_the_first_stop_string(text, stops):
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(text)["input_ids"]

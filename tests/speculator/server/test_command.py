@@ -9,8 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from conftest import exit_code, tiny_model
+from conftest import exit_code
 from serving_here import until
 
 from speculator.__main__ import main
@@ -25,11 +24,7 @@ ROOT = Path(__file__).parents[3]
     [
         ["--port", "70000"],
         ["--max_num_seqs", "0"],
-        ["--queue", "-1"],
-        ["--max_model_len", "1"],
         ["--port", "0", "--max_model_len", "1000000"],
-        ["--api_key", "a b"],
-        ["--host", "no such host"],
         ["--ngram", "--branches", "2"],
         ["--port", "0", "--target", "/nowhere"],
     ],
@@ -86,24 +81,3 @@ def test_sigterm_lets_requests_in_flight_finish(target_folder):
     finally:
         process.kill()
         process.communicate()
-
-
-def test_torch_leaves_a_core_to_the_connections(monkeypatch):
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        serve.leave_a_core()
-        assert torch.get_num_threads() == 3
-        monkeypatch.delenv("OMP_NUM_THREADS")
-        serve.leave_a_core()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_kv_cache_that_may_not_fit_is_reported(monkeypatch):
-    target = Target(tiny_model(), None)
-    target.context_length = 10**9  # 2 layers, 2 heads of 8 in float32: 256 GB per slot
-    assert "up to 2,048 GB" in serve._memory(target, 8)
-    assert "free" not in serve._memory(target, 8)

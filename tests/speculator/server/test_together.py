@@ -11,7 +11,7 @@ import pytest
 from conftest import alternating_drafter
 from serving_here import serving, tiny_head_for, until
 
-from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, generate
+from speculator import Engine, HeadDrafter, Sampling, generate
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 
@@ -217,10 +217,3 @@ def test_adaptive_drafting_drafts_for_a_seeded_request_as_if_it_were_alone(chat_
         assert len({id(shape) for _, shape in seen}) > 2
         made = asyncio.run(ask_all(bodies))
     assert made == by_generate(chat_target, HeadDrafter(auto.head, auto.fastest(greedy=False, rows=1)), bodies)
-
-
-def test_n_gram_lookup_can_be_served(chat_target):
-    body = {"prompt": [5, 6, 5, 6, 5], "max_tokens": 20, "temperature": 0, "return_token_ids": True}
-    with serving(chat_target, NgramDrafter()) as (url, _):
-        tokens = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["token_ids"]
-    assert tokens == generate(chat_target, None, [body["prompt"]], max_new_tokens=20).tokens[0]
