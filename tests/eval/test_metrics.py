@@ -160,10 +160,10 @@ def test_acceptance_by_context_by_hand():
 def test_steps_beyond_the_trained_length_warn(tmp_path):
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[1, 2, 3, 4]])
-    for trained, expected in ((10, 2), (1000, 0)):
+    for trained, expected in ((10, 1), (1000, 0)):
         torch.manual_seed(1)
         config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, trained_length=trained)
-        report = report_of(target, suite, tmp_path, MLPSpeculator(config), temperatures=[0.0, 1.0])
+        report = report_of(target, suite, tmp_path, MLPSpeculator(config), temperatures=[0.0])
         assert sum("that the head was trained on" in line for line in report["warnings"]) == expected
 
 

@@ -282,19 +282,6 @@ def test_steps_with_logprobs_are_not_captured(monkeypatch):
     assert engine.generate(PROMPTS[:2], max_new_tokens=12).tokens == expected
 
 
-def test_values_of_top_k_share_graphs(monkeypatch):
-    target = make_target()
-    capturing(monkeypatch, Double)
-    engine, made = Engine(target, slots=1), []
-    for top_k in (5, 6, 7, 8, 9):
-        engine.forget()
-        sampling = Sampling(1.0, top_k=top_k, seed=top_k)
-        own = engine.generate(PROMPTS[:1], sampling, max_new_tokens=8).tokens
-        assert own == generate(target, None, PROMPTS[:1], sampling, max_new_tokens=8).tokens
-        made.append(Double.made)
-    assert made[0] == made[3] < made[4]
-
-
 def test_a_chunk_next_to_a_long_prefix_fits_the_rounded_cache(monkeypatch):
     """One prompt has a prefix in its slot already, the other has none."""
     target = make_target()
@@ -304,22 +291,6 @@ def test_a_chunk_next_to_a_long_prefix_fits_the_rounded_cache(monkeypatch):
     engine = Engine(target, slots=2, chunk=64)
     engine.generate([prompts[0][:40]], max_new_tokens=2)
     assert engine.generate(prompts, max_new_tokens=4).tokens == expected
-
-
-@pytest.mark.parametrize("name", ["model-tree", "hybrid-fixed-tree"])
-def test_a_longer_sequence_of_the_same_bucket_fits(name, monkeypatch):
-    """The target's cache is larger than requested and need not grow."""
-    target = make_target()
-    expected = [generate(target, make_drafter(name, target), [[1]], max_new_tokens=n).tokens for n in (2, 90)]
-    capturing(monkeypatch, Double)
-    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 128)
-    engine = Engine(target, make_drafter(name, target), slots=1)
-    capacities = set()
-    for count, tokens in zip((2, 90), expected, strict=True):
-        engine.forget()
-        assert engine.generate([[1]], max_new_tokens=count).tokens == tokens
-        capacities.add(engine.cache.capacity)
-    assert len(capacities) == 1
 
 
 def test_graphs_of_a_grown_cache_get_a_new_pool(monkeypatch):

@@ -155,7 +155,7 @@ SLOW = "mixed-attention-candidates"
 SAMPLED = [
     pytest.param(number, name, marks=[pytest.mark.soak] if name == SLOW else [], id=name)
     for number, name in enumerate(drafters())
-    if "auto" not in name
+    if "auto" not in name and (not name.startswith("model-") or name in ("model-chain", "model-tree"))
 ]
 
 
@@ -165,7 +165,7 @@ def test_sampled_text_follows_the_enumerated_distribution(number, name):
 
 
 @pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
-@pytest.mark.parametrize("name", ["none", "head-chain", "model-candidates"])
+@pytest.mark.parametrize("name", ["none", "head-chain"])
 def test_every_warper_keeps_the_distribution(name, sampling):
     assert sampled_p_value(name, sampling) > 1e-4
 
@@ -182,9 +182,9 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["head-chain", "head-tree", "attention-chain", pytest.param("mixed-head-chain", marks=pytest.mark.soak)]
+    ("name", "batch"),
+    [("head-tree", 1), ("attention-chain", 3), pytest.param("mixed-head-chain", 3, marks=pytest.mark.soak)],
 )
-@pytest.mark.parametrize("batch", [1, 3])
 def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(name, WARPERS[1], rows=500 * batch, batch=batch) > 1e-4
 

@@ -360,26 +360,6 @@ def test_attention_across_documents_is_detected(monkeypatch):
     assert Rounds().gap() > 1e-3
 
 
-def test_moved_and_grown_rows_keep_their_contents():
-    aux_hidden, tokens = inputs(head_of())
-    head = DraftingForm(head_of())
-    with torch.no_grad():
-        memory, alone = head.cache(4, 6), head.cache(2, 20)
-        head.first(memory.select(1, 3, 0), aux_hidden[:, :5], tokens[:, :5], torch.tensor([5, 3]))
-        head.first(alone, aux_hidden[:, :5], tokens[:, :5], torch.tensor([5, 3]))
-        memory.move([1, 2], [3, 2], 5)
-        memory.move([2, 3], [1, 2], 5)
-        memory.grow(20)
-        part = memory.select(1, 3, 5)
-        given = aux_hidden[:, 5:8], tokens[:, 5:8], torch.tensor([2, 3])
-        turned = [x.flip(0) for x in given]
-        torch.testing.assert_close(head.first(part, *turned).flip(0), head.first(alone, *given), atol=1e-12, rtol=0)
-        assert memory.lengths.tolist()[1:3] == [6, 7]
-        level = torch.tensor([[3], [4]]), torch.tensor([[0], [0]])
-        turned = [x.flip(0) for x in level]
-        torch.testing.assert_close(head.next(part, *turned).flip(0), head.next(alone, *level), atol=1e-12, rtol=0)
-
-
 # --- the embedding and the config
 
 

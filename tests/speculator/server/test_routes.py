@@ -50,20 +50,6 @@ def test_a_completion_is_the_text_of_generate(client, chat_target, drafter, temp
     assert [part["choices"][0]["finish_reason"] for part in parts][-1] == choice["finish_reason"]
 
 
-def test_answer_i_of_a_request_samples_with_seed_plus_i(client, chat_target, drafter):
-    prompts, seeds = [PROMPT, [9, 9]], range(5, 11)
-    body = {"prompt": prompts, "n": 3, "max_tokens": 8, "seed": 5, "return_token_ids": True, "temperature": 1.5}
-    body |= {"top_k": 40, "top_p": 0.95, "min_p": 0.001}
-    expected = [
-        generate(chat_target, drafter, [prompt], Sampling(1.5, 40, 0.95, 0.001, seed=seed), max_new_tokens=8).tokens[0]
-        for prompt, seed in zip([PROMPT] * 3 + [[9, 9]] * 3, seeds, strict=True)
-    ]
-    choices = client.post("/v1/completions", json=body).json()["choices"]
-    assert [choice["token_ids"] for choice in choices] == expected
-    assert [choice["index"] for choice in choices] == list(range(6))
-    assert len({json.dumps(tokens) for tokens in expected[:3]}) == 3
-
-
 def test_a_stop_string_ends_the_text_before_it(client, chat_target, drafter):
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
