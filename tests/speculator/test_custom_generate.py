@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import tiny_head, tiny_model, tiny_tokenizer
+from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -9,7 +9,7 @@ from transformers import (
 )
 from transformers.generation import TemperatureLogitsWarper
 
-from speculator import HeadDrafter, NgramDrafter, Tree, UserError
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, NgramDrafter, Tree, UserError
 from speculator.custom_generate import speculative
 
 PAD = 0
