@@ -1,10 +1,10 @@
-"""`python -m data`: text into token rows.
+"""`python -m data`: turn text into rows of tokens.
 
     prepare     tokenise and pack sources into a folder of rows
-    generate    let the target write the text that its speculator loss_mask from
-    view        show rows, and which of their tokens are learnt
+    generate    let the target continue prompts, as training data for its draft head
+    view        show rows as text, and which of their tokens have loss
 
-Each explains its flags with --help.
+`python -m data COMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ COMMANDS = ("prepare", "generate", "view")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; gives the exit code. Wrong input is one line on stderr and 2."""
+    """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(
         prog="python -m data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
-    # Only the one that runs: `generate` loads what a model needs, the others don't.
+    # Import only this command: `generate` needs torch, the others do not.
     module = import_module(f"data.cli.{command}")
     arguments = module.build_parser().parse_args(argv[1:])
     return run_command(f"data {command}", lambda: module.run(arguments))

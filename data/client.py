@@ -15,12 +15,12 @@ from typing import Any
 import openai
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
-from data.rendering import end_of_answer
 from data.tally import log
+from speculator.chat import chat_text
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, check_secret, first_line, hide, refuse
 
@@ -239,3 +239,30 @@ class _Server:
             tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         end = self._end_tokens[bool(prompt.messages)] if finish_reason == "stop" else None
         return tokens if end is None else [*tokens, end]
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | None) -> int | None:
+    """Return the token with which a target ends an answer; in chats it often differs from the tokenizer's EOS.
+
+    The candidates are the end tokens of generation_config.json, or all special tokens if there is none. The first
+    candidate that the chat template writes after an answer wins.
+    """
+    ends: list[int] = []
+    if tokenizer.name_or_path:
+        try:
+            eos = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
+            ends = [end for end in (eos if isinstance(eos, list) else [eos]) if isinstance(end, int)]
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass  # the file is missing or can't be read
+    if messages:
+        mark = "the answer"
+        try:
+            written = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
+        except UserError:
+            written = ""
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        candidates = ends or special | set(tokenizer.all_special_ids)
+        for token in tokenizer(written, add_special_tokens=False)["input_ids"]:
+            if token in candidates:
+                return token
+    return ends[0] if ends and tokenizer.eos_token_id not in ends else tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Sequences that nearly say what another said: MinHash over the letters, in a table of fixed size."""
+"""Detect near-duplicate texts by MinHash over characters, in a table of fixed size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import zlib
 
 import numpy
 
-ALIKE = 0.7
-"""The Jaccard similarity of their pieces from which two texts count as the same."""
-_PIECE = 5  # characters
-_BANDS, _ROWS = 16, 4  # texts that share a band of their signatures are compared: at 0.7 99% are, at 0.3 12%
+MIN_SIMILARITY = 0.7
+"""Jaccard similarity of their n-grams from which two texts are near-duplicates."""
+_NGRAM = 5  # characters
+_BANDS, _ROWS = 16, 4  # only texts that share a band are compared: 99% at similarity 0.7, 12% at 0.3
 _BUCKETS = 1 << 18
 
 
 class NearDuplicates:
-    """Remembers texts; newer ones push out the oldest, so that memory stays below 100 MB."""
+    """Set of texts that drops the oldest, so that memory stays below 100 MB."""
 
     def __init__(self) -> None:
         random = numpy.random.default_rng(0)
@@ -25,12 +25,12 @@ class NearDuplicates:
         self._count = 0
 
     def add(self, text: str) -> bool:
-        """Whether the text is much like one that was added before; if it is not, it is added."""
+        """Return True if the text nearly duplicates an earlier one; otherwise add it."""
         signature = self._signature(text)
         bands = signature.reshape(_BANDS, _ROWS).astype("<u4")
         buckets = [zlib.crc32(band.tobytes()) % _BUCKETS for band in bands]
         places = {int(self._last[band, bucket]) for band, bucket in enumerate(buckets)} - {-1}
-        if any((self._signatures[place] == signature).mean() >= ALIKE for place in places):
+        if any((self._signatures[place] == signature).mean() >= MIN_SIMILARITY for place in places):
             return True
         place = self._count % _BUCKETS
         self._signatures[place] = signature
@@ -39,8 +39,8 @@ class NearDuplicates:
         return False
 
     def _signature(self, text: str) -> numpy.ndarray:
-        """Of each of some hash functions the least value among the text's pieces, case and spacing aside."""
+        """Return the minimum of each hash function over the n-grams; case and spacing are ignored."""
         normal = " ".join(re.findall(r"\w+", text.casefold())) or text
-        pieces = {normal[i : i + _PIECE] for i in range(max(1, len(normal) - _PIECE + 1))}
-        hashes = numpy.array(sorted(zlib.crc32(piece.encode("utf-8", "replace")) for piece in pieces), numpy.uint64)
+        ngrams = {normal[i : i + _NGRAM] for i in range(max(1, len(normal) - _NGRAM + 1))}
+        hashes = numpy.array(sorted(zlib.crc32(ngram.encode("utf-8", "replace")) for ngram in ngrams), numpy.uint64)
         return ((hashes[:, None] * self._factors[0] + self._factors[1]) >> numpy.uint64(32)).min(0).astype(numpy.uint32)

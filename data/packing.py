@@ -1,4 +1,4 @@
-"""Documents into rows of equal length, ready to train on."""
+"""Pack documents into rows of equal length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def pack(
     documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None
 ) -> Iterator[dict[str, list[int]]]:
-    """Lay rendered documents end to end and cut the stream into rows.
+    """Concatenate rendered documents and cut the stream into rows.
 
     Every row is {"input_ids": [length], "document_ids": [length], "loss_mask": [length]}: two positions belong to the
     same document iff their document ids agree, e.g. (length 8, EOS 0, the second document a prompt and its completion)

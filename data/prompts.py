@@ -1,4 +1,4 @@
-"""Prompts out of sources: cuts of texts, openings of chats, what comes before the tokens to be learnt."""
+"""Take prompts from sources: parts of texts, chats up to an answer, tokens before the first one with loss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Room:
-    """What a prompt has to fit with its answer.
+    """Limits on the length of prompts.
 
     Attributes:
-        name: of the model.
-        context: its length.
-        new_tokens: the most of an answer.
-        seq_length: the most of a prompt, where what is made is trained on.
+        name: name of the model.
+        context: context length of the model.
+        new_tokens: largest length of an answer.
+        seq_length: largest length of a prompt whose answer is trained on.
     """
 
     name: str
@@ -38,41 +38,38 @@ class Room:
     seq_length: int = sys.maxsize
 
     def take(
-        self, what: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
+        self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
     ) -> tuple[list[tuple[list[int], Item]], int]:
-        """The first `count` prompts that fit, each with what it came with, and how many were left out before that.
+        """Return the first `count` prompts that fit, each with its item, and the number of prompts skipped before.
 
         Raises:
-            SourceError: all of them.
+            SourceError: no prompt fits.
         """
         found: list[tuple[list[int], Item]] = []
-        left_out = 0
+        skipped = 0
         for ids, item in prompts:
             if len(ids) > min(self.seq_length, self.context - self.new_tokens):
-                left_out += 1
+                skipped += 1
                 continue
             found.append((ids, item))
             if len(found) == count:
                 break
-        self._say(what, len(found), left_out)
-        return found, left_out
-
-    def _say(self, what: str, found: int, left_out: int) -> None:
-        here = f"{self.name}, which has a context of {self.context}, with {self.new_tokens} new tokens"
+        limit = f"the context of {self.name} ({self.context}) with {self.new_tokens} new tokens"
         if self.seq_length < self.context - self.new_tokens:
-            here = f"data.seq_length {self.seq_length}"
-        if left_out and not found:
-            raise SourceError(f"{what}: none of its {left_out} prompts fits {here}")
-        if left_out:
-            log(f"{what}: {left_out} prompts are left out: they do not fit {here}")
+            limit = f"data.seq_length {self.seq_length}"
+        if skipped and not found:
+            raise SourceError(f"{source}: none of its {skipped} prompts fits {limit}")
+        if skipped:
+            log(f"{source}: {skipped} prompts are skipped: they do not fit {limit}")
+        return found, skipped
 
 
 class TokenPrompts(list[list[int]]):
     """Token ids to continue.
 
     Attributes:
-        ends: of some the answer has an end of its own, as in a chat; a cut of a text just goes on.
-        left_out: how many did not fit.
+        ends: some answers end by themselves, as in a chat; a part of a text just continues.
+        left_out: number of prompts that did not fit.
     """
 
     ends = False
@@ -92,20 +89,22 @@ def prompts(
     max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
 ) -> TokenPrompts:
-    """Up to `count` prompts; at most `per_text` of a text, no two of them the same, and one of any other document.
+    """Return up to `count` prompts: at most `per_text` different ones of each text, and one of any other document.
 
-    Of a text `prompt_tokens` tokens from the beginning of some line, what the tokenizer puts in front included; shorter
-    ones are passed over. Of a chat all up to the assistant's first turn, or the user's `last_turn`, with the template's
-    generation prompt. Of a prompt with its completion the prompt. Of tokens all that come before the first to be
-    learnt; where that is the first of all, `prompt_tokens` of them. Of packed tokens the same for each document that
-    begins in the row: a row's first may have begun before it. Weights of sources are shares of prompts.
+    - text: `prompt_tokens` tokens from the beginning of a line, including BOS; shorter texts are skipped
+    - chat: the chat up to the first answer, or with `last_turn` up to the user's last turn, with the generation prompt
+    - prompt and completion: the prompt
+    - tokens: those before the first token with loss, or `prompt_tokens` of them if the first token has loss
+    - packed tokens: the same for each document that begins in the row
+
+    Weights of sources are shares of the prompts.
 
     Args:
-        room: prompts that it does not have are left out, and counted.
-        tally: counts rows that can't be used; without it the first is raised.
+        room: prompts that do not fit are skipped and counted.
+        tally: counts unusable rows (default: the first one raises).
 
     Raises:
-        SourceError: no such source, a row that can't be read or rendered, or no prompt fits.
+        SourceError: an unreadable source or row, or no prompt fits.
     """
     parts, weights = streams(sources, split, max_package_bytes, tally)
     cut = [_prompts(stream, tokenizer, prompt_tokens, per_text, last_turn, tally or Tally()) for stream in parts]
@@ -130,7 +129,7 @@ def _prompts(
     first = list(islice(rows, 1))
     if first and "document_ids" in first[0]:
         first += islice(rows, _PACKED_HEAD)
-    # Of packed text all is learnt; of packed chats some row soon has context.
+    # In packed texts every token has loss; in packed chats one of the first rows has a token without.
     packed_text = all(all(row.get("loss_mask", [1])) for row in first)
     for row in chain(first, rows):
         if "input_ids" in row:
@@ -140,7 +139,7 @@ def _prompts(
                 tally.add(error)
                 continue
         if "text" in row:
-            yield from ((ids, False) for ids in _cuts(row, tokenizer, prompt_tokens, per_text))
+            yield from ((ids, False) for ids in _line_prompts(row, tokenizer, prompt_tokens, per_text))
         elif "messages" in row:
             try:
                 yield chat_tokens(_opening(row, tokenizer, last_turn), tokenizer), True
@@ -152,19 +151,19 @@ def _prompts(
         elif "document_ids" in row and not packed_text:
             parts = groupby(zip(row["document_ids"], row["input_ids"], row["loss_mask"], strict=True), lambda c: c[0])
             for _, ids, mask in [list(zip(*part, strict=True)) for _, part in parts][1:]:
-                if 1 in mask:  # else the row ends before what is learnt begins
-                    yield from _before_learnt(list(ids), list(mask), prompt_tokens)
+                if 1 in mask:  # otherwise the row ends before the first token with loss
+                    yield from _before_loss(list(ids), list(mask), prompt_tokens)
         else:
-            yield from _before_learnt(row["input_ids"], row["loss_mask"], prompt_tokens)
+            yield from _before_loss(row["input_ids"], row["loss_mask"], prompt_tokens)
 
 
-def _cuts(
+def _line_prompts(
     row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, per_text: int
 ) -> Iterator[list[int]]:
-    """From the beginnings of `per_text` lines of a text."""
+    """Yield prompts that begin at up to `per_text` different lines of a text."""
     lines, made = row["text"].splitlines(keepends=True), set()
     for k in range(per_text):
-        # Where in the document: a function of its id, so the same prompt everywhere.
+        # The line depends on the document's id alone, so every run takes the same prompt.
         digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
         start = int.from_bytes(digest[:8], "big") % len(lines)
         text = "".join(lines[start:])[: prompt_tokens * 16]
@@ -175,19 +174,19 @@ def _cuts(
 
 
 def _opening(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, last_turn: bool) -> str:
-    """A chat up to where the assistant first answers, or answers the user's last turn."""
+    """Render a chat up to the first answer, or up to the answer to the user's last turn."""
     roles = [message["role"] for message in row["messages"]]
     if last_turn and "user" in roles:
         count = len(roles) - roles[::-1].index("user")
     else:
         count = roles.index("assistant") if "assistant" in roles else len(roles)
     if "user" not in roles[:count]:
-        raise RowError(row["where"], "a chat in which the user asks nothing")
+        raise RowError(row["where"], "a chat without a user turn before the answer")
     return document_text(row, tokenizer, count, ask=True)
 
 
-def _before_learnt(ids: list[int], mask: list[int], prompt_tokens: int) -> Iterator[tuple[list[int], bool]]:
-    """What of a document's tokens comes before the first to be learnt; a cut where that is the first of all."""
+def _before_loss(ids: list[int], mask: list[int], prompt_tokens: int) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
     if 1 in mask and not mask[0]:
         yield ids[: mask.index(1)], True
     elif len(ids) >= prompt_tokens:

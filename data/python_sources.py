@@ -1,4 +1,4 @@
-"""This machine's Python sources: the running interpreter's standard library and installed packages."""
+"""Read the Python sources of this machine: the standard library and the installed packages."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _MAX_DIGIT_SHARE = 0.10
 
 
 def files() -> dict[str, Path]:
-    """Module path -> file, over the standard library and installed packages, tests left out."""
+    """Map module paths to files, over the standard library and installed packages without tests."""
     found: dict[str, Path] = {}
     for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
         for path in root.rglob("*.py"):
             relative = path.relative_to(root)
-            ours = "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts))
-            if ours and path.is_file():
+            wanted = "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts))
+            if wanted and path.is_file():
                 found.setdefault(relative.as_posix(), path)
     return found
 
 
 def documents(max_package_bytes: int) -> Iterator[dict[str, Any]]:
-    """The running interpreter's standard library and installed packages: real text on every machine.
+    """Yield the Python files of the standard library and installed packages: real text on every machine.
 
-    Left out: tests, files outside 1-200 kB, generated tables (more than a tenth of the characters are
-    digits), text that is not UTF-8. Ids are module paths ("json/decoder.py"). Within a package files come
-    in the order of their ids' hashes, so the byte cap picks the same ones everywhere.
+    Tests, files outside of 1-200 kB, generated tables (more than 10% digits) and text that is not UTF-8 are skipped.
+    Ids are module paths ("json/decoder.py"). Files come in the order of their ids' hashes, so `max_package_bytes`
+    selects the same files everywhere.
     """
     found = files()
     taken: Counter[str] = Counter()

@@ -1,9 +1,8 @@
-"""From where a source lies to its documents: this machine's Python sources, local files and folders, the hub.
+"""Read documents: Python sources of this machine, local files and folders, `datasets` folders and hub datasets.
 
-A document is {"id", "where", ...}: `id` names it wherever the source is read, `where` is the place on this machine
-for errors, and the rest is what `data.rows` makes of the row, or a "fault", the `RowError`, where it makes nothing of
-it. Files are read row by row, never as a whole (but a .json list, which can't be); `datasets` folders and hub datasets
-are memory-mapped.
+A document is {"id", "where", ...}. `id` names it in its source, `where` is its place for error messages, and the rest
+is the content that `data.rows` finds in the row, or "fault": the `RowError` of a bad row. Files are read row by row,
+except .json lists; `datasets` folders and hub datasets are memory-mapped.
 """
 
 from __future__ import annotations
@@ -27,48 +26,46 @@ from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_rows
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
-"""Share of each split, as ranges of a document's SHA-256 modulo 100."""
+"""Each split as a range of the documents' SHA-256 modulo 100."""
 
 PYTHON_SOURCES = "python-sources"
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
 _PIECE_BYTES = 10_000
 _LINE_BYTES = 100_000
-_MOST_OF_A_LIST = 1 << 30
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
 
 Document = dict[str, Any]
 
 
 def read(location: str, max_package_bytes: int) -> Iterator[Document]:
-    """The documents of a source.
+    """Yield the documents of a source.
 
     Args:
-        location: "python-sources"; a local file or folder; or a hub dataset, "org/name", "org/name/config", with
-            ":split" after it where it is not "train". What exists here is not looked for on the hub.
-        max_package_bytes: "python-sources" only: at most this much of each top-level package.
+        location: "python-sources"; a local file or folder; or a hub dataset: "org/name" or "org/name/config", with
+            ":split" unless the split is "train". Local files take precedence.
+        max_package_bytes: for "python-sources": largest number of bytes of each top-level package.
 
     Raises:
-        SourceError: no such source, or a row that can't be read.
+        SourceError: the source does not exist or can't be read.
     """
     path = Path(location)
     if location == PYTHON_SOURCES:
         return python_sources.documents(max_package_bytes)
     if not path.exists():
         name, config, split = hub_id(location)
-        rows = hub_dataset(name, config, split)
-        return _dataset_rows(rows, f"{name}:{config or ''}:{split}", location)
-    path = _read_of(path)
+        return _dataset_rows(hub_dataset(name, config, split), f"{name}:{config or ''}:{split}", location)
+    path = _rows_folder(path)
     return _datasets_folder(path) if _is_datasets_folder(path) else local_files(path)
 
 
 def fingerprint(location: str) -> str:
-    """Changes whenever the content of a source does: names, sizes and modification times, not the bytes."""
+    """Return a hash of the names, sizes and modification times of a source's files."""
     path = Path(location)
     if location == PYTHON_SOURCES:
         files = python_sources.files()
     elif path.exists():
-        files = {p.as_posix(): p for p in _files_in(_read_of(path))}
+        files = {p.as_posix(): p for p in _files_in(_rows_folder(path))}
     else:
         return hub_dataset(*hub_id(location))._fingerprint
     stats = ((name, path.stat()) for name, path in sorted(files.items()))
@@ -76,8 +73,8 @@ def fingerprint(location: str) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _read_of(path: Path) -> Path:
-    """The part that is read: of the target's own text, as `python -m data generate` leaves it, the rows."""
+def _rows_folder(path: Path) -> Path:
+    """Return the rows inside a folder that `python -m data generate` wrote; other paths stay as they are."""
     rows = path / "rows"
     return rows if (path / "manifest.json").is_file() and _is_datasets_folder(rows) else path
 
@@ -94,11 +91,11 @@ def _suffix(file: Path) -> str:
 
 
 def local_files(path: Path) -> Iterator[Document]:
-    """Documents of a local file or folder: row by row, text files in pieces of some 10 kB."""
+    """Yield the documents of a local file or folder; text files are cut into pieces of about 10 kB."""
     files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES]
     if not files:
-        here = f"in {path} is no file" if path.is_dir() else f"{path}: not a file"
-        raise SourceError(f"{here} that can be read: .jsonl, .json, .parquet or .txt, .gz of any but .parquet")
+        fault = "holds no readable file" if path.is_dir() else "is not a readable file"
+        raise SourceError(f"{path} {fault}: .jsonl, .json, .parquet or .txt; all but .parquet also as .gz")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
         check_input(file)
@@ -111,68 +108,54 @@ def local_files(path: Path) -> Iterator[Document]:
 def _local_file(file: Path, name: str) -> Iterator[Document]:
     suffix = _suffix(file)
     if suffix == ".parquet":
-        yield from _numbered(_parquet(file), name, str(file))
+        yield from _documents(_enumerate(_parquet(file)), name, str(file))
     elif suffix == ".jsonl" or (suffix == ".json" and not _holds_a_list(file)):
-        yield from _numbered(parse_rows(file), name, str(file))
+        yield from _documents(parse_rows(file), name, str(file))
     elif suffix == ".json":
-        yield from _numbered(_good(_listed(file)), name, str(file))
+        yield from _documents(_enumerate(_list_of(file)), name, str(file))
     else:
         with open_binary(file) as stream:
             yield from _pieces(stream, name, str(file))
 
 
-def _good(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
+def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
     return ((number, row, None) for number, row in enumerate(rows, start=1))
 
 
-def _numbered(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
-    """Documents of rows, each with its number and what is wrong with it."""
-    for number, row, fault in rows:
+def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
+    """Yield the documents of (number, row, error) triples."""
+    for number, row, error in rows:
         where = f"{place}:{number}"
         try:
-            if fault:
-                raise RowError(where, fault)
+            if error:
+                raise RowError(where, error)
             found = content(row, where)
-        except RowError as error:
-            found = {"fault": error}
+        except RowError as fault:
+            found = {"fault": fault}
         yield {"id": f"{name}:{number}", "where": where, **found}
 
 
 def _holds_a_list(file: Path) -> bool:
     with open_binary(file) as stream:
-        start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
-        while not start and (character := stream.read(1)):
-            start = character.strip()
-        return start.startswith(b"[")
+        return stream.read(_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _listed(file: Path) -> Iterator[Any]:
-    """The rows of a .json list."""
-    text = bytearray()
-    with open_binary(file) as stream:  # `read` takes memory for all that it is asked for, however short the file
-        while len(text) <= _MOST_OF_A_LIST and (piece := stream.read(1 << 20)):
-            text += piece
-    if len(text) > _MOST_OF_A_LIST:
-        raise SourceError(f"{file}: a list of more than {_MOST_OF_A_LIST:,} bytes: as .jsonl it is read row by row")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SourceError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{file}: JSON that can't be read: {first_line(error)}") from None
+def _list_of(file: Path) -> Any:
+    with open_binary(file) as stream:
+        try:
+            return json.load(stream)
+        except (ValueError, RecursionError) as error:
+            raise SourceError(f"{file}: not JSON: {first_line(error)}") from None
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Any, None]]:
+def _parquet(file: Path) -> Iterator[Any]:
     table = pyarrow.parquet.ParquetFile(file)
-    columns = _known(table.schema_arrow.names, str(file))
-    batches = table.iter_batches(columns=columns, batch_size=1024)
-    return _good(row for batch in batches for row in batch.to_pylist())
+    columns = _readable(table.schema_arrow.names, str(file))
+    return (row for batch in table.iter_batches(columns=columns, batch_size=1024) for row in batch.to_pylist())
 
 
 def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
-    """Cut a text at line ends, so that one long file has a share in every split; a long line anywhere."""
+    """Cut a text file at line ends into pieces, so that a long file has a share in every split."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     count = 0
     while True:
@@ -184,14 +167,12 @@ def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
         document: Document = {"id": f"{name}:{count}", "where": where}
         try:
             text = decoder.decode(b"".join(piece), final=not piece)
-            if "\0" in text:
-                raise RowError(where, "not text: it has NUL characters")
             document["text"] = text.replace("\r\n", "\n").replace("\r", "\n")
+            if "\0" in text:
+                document["fault"] = RowError(where, "not text: it has NUL characters")
         except UnicodeDecodeError as error:
             decoder.reset()
             document["fault"] = RowError(where, f"not UTF-8 text: {error.reason}")
-        except RowError as error:
-            document["fault"] = error
         if piece or document.get("text") or "fault" in document:
             yield document
         if not piece:
@@ -199,7 +180,7 @@ def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
         count += 1
 
 
-# `datasets`: folders that it saved, and the hub
+# `datasets` folders and the hub
 
 
 def _is_datasets_folder(path: Path) -> bool:
@@ -207,19 +188,19 @@ def _is_datasets_folder(path: Path) -> bool:
 
 
 def _datasets_folder(path: Path) -> Iterator[Document]:
-    """Rows of a saved dataset; one with our splits, as `python -m data prepare` leaves it, keeps them."""
+    """Yield the rows of a saved dataset; one with this project's splits keeps them."""
     try:
         saved = load_from_disk(str(path))
-    except Exception as error:  # whatever the library stumbles over in files that someone else wrote
+    except Exception as error:  # the library raises many types for damaged files
         raise SourceError(f"{path}: can't be loaded: {first_line(error)}") from None
-    if isinstance(saved, DatasetDict) and list(saved) == ["train"]:  # so the library calls what nobody has split
+    if isinstance(saved, DatasetDict) and list(saved) == ["train"]:  # the library's name for data without splits
         saved = saved["train"]
     if isinstance(saved, Dataset):
         yield from _dataset_rows(saved, path.name, str(path))
         return
     foreign = [name for name in saved if name not in SPLITS]
     if foreign:
-        raise SourceError(f"{path} holds the splits {', '.join(saved)}: name one, as {path / foreign[0]}")
+        raise SourceError(f"{path} holds the splits {', '.join(saved)}: name one, such as {path / foreign[0]}")
     assert isinstance(saved, DatasetDict)
     for split, rows in saved.items():
         for document in _dataset_rows(rows, f"{path.name}:{split}", str(path / split)):
@@ -227,52 +208,40 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
 
 
 def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
-    known = rows.select_columns(_known(rows.column_names, place))
+    readable = rows.select_columns(_readable(rows.column_names, place))
     try:
-        yield from _numbered(_good(known), name, place)
+        yield from _documents(_enumerate(readable), name, place)
     except (OSError, pyarrow.ArrowException) as error:
         raise SourceError(f"{place}: {first_line(error)}") from None
 
 
-def _known(columns: list[str], place: str) -> list[str]:
-    known = [name for name in columns if name in KEYS]
-    if not known:
-        raise SourceError(f"{place}: its columns are {', '.join(columns)[:200] or 'none'}; none of them can be read")
-    return known
+def _readable(columns: list[str], place: str) -> list[str]:
+    readable = [name for name in columns if name in KEYS]
+    if not readable:
+        raise SourceError(f"{place}: none of its columns can be read: {', '.join(columns)[:200] or 'there are none'}")
+    return readable
 
 
 def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a .jsonl file (.gz too) or of a hub dataset as they stand, each with its place.
-
-    Raises:
-        UserError: it can't be read, or a line of it can't.
-    """
+    """Yield (place, unparsed row) of a .jsonl file (also .gz) or of a hub dataset."""
     if Path(location).exists():
         return read_rows(Path(location))
     return ((f"{location}:{number}", row) for number, row in enumerate(hub_dataset(*hub_id(location)), start=1))
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:
-    """Name, config and split of a hub dataset.
-
-    Raises:
-        SourceError: it does not read as one.
-    """
+    """Return name, config and split of a hub dataset."""
     match = _HUB_ID.fullmatch(location)
     if match is None or _suffix(Path(location)) in _SUFFIXES:
         raise SourceError(
-            f"no such source: {location} (a local file or folder, {PYTHON_SOURCES!r}, or a hub dataset as org/name)"
+            f"no such source: {location} (a local file or folder, {PYTHON_SOURCES!r}, or a hub dataset org/name)"
         )
     return match["name"], match["config"], match["split"] or "train"
 
 
 def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
-    """A dataset as the hub's library loads it: downloaded once, then memory-mapped.
-
-    Raises:
-        SourceError: it can't be loaded.
-    """
+    """Load a dataset with the `datasets` library: downloaded once, then memory-mapped."""
     try:
         return load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, DatasetsError, pyarrow.ArrowException) as error:
-        raise SourceError(f"{name}: not here, and not to be had from the hub: {first_line(error)}") from None
+        raise SourceError(f"{name}: not found here or on the hub: {first_line(error)}") from None

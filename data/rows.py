@@ -1,8 +1,8 @@
-"""What a row of a source may look like, by its keys; the first that fits counts.
+"""Read the rows of a source. The keys of a row determine its format; the first match wins.
 
-{"input_ids": [...], "loss_mask": [...]}    tokens; the mask may be left out: all ones
-{"messages": [{"role", "content"}, ...]}    a chat; "tools" beside it go to the chat template
-{"conversations": [{"from", "value"}, ...]} the same as ShareGPT writes it
+{"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones
+{"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template
+{"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format
 {"prompt": "...", "completion": "..."}
 {"text": "..."}
 """
@@ -14,7 +14,7 @@ from typing import Any
 from speculator.errors import UserError, check_text
 
 KEYS = ("input_ids", "loss_mask", "document_ids", "messages", "tools", "conversations", "prompt", "completion", "text")
-"""Every key that is read; all others are ignored."""
+"""All keys that are read; other keys are ignored."""
 
 _ROLES = {
     "system": "system",
@@ -29,43 +29,40 @@ _ROLES = {
 }
 
 
-MOST_CHARACTERS = 2_000_000
-"""Of a row: its tokens take some hundred times the memory."""
-_MOST_MESSAGES = 1000
+MAX_CHARACTERS = 2_000_000
+"""Largest length of a row; its tokens need about a hundred times the memory."""
+_MAX_MESSAGES = 1000
 
 
 class SourceError(UserError):
-    """A source that can't be read, or that holds nothing to train on."""
+    """A source that can't be read or has nothing to train on."""
 
 
 class RowError(SourceError):
-    """A row that can't be used, where others may be.
+    """A bad row in a source whose other rows may be good.
 
     Args:
-        where: the file and line.
-        said: what is wrong with it.
-        kind: the same without this row's own values, to count by; default: `said`.
+        where: file and line.
+        fault: what is wrong with the row.
+        kind: the fault without this row's own values, for counting (default: `fault`).
     """
 
-    def __init__(self, where: str, said: str, kind: str | None = None):
-        super().__init__(f"{where}: {said}")
-        self.kind = kind or said
-        self._given = where, said, kind
+    def __init__(self, where: str, fault: str, kind: str | None = None):
+        super().__init__(f"{where}: {fault}")
+        self.kind = kind or fault
+        self._arguments = where, fault, kind
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowError, self._given
+        return RowError, self._arguments
 
 
 def content(row: Any, where: str) -> dict[str, Any]:
-    """What a row holds, under the keys of its shape: `text`; `prompt` and `completion`; `messages` and perhaps `tools`;
-    `input_ids`, `loss_mask` and perhaps `document_ids`.
+    """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
+    `input_ids`, `loss_mask` and maybe `document_ids`.
 
     Args:
-        row: as a file gives it; a key whose value is null counts as absent.
-        where: the file and line, for errors.
-
-    Raises:
-        RowError: a row of another shape.
+        row: the parsed row; a key whose value is null counts as missing.
+        where: file and line, for errors.
     """
     given = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
     if "input_ids" in given:
@@ -81,7 +78,7 @@ def content(row: Any, where: str) -> dict[str, Any]:
             return texts
     raise RowError(
         where,
-        'not a row that can be read: it needs "text", "prompt" and "completion", "messages", "conversations" or '
+        'not a row in a supported format: it needs "text", "prompt" and "completion", "messages", "conversations" or '
         '"input_ids"',
     )
 
@@ -97,17 +94,17 @@ def _text(value: Any, where: str, what: str, kind: str | None = None) -> str:
 
 
 def _check_size(where: str, characters: int) -> None:
-    if characters > MOST_CHARACTERS:
-        kind = f"longer than {MOST_CHARACTERS:,} characters: cut it"
+    if characters > MAX_CHARACTERS:
+        kind = f"longer than {MAX_CHARACTERS:,} characters: cut it"
         raise RowError(where, f"{characters:,} characters, {kind}", kind)
 
 
 def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise RowError(where, '"messages" is not a list of objects')
-    if len(messages) > _MOST_MESSAGES:
-        raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MOST_MESSAGES} messages")
-    # A table of messages gives every one of them every key; templates ask which are there.
+    if len(messages) > _MAX_MESSAGES:
+        raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
+    # In a table every message has every key, but templates check which keys exist.
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     size = 0
     for number, message in enumerate(chat, start=1):
@@ -127,7 +124,7 @@ def _from_sharegpt(conversations: Any, where: str) -> Any:
         if "role" not in turn and (not isinstance(speaker, str) or speaker not in _ROLES):
             kind = f"not one of {', '.join(_ROLES)}"
             raise RowError(where, f'"from" is {speaker!r:.40}, {kind}', f'"from" is {kind}')
-    # Some sets have the name of this key and the keys of "messages".
+    # Some datasets use this key with the keys of "messages".
     return [
         turn if "role" in turn else {"role": _ROLES[turn["from"]], "content": turn.get("value")}
         for turn in conversations
@@ -144,12 +141,12 @@ def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
     for name, column in columns.items():
         if column is None and name == "document_ids":
             continue
-        odd = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
-        if odd or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
-            raise RowError(where, f'"{name}" is not a list of numbers from 0 up')
+        invalid = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
+        if invalid or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
+            raise RowError(where, f'"{name}" is not a list of integers >= 0')
         if len(column) != len(ids) or not column:
             many = f'values of "{name}" for'
-            raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"other numbers of {many} the tokens")
+            raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"another number of {many} the tokens")
     if not set(columns["loss_mask"]) <= {0, 1}:
-        raise RowError(where, '"loss_mask" holds something else than 0 and 1')
+        raise RowError(where, '"loss_mask" must contain only 0 and 1')
     return {name: [int(value) for value in column] for name, column in columns.items() if column is not None}

@@ -1,6 +1,6 @@
-"""What a run reads: sources with their weights, without duplicates, split and mixed.
+"""Read sources without duplicates, split them, and mix them by weight.
 
-A source is spelled as `data.readers.read` takes it, with its weight after an @ where sources are mixed:
+A source is a location (see `data.readers.read`), followed by @ and its weight if sources are mixed:
 
     python-sources
     chats.jsonl@0.7   org/name:train_sft@0.3
@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Source:
-    """Where text lies, and its weight among others; None where sources are not mixed."""
+    """Location of a source, and its weight if sources are mixed."""
 
     location: str
     weight: float | None
@@ -76,7 +76,7 @@ def _parse(source: str) -> Source:
 
 
 def split_of(document_id: str) -> str:
-    """The split of a document: a function of its id alone."""
+    """Return the split of a document, which depends on its id alone."""
     bucket = int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
@@ -88,16 +88,13 @@ def documents(
     max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The documents of one split of some sources, one source after the other, without exact duplicates among all.
+    """Yield the documents of one split, one source after the other, without exact duplicates.
 
     Args:
-        sources: as spelled above.
-        split: "train", "validation" or "held-out"; None for all three.
-        max_package_bytes: "python-sources" only: at most this much of each top-level package.
-        tally: counts the rows of the split, and passes over those that can't be read; without it the first is raised.
-
-    Raises:
-        SourceError: no such source, or an unreadable row.
+        sources: see the module's docstring.
+        split: "train", "validation" or "held-out"; None: all three.
+        max_package_bytes: for "python-sources": largest number of bytes of each top-level package.
+        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
     seen: set[bytes] = set()
     for source in parse(sources):
@@ -111,45 +108,45 @@ def _documents(
     seen: set[bytes],
     elsewhere: Callable[[bytes], bool] = lambda digest: False,
 ) -> Iterator[dict[str, Any]]:
-    """The documents of one source.
+    """Yield the documents of one source.
 
     Args:
-        seen: of those that came before, which this adds to.
-        elsewhere: tells of a digest whether it is another source's.
+        seen: digests of earlier documents; new ones are added.
+        elsewhere: return whether a digest belongs to another source.
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
     for row in rows:
-        own = split is None or row.get("split", split_of(row["id"])) == split
-        tally.rows += own
+        in_split = split is None or row.get("split", split_of(row["id"])) == split
+        tally.rows += in_split
         if "fault" in row:
-            if own or not tally.max_share:
+            if in_split or not tally.max_share:
                 tally.add(row["fault"])
             continue
-        # Duplicates are dropped before the split, or a copy could sit on both sides of it. A row with a split of
-        # its own was cut out of documents that were compared.
+        # Duplicates are dropped before splitting, or two splits could each have a copy. Rows of a prepared dataset
+        # already have a split, and their documents were compared when they were prepared.
         digest = _digest(row)
         if digest is None or ("split" not in row and (digest in seen or elsewhere(digest))):
             continue
         seen.add(digest)
-        if own:
+        if in_split:
             yield row
 
 
 def _digest(row: dict[str, Any]) -> bytes | None:
-    """Of what a document holds; None where that is nothing."""
+    """Return a hash of a document's content, or None if it is empty."""
     return hashlib.sha256(_identity(row)).digest()[:16] if row.get("text", "x").strip() else None
 
 
-def _first_places(locations: Sequence[str], max_package_bytes: int) -> dict[bytes, int]:
-    """Of all documents of these sources but the last the number of the first that has it."""
-    places: dict[bytes, int] = {}
-    for place, location in enumerate(locations[:-1]):
+def _first_sources(locations: Sequence[str], max_package_bytes: int) -> dict[bytes, int]:
+    """Map the digest of each document, except those of the last source, to the first source that has it."""
+    first: dict[bytes, int] = {}
+    for source, location in enumerate(locations[:-1]):
         for row in read(location, max_package_bytes):
             digest = None if "fault" in row else _digest(row)
             if digest is not None:
-                places.setdefault(digest, place)
-    return places
+                first.setdefault(digest, source)
+    return first
 
 
 def _identity(row: dict[str, Any]) -> bytes:
@@ -171,13 +168,10 @@ def token_documents(
     tally: Tally | None = None,
     processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """The documents of one split as `data.rendering.render` gives them.
+    """Yield the documents of one split, rendered by `data.rendering.render`.
 
-    Sources without weights come one after the other, to their ends. With weights each has its share of the tokens at
-    every point, up to one document, until the first of them ends.
-
-    Raises:
-        SourceError: no such source, or a row that can't be read or rendered, unless a `tally` counts these.
+    Sources without weights follow each other. With weights, each source has its share of the tokens at every point,
+    up to one document, until the first source ends.
     """
     parts, weights = streams(sources, split, max_package_bytes, tally)
     each = max(1, processes // len(parts))
@@ -188,29 +182,29 @@ def token_documents(
 def streams(
     sources: Sequence[str], split: str | None, max_package_bytes: int, tally: Tally | None
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
-    """One stream of documents, or one per source where they have weights; and the weights.
+    """Return one stream of documents, or one per source if they have weights, and the weights.
 
-    However many are mixed, a source is read once for its documents, and all but the last once more before that: which
-    copy of a document stays, the first source's, must not depend on how they are mixed, which differs by the split.
+    The first source that has a document keeps it, however the sources are mixed. To know the first one, all sources but
+    the last are read twice.
     """
     parsed = parse(sources)
     weights = [source.weight for source in parsed if source.weight is not None]
     if not weights:
         return [documents(sources, split, max_package_bytes=max_package_bytes, tally=tally)], [1.0]
     locations = [source.location for source in parsed]
-    places = cache(lambda: _first_places(locations, max_package_bytes))
+    first = cache(lambda: _first_sources(locations, max_package_bytes))
 
-    def stream(place: int) -> Iterator[dict[str, Any]]:
-        rows = read(locations[place], max_package_bytes)
-        # The first needs to know nothing of the others, so that one source alone is read once.
-        earlier = (lambda digest: places().get(digest, place) < place) if place else (lambda digest: False)
+    def stream(source: int) -> Iterator[dict[str, Any]]:
+        rows = read(locations[source], max_package_bytes)
+        # The first source keeps all its documents, so a single source is read once.
+        earlier = (lambda digest: first().get(digest, source) < source) if source else (lambda digest: False)
         return _documents(rows, split, tally or Tally(), set(), earlier)
 
-    return [stream(place) for place in range(len(parsed))], weights
+    return [stream(source) for source in range(len(parsed))], weights
 
 
 def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:
-    """Always from the stream that is furthest behind its share, until that one has ended."""
+    """Yield from the stream that is furthest below its share, until that stream ends."""
     drawn = [0] * len(streams)
     while True:
         index = min(range(len(streams)), key=lambda i: drawn[i] / weights[i])

@@ -9,7 +9,7 @@ import datasets
 import torch
 from pyarrow import compute
 
-from data.magpie import SELF, asking_of, names_self, only_self
+from data.magpie import SELF, names_self, only_self, prompt_sampling_of
 from data.sources import parse
 from data.workers import PROCESSES
 from speculator.decoding.sampling import Sampling
@@ -93,7 +93,7 @@ def own_source(config: RunConfig) -> None:
         raise UserError("data.self_source.temperatures is empty: name one at least")
     for temperature in own.temperatures:
         Sampling(temperature)
-    asking_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
+    prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
 
 
 def _stage(name: str, stage: StageConfig) -> None:

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from filelock import FileLock
 
-from data.magpie import SELF, asking_of, names_self, self_rows, summary
+from data.magpie import SELF, names_self, prompt_sampling_of, self_rows, summary
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally, log
 from speculator.decoding.sampling import Sampling
@@ -64,22 +64,22 @@ def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path
         drafter,
         folder,
         rows=settings.max_rows,
-        **_asking(config),
-        answering=checks.own_sampling(settings),
+        **_prompt_settings(config),
+        sampling=checks.own_sampling(settings),
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed + _STREAMS,
         keep_refused=config.stage2.rejected_token_weight is not None,
-        after=folder_of(config, target),
+        previous=folder_of(config, target),
     )
     log(f"{SELF}: {summary(folder)}")
     return made
 
 
-def _asking(config: RunConfig) -> dict[str, Any]:
+def _prompt_settings(config: RunConfig) -> dict[str, Any]:
     own = config.data.self_source
-    asking = asking_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
-    return {"turns": own.turns, "asking": asking, "max_prompt_tokens": own.max_prompt_tokens}
+    sampling = prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
+    return {"turns": own.turns, "prompt_sampling": sampling, "max_prompt_tokens": own.max_prompt_tokens}
 
 
 def _look_at(location: str, config: RunConfig, target: Target) -> None:
@@ -105,8 +105,8 @@ def _write(config: RunConfig, target: Target, folder: Path) -> None:
             None,
             folder,
             rows=own.max_rows,
-            **_asking(config),
-            answering=[Sampling(temperature) for temperature in own.temperatures],
+            **_prompt_settings(config),
+            sampling=[Sampling(temperature) for temperature in own.temperatures],
             max_new_tokens=own.max_new_tokens,
             batch_size=own.batch_size,
             seed=config.seed,

@@ -1,1 +1,1 @@
-"""The commands of `python -m data`, one file each."""
+"""Commands of `python -m data`, one file each."""

@@ -1,4 +1,4 @@
-"""`python -m data generate`: the target's own continuations of prompts, to train on."""
+"""`python -m data generate`: let the target continue prompts, as training data for its draft head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from data.batches import state
 from data.client import CONCURRENCY, RenderedPrompt, fetch_rows
-from data.magpie import ROWS, SELF, asking_of, self_rows, summary
+from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, prompts
 from data.rendering import load_tokenizer
@@ -28,74 +28,89 @@ from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
 
-OF_TEXT = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
-OF_SELF = {"turns": 1, "max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
-"""The flags of one kind of prompts alone, and their defaults."""
+TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
+SELF_FLAGS = {"turns": 1, "max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
+"""Flags that only one kind of prompts has, with their defaults."""
 
 
 def build_parser() -> OneLineParser:
-    """The flags."""
+    """Define the flags."""
     parser = OneLineParser(prog="python -m data generate", description=__doc__)
     drafting.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--speculator", help="folder of a trained head that drafts; default: plain decoding")
+    who.add_argument("--speculator", help="folder of a trained draft head (default: plain decoding)")
     who.add_argument(
         "--server",
         nargs="+",
         metavar="URL",
-        help="of OpenAI-compatible servers that run the target; they share the rows",
+        help="OpenAI-compatible servers that run the target and share the rows",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--sources",
         nargs="+",
-        help="prompts from python-sources, local files, folders or hub datasets, mixed by @weight; or self: the target "
-        "writes them",
+        help="prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target "
+        "writes the prompts",
     )
-    source.add_argument("--prompts", type=Path, help='a .jsonl file of rows {"prompt"} or {"messages"}')
+    source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder of the rows; an unfinished one is gone on with"
+        "--output", type=Path, required=True, help="folder of the rows; an unfinished folder is resumed"
     )
-    parser.add_argument("--max_rows", type=int, help=f"at most so many prompts; default: all, {ROWS} of self")
+    parser.add_argument("--max_rows", type=int, help=f"largest number of prompts (default: all; {ROWS} for self)")
     text = parser.add_argument_group("--sources of text")
-    text.add_argument("--split", help="default: train")
+    text.add_argument("--split", help="split of the sources (default: train)")
     add_max_bad_rows(text)
-    text.add_argument("--prompt_tokens", type=int, help="of each prompt; default: 64")
+    text.add_argument("--prompt_tokens", type=int, help="length of each prompt (default: 64)")
     own = parser.add_argument_group("--sources self")
-    own.add_argument("--turns", type=int, help="of the user in a chat, at most; default: 1")
-    own.add_argument("--max_prompt_tokens", type=int, help="of a user's turn at most; default: 256")
-    own.add_argument("--prompt_temperature", type=float, help="of the user's turns; default: 1")
-    own.add_argument("--prompt_top_p", type=float, help="of the user's turns; default: 0.99")
+    own.add_argument("--turns", type=int, help="largest number of user turns in a chat (default: 1)")
+    own.add_argument("--max_prompt_tokens", type=int, help="largest length of a user turn (default: 256)")
+    own.add_argument("--prompt_temperature", type=float, help="sampling temperature of the user turns (default: 1)")
+    own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
     parser.set_defaults(max_bad_rows=None)
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="the most new tokens of a row; default: 256")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=256, help="largest number of new tokens per row (default: 256)"
+    )
     parser.add_argument(
         "--temperature",
         type=float,
         nargs="+",
         default=[1.0],
-        help="0 is greedy; of several the rows take each in turn; default: 1, the target's own distribution",
+        help="sampling temperature; 0 decodes greedily; the rows cycle through several values (default: 1)",
     )
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; default: all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest with this probability")
-    parser.add_argument("--min_p", type=float, default=0.0, help="sample from those this share as likely as the first")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens with this total probability (default: 1)",
+    )
+    parser.add_argument(
+        "--min_p",
+        type=float,
+        default=0.0,
+        help="sample from tokens at least this fraction as likely as the most likely one (default: 0)",
+    )
     parser.add_argument(
         "--batch_size",
         type=int,
-        help=f"rows decoded at a time, or requests to each server; default: {BATCH_SIZE}, {CONCURRENCY} with --server",
+        help=f"rows decoded together (default: {BATCH_SIZE}); with --server: concurrent requests to each server "
+        f"(default: {CONCURRENCY})",
     )
     parser.add_argument(
-        "--num_speculative_tokens", type=int, help="tokens per draft; default: what is the fastest here"
+        "--num_speculative_tokens",
+        type=int,
+        help="tokens to draft per step (default: the fastest number on this machine)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate, and say where the rows are."""
+    """Generate the rows, and print where they are."""
     _check(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    processes = state()  # before the target is loaded: it says which device is whose
+    processes = state()  # assigns the devices, so it comes before loading the target
     samplings = _samplings(arguments)
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
@@ -128,9 +143,9 @@ def run(arguments: argparse.Namespace) -> None:
                 arguments.output,
                 rows=arguments.max_rows or ROWS,
                 turns=arguments.turns,
-                asking=_asking(arguments),
+                prompt_sampling=_prompt_sampling(arguments),
                 max_prompt_tokens=arguments.max_prompt_tokens,
-                answering=samplings,
+                sampling=samplings,
                 **how,
             )
         else:
@@ -141,51 +156,51 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what can't be, before any model is loaded, and fill in the flags of one kind of prompts."""
+    """Check the flags before loading a model, and fill in the defaults of the flags of one kind of prompts."""
     positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns")
     positive += ("max_prompt_tokens",)
     own = arguments.sources is not None and SELF in arguments.sources
     text = arguments.sources is not None and not own
-    for flags, used, kind in ((OF_TEXT, text, "text"), (OF_SELF, own, SELF)):
+    for flags, used, kind in ((TEXT_FLAGS, text, "text"), (SELF_FLAGS, own, SELF)):
         idle = [f"--{name}" for name in flags if getattr(arguments, name) is not None and not used]
-        refuse((idle, f"{', '.join(idle)}: of --sources of {kind}"))
+        refuse((idle, f"{', '.join(idle)} only applies to --sources of {kind}"))
         vars(arguments).update({name: default for name, default in flags.items() if getattr(arguments, name) is None})
     low = [f"--{name}" for name in positive if getattr(arguments, name) is not None and getattr(arguments, name) < 1]
     check_output_folder("--output", arguments.output)
     refuse(
-        (low, f"{', '.join(low)}: at least 1"),
-        (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
+        (low, f"{', '.join(low)} must be at least 1"),
+        (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows must be in 0..1"),
         (
             arguments.num_speculative_tokens and not arguments.speculator,
-            "--num_speculative_tokens: give a --speculator",
+            "--num_speculative_tokens needs a --speculator",
         ),
-        (not abs(arguments.seed) < 2**62, "--seed: must be below 2**62 in size"),
-        (own and arguments.sources != [SELF], f"--sources {SELF}: the target's own prompts come alone"),
-        (arguments.server is not None and arguments.adapter, "--adapter: a --server has its own model"),
-        (arguments.server is not None and arguments.dtype != "auto", "--dtype: a --server has its own"),
-        (own and arguments.server is not None, f"--sources {SELF} needs the target here, not a --server"),
+        (not abs(arguments.seed) < 2**62, "--seed must be below 2**62"),
+        (own and arguments.sources != [SELF], f"--sources {SELF} can't be mixed with other sources"),
+        (arguments.server is not None and arguments.adapter, "--adapter does not apply to a --server"),
+        (arguments.server is not None and arguments.dtype != "auto", "--dtype does not apply to a --server"),
+        (own and arguments.server is not None, f"--sources {SELF} does not work with a --server"),
         (
             arguments.server is not None and len(arguments.temperature) > 1,
-            "--temperature: one for all rows with --server",
+            "--temperature takes one value with --server",
         ),
     )
-    check_text(f"--output {arguments.output}", str(arguments.output))  # datasets takes no other names
+    check_text(f"--output {arguments.output}", str(arguments.output))  # `datasets` accepts no surrogates
     _samplings(arguments)
-    _asking(arguments)
+    _prompt_sampling(arguments)
 
 
-def _asking(arguments: argparse.Namespace) -> Sampling:
-    """How the user's turns of `self` are drawn."""
-    return asking_of(arguments.prompt_temperature, arguments.prompt_top_p, "--")
+def _prompt_sampling(arguments: argparse.Namespace) -> Sampling:
+    """Return the sampling of the user turns of `self`."""
+    return prompt_sampling_of(arguments.prompt_temperature, arguments.prompt_top_p, "--")
 
 
 def _samplings(arguments: argparse.Namespace) -> list[Sampling]:
-    """How the rows are drawn, in turn."""
+    """Return the samplings that the rows cycle through."""
     return [Sampling(each, arguments.top_k, arguments.top_p, arguments.min_p) for each in arguments.temperature]
 
 
 def _context_length(arguments: argparse.Namespace) -> int:
-    """The target's, where its config is at hand: the server's own may be shorter."""
+    """Return the target's context length if its config is available; the server's own may be shorter."""
     try:
         config = read_config(arguments.target, arguments.trust_remote_code, revision=arguments.revision)
         return config.get_text_config().max_position_embeddings or sys.maxsize
@@ -196,9 +211,9 @@ def _context_length(arguments: argparse.Namespace) -> int:
 def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[RenderedPrompt]:
     room = Room(arguments.target, context, arguments.max_new_tokens)
     if arguments.sources:
-        most, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
+        limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found = prompts(
-            arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, most, room=room, tally=tally
+            arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, limit, room=room, tally=tally
         )
         split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
         tally.check(split)
@@ -219,9 +234,9 @@ def _line(folder: Path) -> str:
         return summary(folder)
     speed = manifest["tokens_per_second"]
     if manifest["acceptance_length"] and manifest["drafter"]:
-        line += f", {manifest['acceptance_length']:.2f} tokens per step"
+        line += f", acceptance length {manifest['acceptance_length']:.2f}"
     if speed["speculative"] and speed["plain"]:
         gain = speed["speculative"] / speed["plain"]
-        line += f", {speed['speculative']:.0f} tokens/s where the same loop without a draft gives "
+        line += f", {speed['speculative']:.0f} tokens/s, plain decoding "
         line += f"{speed['plain']:.0f} ({gain:.2f}x)"
     return line

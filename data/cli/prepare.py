@@ -1,7 +1,7 @@
-"""`python -m data prepare`: tokenise and pack sources into a folder of rows.
+"""`python -m data prepare`: tokenize sources and pack them into rows.
 
-The folder holds a `datasets` dataset of the splits train, validation and held-out, and is a source itself, for
-`--data.sources` of a training run, which then keeps these splits.
+The output is a `datasets` folder with the splits train, validation and held-out. As a source of a training run
+(`--data.sources`) it keeps these splits.
 """
 
 from __future__ import annotations
@@ -18,45 +18,51 @@ from speculator.files import check_output_folder
 
 
 def build_parser() -> OneLineParser:
-    """The flags."""
+    """Define the flags."""
     parser = OneLineParser(prog="python -m data prepare", description=__doc__)
-    parser.add_argument("--target", required=True, help="hub id or folder of the target; only its tokenizer is loaded")
+    parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument(
         "--sources",
         required=True,
         nargs="+",
         metavar="SOURCE",
-        help="python-sources; a .jsonl, .json, .parquet or .txt file (.gz too) or a folder of them; a hub dataset as "
-        "org/name, org/name/config, org/name:split; to mix, each with its share of the tokens behind it: a.jsonl@0.7",
+        help="python-sources; a .jsonl, .json, .parquet or .txt file (also .gz) or a folder of them; a hub dataset: "
+        "org/name, org/name/config, org/name:split; append a weight to mix sources by tokens: a.jsonl@0.7",
     )
     parser.add_argument("--seq_length", required=True, type=int, help="tokens per row")
-    parser.add_argument("--max_tokens", type=int, help="of each split at most this many; default: all")
+    parser.add_argument("--max_tokens", type=int, help="largest number of tokens per split (default: all)")
     parser.add_argument(
-        "--max_package_bytes", type=int, default=2_000_000, help="python-sources: at most this much of each package"
+        "--max_package_bytes",
+        type=int,
+        default=2_000_000,
+        help="for python-sources: largest number of bytes per package (default: 2000000)",
     )
     parser.add_argument(
         "--num_proc",
         type=int,
-        help="processes that tokenise; the rows are the same; default: one for each core, up to 8",
+        help="processes that tokenize; the rows do not depend on it (default: one per core, up to 8)",
     )
     add_max_bad_rows(parser)
-    parser.add_argument("--output", required=True, type=Path, help="a new folder")
+    parser.add_argument("--output", required=True, type=Path, help="output folder, which must not exist")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepare, and print what came of it."""
+    """Prepare the rows, and print a table of counts."""
     check_output_folder("--output", arguments.output)
     parent = arguments.output.absolute().parent
     refuse(
         (arguments.num_proc not in (None, *PROCESSES), f"--num_proc must be in 1..{PROCESSES[-1]}"),
         (arguments.max_package_bytes < 1, "--max_package_bytes must be at least 1"),
-        (arguments.output.exists(), f"--output {arguments.output} is there already: name a new folder"),
+        (arguments.output.exists(), f"--output {arguments.output} already exists: choose a new folder"),
         (not parent.is_dir(), f"--output {arguments.output}: no folder {parent}"),
-        (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows: a share, so in 0..1"),
+        (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows must be in 0..1"),
         (arguments.seq_length < 2, "--seq_length must be at least 2"),
-        (arguments.max_tokens is not None and arguments.max_tokens < arguments.seq_length, "--max_tokens: not one row"),
+        (
+            arguments.max_tokens is not None and arguments.max_tokens < arguments.seq_length,
+            "--max_tokens must be at least --seq_length",
+        ),
     )
     counts = save_rows(
         arguments.sources,

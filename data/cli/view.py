@@ -1,6 +1,6 @@
-"""`python -m data view`: show rows as text, and which of their tokens are learnt.
+"""`python -m data view`: show rows as text, and mark the tokens that have loss.
 
-On a terminal what is learnt is green and the rest dim; elsewhere it stands in [[double brackets]].
+Text with loss is green and other text is dim. Without a terminal, text with loss is in [[double brackets]].
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 def build_parser() -> OneLineParser:
-    """The flags."""
+    """Define the flags."""
     parser = OneLineParser(prog="python -m data view", description=__doc__)
     parser.add_argument("source", help="a folder that `python -m data prepare` wrote, or any other source")
-    parser.add_argument("--target", required=True, help="hub id or folder of the target; only its tokenizer is loaded")
+    parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
-    parser.add_argument("--rows", type=int, default=3, help="how many; default: 3")
-    parser.add_argument("--color", action="store_true", help="colours even where stdout is no terminal")
+    parser.add_argument("--rows", type=int, default=3, help="number of rows (default: 3)")
+    parser.add_argument("--color", action="store_true", help="use colors even if stdout is not a terminal")
     return parser
 
 
@@ -43,22 +43,22 @@ def run(arguments: argparse.Namespace) -> None:
     name = None
     for name, row in islice(found, arguments.rows):
         parts = list(row)
-        count, learnt = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
-        print(f"--- {printable(name)}: {count} tokens, {learnt} with loss")
+        count, with_loss = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
+        print(f"--- {printable(name)}: {count} tokens, {with_loss} with loss")
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
     refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
     tally.warn(arguments.source)
 
 
 def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
-    """A document's text, special tokens included, with marks around what is not learnt and what is."""
+    """Return a document's text, including special tokens, with marks around the parts with and without loss."""
     text, end, shown = "", 0, ""
-    for learnt, run_of in groupby(document["loss_mask"]):
+    for loss, run_of in groupby(document["loss_mask"]):
         end += len(list(run_of))
-        # Decoded from the beginning: alone, some tokenizers would drop a run's first space.
+        # Decode from the beginning: some tokenizers drop the first space of a part.
         so_far = tokenizer.decode(document["input_ids"][:end], clean_up_tokenization_spaces=False)
         assert isinstance(so_far, str)
-        before, after = marks[2:] if learnt else marks[:2]
+        before, after = marks[2:] if loss else marks[:2]
         text += before + printable(so_far[len(shown) :]) + after
         shown = so_far
     return text

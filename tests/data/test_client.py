@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 
 from data import client
 from data.__main__ import main
-from data.client import RenderedPrompt, fetch_rows
-from data.rendering import end_of_answer
+from data.client import RenderedPrompt, end_of_answer, fetch_rows
 from speculator import Sampling, UserError
 
 ROOT = Path(__file__).parents[2]

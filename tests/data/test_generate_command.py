@@ -75,8 +75,7 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     first, second = (tokenizer.decode(row["input_ids"]) for row in load_from_disk(tmp_path / "out" / "rows"))
     assert first.startswith("search<|im_start|>user\nHi<|im_end|>")
     assert second.startswith("import os")
-    said = f"prompts.jsonl: 1 prompts are left out: they do not fit {target}, which has a context of 128, with 4 new"
-    assert said in capsys.readouterr().err
+    assert "prompts.jsonl: 1 prompts are skipped" in capsys.readouterr().err
 
     out = [*flags[:-1], str(tmp_path / "none"), "--max_new_tokens", "128"]
     assert main(["generate", *out]) == 2
@@ -90,17 +89,17 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch_size", "0"], "--batch_size: at least 1"),
-        (["--num_speculative_tokens", "2"], "--num_speculative_tokens: give a --speculator"),
+        (["--batch_size", "0"], "--batch_size"),
+        (["--num_speculative_tokens", "2"], "--num_speculative_tokens"),
         (["--temperature", "-1"], "temperature must be"),
         (["--speculator", "nowhere"], "nowhere"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--target", "./nowhere"], "nowhere"),
         (["--server", "http://127.0.0.1:9"], "no server at http://127.0.0.1:9"),
         (["--server", "127.0.0.1"], "127.0.0.1"),
-        (["--server", "http://127.0.0.1:99999"], "no port 99999"),
-        (["--output", "out\udcff"], "surrogate"),
-        (["--output", "/dev/null"], "not a folder"),
+        (["--server", "http://127.0.0.1:99999"], "99999"),
+        (["--output", "out\udcff"], "--output"),
+        (["--output", "/dev/null"], "--output"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tmp_path, capsys, flags, message):
@@ -120,16 +119,16 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
         (
             ["--prompts", "PROMPTS"],
             ["--turns", "2", "--prompt_top_p", "1"],
-            "--turns, --prompt_top_p: of --sources of self",
+            "--turns, --prompt_top_p",
         ),
-        (["--prompts", "PROMPTS"], ["--split", "train"], "--split: of --sources of text"),
-        (["--sources", "TEXT"], ["--max_prompt_tokens", "9"], "--max_prompt_tokens: of --sources of self"),
+        (["--prompts", "PROMPTS"], ["--split", "train"], "--split"),
+        (["--sources", "TEXT"], ["--max_prompt_tokens", "9"], "--max_prompt_tokens"),
         (
             ["--sources", "TEXT"],
             ["--server", "http://127.0.0.1:9", "--dtype", "bfloat16"],
-            "--dtype: a --server has its own",
+            "--dtype",
         ),
-        (["--sources", "self"], ["--prompt_tokens", "9", "--max_bad_rows", "0"], "--prompt_tokens, --max_bad_rows: of"),
+        (["--sources", "self"], ["--prompt_tokens", "9", "--max_bad_rows", "0"], "--prompt_tokens, --max_bad_rows"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused(target_folder, text_file, tmp_path, capsys, source, flags, message):

@@ -7,8 +7,9 @@ import pytest
 from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
 
 from data.__main__ import main
+from data.chat_turns import Chat, UserTurns, is_repetitive, turn_texts
 from data.duplicates import NearDuplicates
-from data.magpie import _Chat, _Writer, loops, self_rows, turns_of
+from data.magpie import self_rows
 from speculator import UserError
 
 
@@ -23,16 +24,16 @@ def made(target, folder, **changes):
 
 
 def test_what_a_template_writes_around_turns_is_found_by_rendering():
-    assert turns_of(tokenizer_of(CHATML), several=True).__dict__ == {
+    assert turn_texts(tokenizer_of(CHATML), several=True).__dict__ == {
         "before": "<|im_start|>user\n",
         "ask": "<|im_end|>\n<|im_start|>assistant\n",
         "again": "<|im_end|>\n<|im_start|>user\n",
         "ask_again": "<|im_end|>\n<|im_start|>assistant\n",
     }
-    assert turns_of(tokenizer_of(PLAIN)).ask == "\nA: "
-    assert turns_of(tokenizer_of(None)) is None
-    with pytest.raises(UserError, match="once and as it is"):
-        turns_of(tokenizer_of("{{ messages[0]['content'] | upper }}"))
+    assert turn_texts(tokenizer_of(PLAIN)).ask == "\nA: "
+    assert turn_texts(tokenizer_of(None)) is None
+    with pytest.raises(UserError, match="chat template"):
+        turn_texts(tokenizer_of("{{ messages[0]['content'] | upper }}"))
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -62,8 +63,8 @@ def test_rows_are_chats_with_the_answers_to_learn(model, tmp_path, turns):
 
 def test_a_template_of_plain_words_ends_a_turn_where_the_answer_begins(model, tmp_path):
     target = chatty(model, PLAIN)
-    chat = _Chat()
-    assert _Writer(target, 1, 24, 12).ask(chat, target.tokenizer("why is it?\nA: because")["input_ids"]) is None
+    chat = Chat()
+    assert UserTurns(target, 1, 24, 12).add(chat, target.tokenizer("why is it?\nA: because")["input_ids"]) is None
     assert target.tokenizer.decode(chat.ids) == "Q: why is it?\nA: "
     assert all(target.tokenizer.decode(row["input_ids"]).startswith("Q: ") for row in made(target, tmp_path / "out"))
 
@@ -78,18 +79,18 @@ def test_a_target_without_a_template_goes_on_with_what_it_began(model, tmp_path)
 def test_prompts_that_can_not_be_used_are_dropped_and_said_why(model):
     target = chatty(model)
     end, start = target.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
-    writer = _Writer(target, 1, 24, 12)
+    writer = UserTurns(target, 1, 24, 12)
 
     def fault(text, *after):
-        return writer.ask(_Chat(), [*target.tokenizer(text)["input_ids"], *after])
+        return writer.add(Chat(), [*target.tokenizer(text)["input_ids"], *after])
 
     assert fault("how do I wrap a text?", end) is None
-    assert fault("How do I wrap a text", end) == "much like another"
+    assert fault("How do I wrap a text", end) == "near-duplicate"
     assert fault("what is the shortest line?", end) is None
     assert fault("how do I", start, end) == "with special tokens in it"
     assert fault("how do I unwrap it") == "not ended within 24 tokens"
     assert fault(" \n", end) == "empty"
-    assert fault("x y z " * 20, end) == "looping"
+    assert fault("x y z " * 20, end) == "repetitive"
     assert fault(" ".join(map(str, range(100))), end) == "without room for an answer"
 
 
@@ -104,22 +105,22 @@ def test_texts_that_say_nearly_the_same_are_found():
 
 
 def test_a_text_loops_if_most_of_it_came_before():
-    assert loops([1, 2, 3] * 10)
-    assert not loops([1, 2, 3] * 3)  # a short one may
-    assert not loops(list(range(40)))
-    assert not loops(list(range(20)) + list(range(12)))
+    assert is_repetitive([1, 2, 3] * 10)
+    assert not is_repetitive([1, 2, 3] * 3)  # a short one may
+    assert not is_repetitive(list(range(40)))
+    assert not is_repetitive(list(range(20)) + list(range(12)))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sources", "self", "x.jsonl"], "--sources self: the target's own prompts come alone"),
-        (["--server", "http://127.0.0.1:9"], "--sources self needs the target here, not a --server"),
-        (["--max_prompt_tokens", "0"], "--max_prompt_tokens: at least 1"),
+        (["--sources", "self", "x.jsonl"], "--sources self"),
+        (["--server", "http://127.0.0.1:9"], "--server"),
+        (["--max_prompt_tokens", "0"], "--max_prompt_tokens"),
         (["--prompt_top_p", "2"], "--prompt_top_p must be in (0, 1]"),
         (
             ["--turns", "2", "--max_new_tokens", "9", "--max_prompt_tokens", "9"],
-            "no chat template, so no chats of 2 turns",
+            "no chat template",
         ),
     ],
 )
@@ -138,7 +139,7 @@ def test_the_command_says_what_was_written_and_dropped(model, tmp_path, capsys):
     assert (
         main(["generate", "--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
     )
-    assert "of 60 prompts that the target wrote were dropped: " in capsys.readouterr().err.splitlines()[-1]
+    assert "of 60 prompts that the target wrote: " in capsys.readouterr().err.splitlines()[-1]
     assert (
         main(["generate", "--target", str(folder), "--sources", "self", "--output", str(tmp_path / "out"), *sizes]) == 0
     )

@@ -62,9 +62,9 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted(tmp_path, capsys):
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
     found = prompts([source], None, tokenizer, 8, 9, room=ROOM)
     assert (len(found), found.left_out, found.ends) == (2, 1, True)
-    said = "chats.jsonl: 1 prompts are left out: they do not fit tiny, which has a context of 128, with 16 new tokens"
+    said = "chats.jsonl: 1 prompts are skipped: they do not fit the context of tiny (128)"
     assert said in capsys.readouterr().err
-    with pytest.raises(SourceError, match="none of its 3 prompts fits tiny, which has a context of 128"):
+    with pytest.raises(SourceError, match="none of its 3 prompts fits"):
         prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 128, 120))
 
 
@@ -72,7 +72,7 @@ def test_prompts_longer_than_rows_of_training_are_left_out_where_they_are_traine
     rows = [{"messages": [{"role": "user", "content": word * 30}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
     assert len(prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 1024, 16, 99))) == 2
-    said = "chats.jsonl: 1 prompts are left out: they do not fit data.seq_length 99\n"
+    said = "chats.jsonl: 1 prompts are skipped: they do not fit data.seq_length 99\n"
     assert said in capsys.readouterr().err
 
 

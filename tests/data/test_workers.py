@@ -191,8 +191,10 @@ def token_file(path: Path, learnt: list[int]) -> str:
 
 def test_the_first_rows_are_those_of_the_whole_and_the_rest_is_not_tokenised(tmp_path, monkeypatch):
     source = token_file(tmp_path / "rows.jsonl", [1] * 400)
-    rendered, whole = [], rendering._rendered
-    monkeypatch.setattr(rendering, "_rendered", lambda batch, **rest: (rendered.append(batch), whole(batch, **rest))[1])
+    rendered, whole = [], rendering._render_batch
+    monkeypatch.setattr(
+        rendering, "_render_batch", lambda batch, **rest: (rendered.append(batch), whole(batch, **rest))[1]
+    )
     prepare = partial(token_rows, [source], "validation", tiny_tokenizer(), 16, num_proc=1)
     few = prepare(first_rows=3).to_dict()
     some, whole_split = len(rendered), prepare()

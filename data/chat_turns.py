@@ -1,0 +1,188 @@
+"""Find where the user and the assistant speak in a chat template, and check the user turns that a target writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from data.duplicates import NearDuplicates
+from data.onpolicy import Ends
+from speculator.chat import DATA_DAY, chat_text, chat_tokens
+from speculator.errors import UserError, refuse
+from speculator.target.model import Target
+
+_MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
+_NGRAM, _MIN_NGRAMS = 4, 12
+
+
+@dataclass(frozen=True)
+class TurnTexts:
+    """The texts that a chat template writes around the turns of a user and an assistant.
+
+    Attributes:
+        before: before the user's first turn.
+        ask: between the user's first turn and the answer.
+        again: between an answer and the user's next turn.
+        ask_again: between the user's next turn and its answer.
+    """
+
+    before: str
+    ask: str
+    again: str = ""
+    ask_again: str = ""
+
+
+def turn_texts(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> TurnTexts | None:
+    """Find the texts around the first turn, and with `several` also around the second; None without a chat template.
+
+    Raises:
+        UserError: the template does not write each turn exactly once and unchanged.
+    """
+    if not tokenizer.chat_template:
+        return None
+    first = _split_at_turns(tokenizer, 1)
+    return TurnTexts(*first, *_split_at_turns(tokenizer, 3)[2:]) if several else TurnTexts(*first)
+
+
+def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS[:count], strict=False)]
+    text = chat_text(tokenizer, messages, ask=True, today=DATA_DAY)
+    parts = re.split("|".join(_MARKS[:count]), text)
+    if len(parts) != count + 1 or re.findall("|".join(_MARKS), text) != list(_MARKS[:count]):
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path} does not write each turn exactly once and unchanged, as "
+            "the source self needs"
+        )
+    return parts
+
+
+class Chat:
+    """Tokens of a chat so far, their loss mask, and marks on tokens that replaced a rejected draft token."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.refused: list[int] = []
+
+    def add(self, ids: list[int], has_loss: int, refused: list[int] | None = None) -> None:
+        self.ids += ids
+        self.mask += [has_loss] * len(ids)
+        self.refused += refused or [0] * len(ids)
+
+    def row(self, keep_refused: bool) -> dict[str, list[int]]:
+        row = {"input_ids": self.ids, "loss_mask": self.mask}
+        return row | ({"refused": self.refused} if keep_refused else {})
+
+
+class UserTurns:
+    """Prompts the target to write user turns, and drops the turns that can't be used.
+
+    Attributes:
+        template: the texts around the turns; without a chat template the tokens that begin every text.
+        ends: stop tokens and strings of a user turn; None without a chat template: the text just continues.
+    """
+
+    def __init__(self, target: Target, turns: int, max_prompt_tokens: int, max_new_tokens: int):
+        self.tokenizer = tokenizer = target.tokenizer
+        self._texts = turn_texts(tokenizer, turns > 1)
+        self._special = {*tokenizer.added_tokens_decoder, *target.eos_token_ids}
+        self._max_prompt_tokens, self._max_context = max_prompt_tokens, target.context_length - max_new_tokens
+        self._seen = NearDuplicates()
+        self.ends: Ends | None = None
+        if self._texts is None:
+            single = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+            self._first = tokenizer("", verbose=False)["input_ids"] or single
+            refuse(
+                (not self._first, f"{target.name} has no chat template and no BOS or EOS token to begin a text with"),
+                (turns > 1, f"{target.name} has no chat template, so it can't write chats of {turns} turns"),
+            )
+            self.template: Any = self._first
+            return
+        self.template = asdict(self._texts)
+        ask = [token for token in chat_tokens(self._texts.ask, tokenizer) if tokenizer.decode([token]).strip()]
+        if ask and ask[0] in tokenizer.added_tokens_decoder:
+            self.ends = Ends(sorted({ask[0], *target.eos_token_ids}))
+        else:  # plain words, such as "ASSISTANT:"
+            self.ends = Ends(sorted(target.eos_token_ids), self._texts.ask.strip().splitlines()[:1])
+        if not (self.ends.eos_token_ids or self.ends.stop_strings):
+            raise UserError(f"{target.name}: its chat template writes nothing between a user turn and the answer")
+
+    def add_seen(self, folder: Path) -> str:
+        """Register the first user turns of the chats in a folder as seen; return their hash."""
+        texts = []
+        for row in Dataset.load_from_disk(str(folder / "rows")):
+            ids = row["input_ids"][0 if self._texts else len(self._first) : row["loss_mask"].index(1)]
+            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            if self._texts:
+                text = text.removeprefix(self._texts.before).partition(self._texts.ask)[0]
+            self._seen.add(text)
+            texts.append(text)
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+    def prompt(self, chat: Chat) -> list[int]:
+        """Return the tokens of a chat up to where the user speaks."""
+        if self._texts is None:
+            return self._first
+        # A model that is given the last space does not write the word after it.
+        text = (self._texts.again if chat.ids else self._texts.before).rstrip(" ")
+        return chat.ids + self._continue(chat, text)
+
+    def has_room(self, chat: Chat) -> bool:
+        """Return whether another user turn fits the context."""
+        return len(self.prompt(chat)) < self._max_context
+
+    def _continue(self, chat: Chat, text: str) -> list[int]:
+        """Tokenize the text that follows a chat, without an end token that the answer already has."""
+        tokens = chat_tokens(text, self.tokenizer)
+        return tokens[1:] if chat.ids and tokens[:1] == chat.ids[-1:] else tokens
+
+    def add(self, chat: Chat, tokens: list[int]) -> str | None:
+        """Add a user turn and the text that asks for the answer; return the reason if the turn is dropped."""
+        text, ended = self._read(tokens)
+        if self._texts is None:
+            following = [*self._first, *tokens]
+        elif chat.ids:
+            following = self._continue(chat, self._texts.again + text + self._texts.ask_again)
+        else:
+            following = chat_tokens(self._texts.before + text + self._texts.ask, self.tokenizer)
+        body = tokens[:-1] if tokens[-1] in self._special else tokens
+        if ended != (self._texts is not None):
+            limit = f"ended within {self._max_prompt_tokens} tokens"
+            return f"not {limit}" if self._texts else limit
+        if not re.search(r"\w", text):
+            return "empty"
+        if self._special.intersection(body):
+            return "with special tokens in it"
+        if is_repetitive(body):
+            return "repetitive"
+        if len(chat.ids) + len(following) > self._max_context:
+            return "without room for an answer"
+        if not chat.ids and self._seen.add(text):
+            return "near-duplicate"
+        chat.add(following, 0)
+        return None
+
+    def _read(self, tokens: list[int]) -> tuple[str, bool]:
+        """Return the text of a turn, and whether it has ended."""
+        ends = self.ends or Ends([])
+        ended = tokens[-1] in {*ends.eos_token_ids, *self._special}
+        text = self.tokenizer.decode(tokens[:-1] if ended else tokens, clean_up_tokenization_spaces=False)
+        for string in ends.stop_strings:
+            text, found, _ = text.partition(string)
+            ended |= bool(found)
+        return text.strip(), ended
+
+
+def is_repetitive(tokens: Sequence[int]) -> bool:
+    """Return whether more than half of the 4-grams of a text occurred earlier in it."""
+    ngrams = list(zip(*(tokens[i:] for i in range(_NGRAM)), strict=False))
+    return len(ngrams) >= _MIN_NGRAMS and len(set(ngrams)) < len(ngrams) / 2
