@@ -24,7 +24,7 @@ from speculator.target.sharding import Group, share
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
     "loss_mask": Sequence(Value("int8")),
-    "refused": Sequence(Value("int8")),
+    "rejected": Sequence(Value("int8")),
 }
 _POLL_SECONDS = 0.2
 
@@ -146,7 +146,7 @@ class Batches:
     def write(self, batch: int, continuations: list[list[int]], **facts: Any) -> None:
         """Store the new tokens of a batch, in the order of its rows, and facts for the manifest.
 
-        The fact `refused` becomes a column of the rows: 1 for each token that replaced a rejected draft token.
+        The fact `rejected` becomes a column of the rows: 1 for each token that replaced a rejected draft token.
         """
         if self._group is not None and not self._group.leads:
             return
@@ -179,7 +179,7 @@ class Batches:
 
         Returns:
             Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, and
-            "refused" (0 on the prompt) if the batches have it.
+            "rejected" (0 on the prompt) if the batches have it.
         """
         return self.conclude(lambda: self._assemble(prompts, summary))
 
@@ -205,20 +205,20 @@ class Batches:
         self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]
     ) -> tuple[Iterable[dict], dict[str, Any]]:
         continuations: dict[int, array] = {}
-        refused: dict[int, array] = {}
+        rejected: dict[int, array] = {}
         facts = []
         for batch, rows in enumerate(self.rows):
             _wait_for(self._file(batch))
             content = read_json(self._file(batch))
             continuations |= zip(rows, (array("i", tokens) for tokens in content.pop("continuations")), strict=True)
-            refused |= zip(rows, (array("b", marks) for marks in content.pop("refused", [])), strict=False)
+            rejected |= zip(rows, (array("b", marks) for marks in content.pop("rejected", [])), strict=False)
             facts.append(content)
 
         def rows_in_order() -> Iterator[dict]:
             for row, prompt in enumerate(prompts):
                 mask = [0] * len(prompt) + [1] * len(continuations[row])
                 columns = {"input_ids": [*prompt, *continuations[row]], "loss_mask": mask}
-                yield columns | ({"refused": [0] * len(prompt) + list(refused[row])} if refused else {})
+                yield columns | ({"rejected": [0] * len(prompt) + list(rejected[row])} if rejected else {})
 
         return rows_in_order(), {"tokens": sum(map(len, continuations.values())), **summary(facts)}
 

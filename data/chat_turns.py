@@ -71,16 +71,16 @@ class Chat:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.mask: list[int] = []
-        self.refused: list[int] = []
+        self.rejected: list[int] = []
 
-    def add(self, ids: list[int], has_loss: int, refused: list[int] | None = None) -> None:
+    def add(self, ids: list[int], has_loss: int, rejected: list[int] | None = None) -> None:
         self.ids += ids
         self.mask += [has_loss] * len(ids)
-        self.refused += refused or [0] * len(ids)
+        self.rejected += rejected or [0] * len(ids)
 
-    def row(self, keep_refused: bool) -> dict[str, list[int]]:
+    def row(self, mark_rejected: bool) -> dict[str, list[int]]:
         row = {"input_ids": self.ids, "loss_mask": self.mask}
-        return row | ({"refused": self.refused} if keep_refused else {})
+        return row | ({"rejected": self.rejected} if mark_rejected else {})
 
 
 class UserTurns:

@@ -65,7 +65,7 @@ def self_rows(
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
     progress: bool = True,
-    keep_refused: bool = False,
+    mark_rejected: bool = False,
     previous: Path | None = None,
 ) -> Dataset:
     """Let the target write chats: a user turn, its answer, and so on.
@@ -83,11 +83,11 @@ def self_rows(
         max_prompt_tokens: largest length of a user turn; without a chat template the length of every prompt.
         sampling: sampling of the answers; the rows cycle through several.
         max_new_tokens: largest length of an answer; a longer answer ends its chat.
-        batch_size, seed, progress, keep_refused: see `generate_rows`.
+        batch_size, seed, progress, mark_rejected: see `generate_rows`.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
     Returns:
-        Rows {"input_ids", "loss_mask": 1 on the answers}, with `keep_refused` also "refused". manifest.json holds the
+        Rows {"input_ids", "loss_mask": 1 on the answers}, with `mark_rejected` also "rejected". manifest.json holds the
         settings, "rows", "tokens" (of the answers), "dropped" (counts by reason), "seconds", and "passes": facts from
         the manifest of each pass. With a drafter, "plain_seconds" estimates the time without drafting; with `previous`,
         "before" holds the counts of the earlier chats.
@@ -120,7 +120,7 @@ def self_rows(
         "batch_size": batch_size,
         "seed": seed,
         "template": users.template,
-        **({"keep_refused": True} if keep_refused else {}),
+        **({"mark_rejected": True} if mark_rejected else {}),
         **({"after": seen} if seen else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
@@ -131,7 +131,7 @@ def self_rows(
     def generate(what: str, prompts: list[list[int]], how: Sequence[Sampling], count: int, ends: Ends | None):
         """Run a pass; return the new tokens of each row, and the marks on those that replaced rejected ones."""
         output = work.begin() / f"{len(passes) + 1}-{what}"
-        marked = keep_refused and ends is None
+        marked = mark_rejected and ends is None
         generated = generate_rows(
             target,
             drafter,
@@ -143,14 +143,14 @@ def self_rows(
             seed=seed + len(passes) * _SEED_STRIDE,
             ends=ends,
             progress=progress,
-            keep_refused=marked,
+            mark_rejected=marked,
             title=what,
         )
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         pairs = list(zip(generated, map(len, prompts), strict=True))
-        refused = [row["refused"][length:] if marked else [] for row, length in pairs]
-        return [row["input_ids"][length:] for row, length in pairs], refused
+        rejected = [row["rejected"][length:] if marked else [] for row, length in pairs]
+        return [row["input_ids"][length:] for row, length in pairs], rejected
 
     chats = active = [Chat() for _ in range(rows)]
     dropped: Counter[str] = Counter()
@@ -163,8 +163,8 @@ def self_rows(
         if not asked:
             break
         answers = generate("answers", [chat.ids for chat in asked], samplings, max_new_tokens, None)
-        for chat, tokens, refused in zip(asked, *answers, strict=True):
-            chat.add(tokens, 1, refused)
+        for chat, tokens, rejected in zip(asked, *answers, strict=True):
+            chat.add(tokens, 1, rejected)
         active = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids and users.has_room(chat)]
     written = [chat for chat in chats if chat.ids]
     if not written:
@@ -181,7 +181,7 @@ def self_rows(
     if previous:
         manifest = read_json(previous / "manifest.json")
         facts["before"] = {key: manifest[key] for key in ("rows", "tokens", "seconds")}
-    return work.conclude(lambda: ((chat.row(keep_refused) for chat in written), facts))
+    return work.conclude(lambda: ((chat.row(mark_rejected) for chat in written), facts))
 
 
 def _speedup(speed: dict[str, float | None]) -> float:

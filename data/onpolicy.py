@@ -1,4 +1,4 @@
-"""On-policy text: the target continues prompts through the project's own decoder, a head drafting where that pays."""
+"""Generate rows with the target: it continues prompts, by speculative decoding if a draft head is given."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entry_from_json, entry_to_json
-from speculator.errors import refuse
+from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target.model import Target
 
 BATCH_SIZE = 16
-"""Rows that decode at a time. On a CPU more rows give more tokens per second, and a draft adds less to them."""
+"""Rows decoded together. On a CPU more rows give more tokens per second, and drafting gains less."""
 _PIECE = 4
-"""So many times the batch size are the rows of a piece of work, which is made whole or anew: within it rows join as
-others end, so only its last ones decode beside empty slots."""
+"""Rows per piece, as a multiple of the batch size. Within a piece a new row takes the slot of a finished one."""
 _TIMED_SHARE = 0.02
 _TIMED_TOKENS = 64
-"""At most this share of the rows, but one batch at least, is decoded twice more, with a draft and without, so far."""
+"""Largest share of the rows (but at least one batch), and of their tokens, to time with and without drafting."""
 ON_POLICY = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends a row: tokens, and strings."""
+    """Stop tokens and stop strings."""
 
     eos_token_ids: list[int]
     stop_strings: list[str] = field(default_factory=list)
@@ -58,49 +57,43 @@ def generate_rows(
     seed: int = 0,
     ends: Ends | None = None,
     progress: bool = True,
-    keep_refused: bool = False,
+    mark_rejected: bool = False,
     title: str = "generating",
 ) -> Dataset:
-    """Continue prompts by the target, in the distribution that `sampling` names, whoever drafts.
+    """Continue prompts with the target, in the distribution of `sampling`, with any drafter.
 
-    Row r draws from the stream `seed + r`. The rows are made in pieces, each of which the engine begins anew and whose
-    rows join in a fixed order, so they do not depend on interruptions, nor on the number of processes where each has as
-    many threads. The same call goes on in an unfinished folder, and gives the rows of a finished one.
+    Row r uses the seed `seed + r`. The engine decodes the rows in pieces, each in a fixed order and independent of the
+    others. So the rows do not depend on interruptions, nor on the number of processes if each has as many threads. The
+    same call resumes an unfinished folder, and returns the rows of a finished one.
 
     Args:
-        target: the model that decides. The processes that hold it together make the same pieces.
+        target: the model. Processes that share one sharded target generate the same pieces.
         drafter: proposes tokens; None: plain decoding. An adaptive one uses the step costs that the folder records, so
-            that a resumed run gives the same rows. With `keep_refused` it always drafts, in its fastest shape.
-        prompts: token ids. The longest come first: what does not fit in memory fails soon.
-        folder: where the rows and manifest.json come to lie; several processes share it.
-        sampling: temperature and its kin; its seed is not used. Of several the rows take each in turn.
-        max_new_tokens: the most new tokens a row; a row also ends with EOS, which it keeps, or at the context's end.
-        batch_size: rows at a time.
-        seed: of the sampling.
-        ends: what ends a row; default: the target's own EOS.
-        progress: show a bar, with this title.
-        keep_refused: keep where drafts were refused.
+            that a resumed run gives the same rows. With `mark_rejected` it always drafts, in its fastest shape.
+        prompts: token ids. The longest are decoded first, so that a lack of memory shows early.
+        folder: the output, shared by all processes.
+        sampling: temperature and filters; the seed is ignored. The rows cycle through several samplings.
+        max_new_tokens: largest number of new tokens. A row also ends with EOS, which it keeps, or with the context.
+        batch_size: rows decoded together.
+        seed: seed of the first row.
+        ends: stop tokens and strings (default: the target's EOS).
+        progress: show a progress bar with this title.
+        mark_rejected: mark the tokens that replaced a rejected draft token.
 
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
-        of the prompts; with `keep_refused` also "refused", 1 on each token that took a refused draft's place.
-        Beside them manifest.json: {"target", "drafter", "sampling", "seed", "max_new_tokens", "batch_size", "prompts":
-        their hash, "rows", "tokens": new ones, "acceptance_length", "tokens_per_second": {"speculative", "plain"},
-        "seconds"}: the two speeds clocked on the same few rows, one after the other, without the prefill; the seconds
-        of all rows, prefill included, over all processes. An adaptive drafter adds "costs", see `decoding.json`.
+        of the prompts; with `mark_rejected` also "rejected", 1 on each token that replaced a rejected draft token.
+        manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones),
+        "acceptance_length", "tokens_per_second" ("speculative" and "plain", without prefill, timed one after the other
+        on the same few rows) and "seconds" (all rows and processes, with prefill). An adaptive drafter adds "costs",
+        see `decoding.json`.
 
     Raises:
-        UserError: no prompt, an empty one or one that fills the context; a folder that was made otherwise; a target
-            that is sharded over processes in a way of its own.
+        UserError: no prompt, an empty prompt, or one that fills the context; a folder made with other settings; or a
+            target that was not sharded by `Target.load`.
     """
-    refuse(
-        (batch_size < 1, f"a batch size of {batch_size} is not at least 1"),
-        (max_new_tokens < 1, f"max_new_tokens {max_new_tokens} is not at least 1"),
-        (
-            target.group is None and _is_sharded(target.model),
-            f"{target.name}: sharded over processes that are not known to decode the same rows: see Target.load",
-        ),
-    )
+    if target.group is None and _is_sharded(target.model):
+        raise UserError(f"{target.name} is sharded: load it with Target.load, which knows the processes that share it")
     check_prompts(target, prompts)
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
@@ -113,11 +106,11 @@ def generate_rows(
     requests = list(zip(prompts, settings, strict=True))
     notes = None
     if isinstance(drafter, AdaptiveDrafter):
-        known = awaited(Path(folder), target.group) or {}
-        notes = {"costs": known.get("costs") or [entry_to_json(entry) for entry in drafter.cost.entries]}
+        stored = awaited(Path(folder), target.group) or {}
+        notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in drafter.cost.entries]}
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
-        if keep_refused:
+        if mark_rejected:
             drafter.fixed = drafter.fastest(all(setting.greedy for setting in settings), slots)
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
@@ -128,15 +121,15 @@ def generate_rows(
         "drafter": identity(drafter),
         **record_of(samplings, seed, max_new_tokens, prompts),
         "batch_size": batch_size,
-        **({"keep_refused": True} if keep_refused else {}),
+        **({"mark_rejected": True} if mark_rejected else {}),
         **({"ends": asdict(ends)} if ends else {}),
     }
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
     def decode(engine: Engine, rows: list[int], count: int) -> Generation:
         engine.forget()
-        own, how = zip(*(requests[row] for row in rows), strict=True)
-        return engine.generate(own, how, max_new_tokens=count, **stopping)
+        inputs, how = zip(*(requests[row] for row in rows), strict=True)
+        return engine.generate(inputs, how, max_new_tokens=count, **stopping)
 
     with Batches(Path(folder), record, pieces, progress, title, target.group, notes) as work:
         if notes and not work.finished:
@@ -154,9 +147,9 @@ def generate_rows(
                 clocks["plain"] = _clock(made)
             whole = [step for row in made.steps for step in row if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
-            refused = {"refused": [_refused(row) for row in made.steps]} if keep_refused else {}
+            rejected = {"rejected": [_rejected(row) for row in made.steps]} if mark_rejected else {}
             seconds = made.prefill_seconds + made.decode_seconds
-            work.write(piece, made.tokens, steps=steps, seconds=seconds, **clocks, **refused)
+            work.write(piece, made.tokens, steps=steps, seconds=seconds, **clocks, **rejected)
         return work.finish(prompts, _summary)
 
 
@@ -180,14 +173,14 @@ def _weights_digest(head: Speculator) -> str:
 
 
 def settings_of(sampling: Sampling) -> dict[str, Any]:
-    """Without the seed."""
+    """Return the fields of a sampling without its seed."""
     return {name: value for name, value in asdict(sampling).items() if name != "seed"}
 
 
 def record_of(
     samplings: Sequence[Sampling], seed: int, max_new_tokens: int, prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """What continuations depend on, whoever makes them."""
+    """Return the settings that the rows depend on, with any drafter or server."""
     settings = [settings_of(setting) for setting in samplings]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
@@ -198,8 +191,8 @@ def record_of(
     }
 
 
-def _refused(steps: Sequence[Step]) -> list[int]:
-    """Of each new token of a row, 1 where it took a refused draft's place; the first token is the prefill's."""
+def _rejected(steps: Sequence[Step]) -> list[int]:
+    """Mark each new token of a row with 1 if it replaced a rejected draft token; the prefill gives the first token."""
     marks = [0]
     for step in steps:
         marks += [0] * step.emitted
@@ -208,7 +201,7 @@ def _refused(steps: Sequence[Step]) -> list[int]:
 
 
 def _clock(made: Generation) -> list[float]:
-    """Tokens that decoding gave, the prefill's left out, and its seconds."""
+    """Return the number of decoded tokens, without those of the prefill, and the seconds of decoding."""
     return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
 
 
@@ -227,7 +220,7 @@ def _summary(batches: list[dict]) -> dict[str, Any]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Processes decode batches of their own, at a pace of their own, so no forward pass may need the others."""
+    """Return whether a forward pass needs other processes, which may decode other rows at another pace."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()
     )

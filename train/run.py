@@ -303,5 +303,5 @@ def generate_own_text(
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed,
-        keep_refused=config.stage2.rejected_token_weight is not None,
+        mark_rejected=config.stage2.rejected_token_weight is not None,
     )

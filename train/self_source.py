@@ -69,7 +69,7 @@ def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         seed=config.seed + _STREAMS,
-        keep_refused=config.stage2.rejected_token_weight is not None,
+        mark_rejected=config.stage2.rejected_token_weight is not None,
         previous=folder_of(config, target),
     )
     log(f"{SELF}: {summary(folder)}")

@@ -32,7 +32,7 @@ _LOADERS = 2
 class Collator:
     """Pads rows to tensors and adds the head's training targets, of which the Trainer counts `labels`.
 
-    Rows have "input_ids" and may have "loss_mask", "document_ids" and "refused". Padding is on the right, where causal
+    Rows have "input_ids" and may have "loss_mask", "document_ids" and "rejected". Padding is on the right, where causal
     attention hides it and the loss mask excludes it.
 
     Args:
@@ -54,7 +54,7 @@ class Collator:
         targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1))
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
-            batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("refused", 0)
+            batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
         return batch
 
 

@@ -1,7 +1,6 @@
 """Rows that can't be used are passed over, counted and shown; too many of them are an error."""
 
 import json
-import random
 
 import datasets
 import pytest
@@ -123,56 +122,10 @@ def test_the_command_counts_and_refuses(tmp_path, target_folder, capsys):
     assert main(["generate", *flags, *sizes, "--max_bad_rows", "0.001"]) == 2
     assert "max_bad_rows 0.001" in capsys.readouterr().err
     assert main(["generate", *flags, *sizes, "--max_bad_rows", "2"]) == 2
-    assert "--max_bad_rows: a share" in capsys.readouterr().err
+    assert "--max_bad_rows" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["generate", *flags, *sizes]) == 0
     assert "can't be used and are skipped" in capsys.readouterr().err
-
-
-def odd_value(generator: random.Random, depth: int = 0):
-    deeper = [lambda: [odd_value(generator, depth + 1) for _ in range(generator.randrange(3))]]
-    deeper += [lambda: {k: odd_value(generator, depth + 1) for k in generator.sample(KEYS, generator.randrange(4))}]
-    flat = [
-        None,
-        True,
-        0,
-        -1,
-        10**30,
-        1.5,
-        float("inf"),
-        "",
-        " ",
-        "user",
-        "assistant",
-        "gpt",
-        "\ud800",
-        "\0\x1b[31m",
-        "é",
-    ]
-    return generator.choice(deeper)() if depth < 4 and generator.random() < 0.6 else generator.choice(flat)
-
-
-KEYS = [
-    *("input_ids", "loss_mask", "document_ids", "messages", "tools", "conversations", "prompt", "completion", "text"),
-    *("role", "content", "from", "value", "tool_calls", "name"),
-]
-
-
-def test_odd_rows_are_used_or_counted_and_nothing_else(tmp_path):
-    generator = random.Random(0)
-    rows = [{k: odd_value(generator) for k in generator.sample(KEYS, 4)} for _ in range(3000)]
-    shaped = [json.dumps(odd_value(generator)) for _ in range(300)]
-    shaped += [
-        {"messages": [{"role": generator.choice(["user", "assistant"]), "content": odd_value(generator)} for _ in "ab"],
-         "tools": odd_value(generator)} for _ in range(600)
-    ]  # fmt: skip
-    tally, tokenizer = Tally(1.0), chat_tokenizer("qwen3")
-    source = write(tmp_path / "rows.jsonl", [*rows, *shaped])
-    found = list(token_documents([source], None, tokenizer, tally=tally))
-    assert tally.rows == 3900
-    assert len(found) > 5
-    assert tally.bad > 2000
-    prompts([source], None, tokenizer, 4, 9999, last_turn=True, tally=Tally(1.0))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +138,6 @@ def test_odd_rows_are_used_or_counted_and_nothing_else(tmp_path):
         {"input_ids": [1, 2.0]},
     ],
 )
-def test_absurd_rows_are_refused(row):
+def test_rows_beyond_the_limits_are_errors(row):
     with pytest.raises(UserError, match=r"^rows:1: "):
         content(row, "rows:1")

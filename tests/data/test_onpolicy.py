@@ -95,20 +95,20 @@ def test_a_finished_folder_is_not_made_again(target, tmp_path, monkeypatch):
 def test_a_run_that_keeps_no_refused_drafts_is_as_it_was(target, tmp_path):
     (row, *_) = made(target, tmp_path / "out")
     assert list(row) == ["input_ids", "loss_mask"]
-    assert "keep_refused" not in json.loads((tmp_path / "out" / "manifest.json").read_text())
-    with pytest.raises(UserError, match="made with keep_refused null, not true"):
-        made(target, tmp_path / "out", keep_refused=True)
+    assert "mark_rejected" not in json.loads((tmp_path / "out" / "manifest.json").read_text())
+    with pytest.raises(UserError, match="made with mark_rejected null, not true"):
+        made(target, tmp_path / "out", mark_rejected=True)
 
 
 def test_refused_tokens_by_hand():
     """Whole drafts, a refused one, none, and one that the text's end cut behind what was accepted of it."""
     steps = [Step(3, 3, 4), Step(3, 1, 2), Step(0, 0, 1), Step(3, 2, 2)]
-    assert onpolicy._refused(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
+    assert onpolicy._rejected(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
 
 
 def test_refused_drafts_are_those_of_the_steps_and_survive_a_kill(target, tmp_path, monkeypatch):
     monkeypatch.setattr(onpolicy, "_PIECE", 1)
-    rows = made(target, tmp_path / "whole", seed=5, keep_refused=True)
+    rows = made(target, tmp_path / "whole", seed=5, mark_rejected=True)
     assert [{name: row[name] for name in ("input_ids", "loss_mask")} for row in rows] == made(
         target, tmp_path / "plain", seed=5
     )
@@ -117,10 +117,10 @@ def test_refused_drafts_are_those_of_the_steps_and_survive_a_kill(target, tmp_pa
         own = Sampling(1.0, seed=5 + index)
         (steps,) = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).steps
         at = len(prompt) + 1
-        assert sum(row["refused"][:at]) == 0
+        assert sum(row["rejected"][:at]) == 0
         for step in steps:
             expected = [0] * (step.emitted - 1) + [step.accepted < step.drafted and step.emitted > step.accepted]
-            assert row["refused"][at : at + step.emitted] == expected
+            assert row["rejected"][at : at + step.emitted] == expected
             seen |= {(step.accepted, step.cut)}
             at += step.emitted
         assert at == len(row["input_ids"])
@@ -135,8 +135,8 @@ def test_refused_drafts_are_those_of_the_steps_and_survive_a_kill(target, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(batches.Batches, "write", killed)
         with pytest.raises(Cut):
-            made(target, tmp_path / "cut", seed=5, keep_refused=True)
-    assert made(target, tmp_path / "cut", seed=5, keep_refused=True) == rows
+            made(target, tmp_path / "cut", seed=5, mark_rejected=True)
+    assert made(target, tmp_path / "cut", seed=5, mark_rejected=True) == rows
 
 
 def test_a_folder_that_another_run_is_writing_is_refused(target, tmp_path, monkeypatch):
@@ -220,8 +220,8 @@ def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path
 
 
 def test_keeping_rejected_tokens_makes_an_adaptive_drafter_always_draft(target, tmp_path):
-    rows = made(target, tmp_path, drafter=adaptive(9.0, 9.0, 9.0), keep_refused=True)
-    assert sum(sum(row["refused"]) for row in rows) > 0
+    rows = made(target, tmp_path, drafter=adaptive(9.0, 9.0, 9.0), mark_rejected=True)
+    assert sum(sum(row["rejected"]) for row in rows) > 0
 
 
 def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):

@@ -14,8 +14,12 @@ from train.trainer import Collator, SpeculatorTrainer
 
 CONFIG = tiny_head(3).config
 ROWS = [
-    {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "loss_mask": [0, 0, 1, 1, 1, 1, 1, 1], "refused": [0, 0, 0, 1, 0, 1, 0, 1]},
-    {"input_ids": [9, 8, 7, 6, 5, 4], "loss_mask": [0, 1, 1, 1, 1, 1], "refused": [0, 0, 0, 0, 1, 0]},
+    {
+        "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "loss_mask": [0, 0, 1, 1, 1, 1, 1, 1],
+        "rejected": [0, 0, 0, 1, 0, 1, 0, 1],
+    },
+    {"input_ids": [9, 8, 7, 6, 5, 4], "loss_mask": [0, 1, 1, 1, 1, 1], "rejected": [0, 0, 0, 0, 1, 0]},
 ]
 
 

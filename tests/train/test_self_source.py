@@ -172,10 +172,10 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
     assert manifest["plain_seconds"] > 0
     assert "s without drafting)" in capsys.readouterr().err
     second = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
-    assert any(1 in row["refused"] for row in second)
+    assert any(1 in row["rejected"] for row in second)
     for row in second:
-        assert len(row["refused"]) == len(row["input_ids"])
-        assert not any(mark > learnt for mark, learnt in zip(row["refused"], row["loss_mask"], strict=True))
+        assert len(row["rejected"]) == len(row["input_ids"])
+        assert not any(mark > learnt for mark, learnt in zip(row["rejected"], row["loss_mask"], strict=True))
     asked = [
         {tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows}
         for rows in (load_from_disk(str(folder_of(config, target) / "rows")), second)
