@@ -64,3 +64,8 @@ NOT_TEXT: dict[str, Content] = {
     "UTF-16": '{"prompt": "x", "text": "x"}'.encode("utf-16"),
 }
 NOT_ROWS: dict[str, Content] = {"cut": '{"prompt": "x", "te', "number": "7"}
+
+
+def bad_rows(command: str, source: str = "bad.jsonl") -> list[Case]:
+    """Build one case for each bad source of rows that `command`, with `source` appended, reads."""
+    return bad_files(f"{command} {source}", "bad.jsonl", {**NOT_TEXT, **NOT_ROWS})

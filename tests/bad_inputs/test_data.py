@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from bad_inputs.cases import NOT_ROWS, NOT_TEXT, Case, bad_files, flags, table
+from bad_inputs.cases import Case, bad_rows, flags, table
 
 PREPARE = "data prepare --target TARGET --seq_length 16 --output out"
 GENERATE = "data generate --target TARGET --output out --max_new_tokens 4"
@@ -20,7 +20,7 @@ ROWS = [
     {"input_ids": [1, 2, 3], "loss_mask": [1]},
 ]
 SOURCES = [
-    *bad_files(f"{PREPARE} --sources bad.jsonl", "bad.jsonl", {**NOT_TEXT, **NOT_ROWS}),
+    *bad_rows(f"{PREPARE} --sources"),
     *(Case(f"{PREPARE} --sources bad.jsonl", "bad.jsonl", {"bad.jsonl": (json.dumps(row) + "\n") * 3}) for row in ROWS),
     Case(f"{PREPARE} --sources bad.jsonl.gz", "bad.jsonl.gz", {"bad.jsonl.gz": '{"text": "x"}\n'}),
     Case(f"{PREPARE} --sources bad.jsonl.gz", "bad", {"bad.jsonl.gz": gzip.compress(b'{"text": "x"}\n' * 1000)[:-20]}),

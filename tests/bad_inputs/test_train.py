@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bad_inputs.cases import NOT_ROWS, NOT_TEXT, Case, bad_files, flags, table
+from bad_inputs.cases import NOT_TEXT, Case, bad_files, bad_rows, flags, table
 
 SMALL = "--eval.prompt_tokens 16 --eval.max_new_tokens 16 --stage2.generate.prompt_tokens 16"
 SMALL += " --stage1.max_steps 10 --stage1.eval_steps 10 --stage1.save_steps 10 --stage2.max_steps 0"
@@ -58,7 +58,7 @@ PLACES = [
     Case(f"{RUN} --output_dir mine", "mine", {"mine/thesis.txt": "ten years"}),
     Case(f"{RUN} --output_dir mine --overwrite_output_dir", "mine", {"mine/thesis.txt": "ten years"}),
     Case(RUN, "config.yaml", {"run/config.yaml": "a: ["}),
-    *bad_files(f"{RUN} --data.sources [bad.jsonl]", "bad.jsonl", {**NOT_TEXT, **NOT_ROWS}),
+    *bad_rows(f"{RUN} --data.sources", "[bad.jsonl]"),
 ]
 
 

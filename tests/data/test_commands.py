@@ -136,10 +136,3 @@ def test_prepare_refuses_in_one_line_and_leaves_nothing(target, tmp_path, flags,
     error = capfd.readouterr().err.splitlines()[-1]
     assert re.match(f"data prepare: .*{message}", error)
     assert not (tmp_path / "rows").exists()
-
-
-def test_help_names_the_commands(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    out = capsys.readouterr().out
-    assert all(f"    {name} " in out for name in ("prepare", "generate", "view"))

@@ -147,14 +147,3 @@ def test_a_folder_whose_name_a_shell_would_change_is_that_folder(target_folder, 
         assert main(["generate", *flags, "--output", name]) == 0
         assert (tmp_path / name / "rows").is_dir()
     assert "a\\x1b[2J: 1 rows, 2 new tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [[], ["--sources", "x", "--prompts", "y"], ["--sources", "x", "--frobnicate"], ["--sources", "x", "--server", ""]],
-)
-def test_flags_that_do_not_parse_are_one_line(tmp_path, capsys, flags):
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", "--target", "t", "--output", str(tmp_path / "out"), *flags])
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1

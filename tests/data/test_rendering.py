@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.rendering import render
 from data.rows import SourceError
-from speculator.chat import DATA_DAY, chat_text
+from speculator.chat import DATA_DAY
 from speculator.prompts import Prompt
 
 
@@ -187,13 +187,6 @@ def test_a_token_that_the_tokenizer_lacks_is_named():
         rendered(tiny_tokenizer(), input_ids=[5, 300], loss_mask=[1, 1])
 
 
-def test_a_text_needs_an_end():
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(SourceError, match="no EOS token"):
-        rendered(tokenizer, text="x")
-
-
 def test_a_special_token_that_a_text_spells_is_text():
     tokenizer = chat_tokenizer("llama3")
     eos = tokenizer.eos_token_id
@@ -217,17 +210,3 @@ def test_a_template_that_writes_the_date_gives_the_same_rows_on_any_day():
     assert f"{datetime.now():%Y}" in tokenizer.decode(today), "who asks now is told the day"
     of_data = Prompt(DIALOGUES[1][:1], chat=True, today=DATA_DAY).tokens(tokenizer)
     assert tokenizer.decode(of_data).startswith("It is 26 July 2024.\n")
-
-
-@pytest.mark.parametrize("form", ["%F", "%e. %b, %-d", "%D %T", "%R", "%y%m%d", "%A %j"])
-def test_the_day_of_data_is_written_in_all_the_ways_that_there_are(form):
-    tokenizer = chat_tokenizer("qwen3", f"{{{{ strftime_now('{form}') }}}}|" + LOOP)
-    text = chat_text(tokenizer, DIALOGUES[1], today=DATA_DAY)
-    assert text.partition("|")[0] == DATA_DAY.strftime(form)
-
-
-def test_a_template_is_read_the_same_behind_the_day():
-    template = "  {% if true %}\nIt is {{ strftime_now('%Y') }}.\n  {% endif %}\n" + LOOP
-    tokenizer = chat_tokenizer("qwen3", template)
-    then, now = (chat_text(tokenizer, DIALOGUES[1], today=day) for day in (DATA_DAY, None))
-    assert then == now.replace(f"It is {datetime.now():%Y}", "It is 2024")

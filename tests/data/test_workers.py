@@ -16,7 +16,7 @@ from conftest import tiny_tokenizer
 from data import rendering, sources, workers
 from data.prepare import token_rows
 from data.rows import RowError
-from data.sources import SourceError, documents, token_documents
+from data.sources import SourceError, documents
 from data.tally import Tally
 from data.workers import map_in_order
 from speculator.errors import UserError
@@ -153,13 +153,6 @@ def test_rows_and_bad_ones_are_the_same_however_many_processes(tmp_path, monkeyp
     # Weights end one source before its end; what is read ahead of that, and counted, is more for more processes.
     seen = [rows for rows, _ in seen] if mixed else seen
     assert seen[0] == seen[1] == seen[2]
-
-
-def test_rows_in_another_order_would_be_seen(tmp_path, monkeypatch):
-    source = write(tmp_path / "a.jsonl", [{"text": f"row {i}"} for i in range(60)])
-    expected = list(token_documents([source], None, tiny_tokenizer()))
-    monkeypatch.setattr(rendering, "map_in_order", lambda work, items, _: map(work, reversed(list(items))))
-    assert list(token_documents([source], None, tiny_tokenizer(), processes=2)) != expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
