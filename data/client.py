@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 from datasets import Dataset
@@ -165,7 +166,12 @@ class _Server:
         self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
     ):
         self.url = re.sub(r"//[^/]*@", "//", base)  # without a password
-        if not re.match(r"https?://[^/:\s]", base):
+        try:
+            parts = urlsplit(base)
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port above 65535, or an address without its closing bracket
+            valid = False
+        if not valid:
             raise UserError(f"--server {self.url}: not a URL such as http://127.0.0.1:8000")
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         check_secret("$OPENAI_API_KEY", key)
