@@ -1,1 +1,1 @@
-"""Text into token rows: sources, packing, the prepared-row cache."""
+"""Turn text into rows of tokens: sources, rendering, packing, generation."""

@@ -89,8 +89,7 @@ def self_rows(
     Returns:
         Rows {"input_ids", "loss_mask": 1 on the answers}, with `mark_rejected` also "rejected". manifest.json holds the
         settings, "rows", "tokens" (of the answers), "dropped" (counts by reason), "seconds", and "passes": facts from
-        the manifest of each pass. With a drafter, "plain_seconds" estimates the time without drafting; with `previous`,
-        "before" holds the counts of the earlier chats.
+        the manifest of each pass. With `previous`, "before" holds the counts of the earlier chats.
 
     Raises:
         UserError: no user turn can be used, or see `generate_rows`.
@@ -176,25 +175,16 @@ def self_rows(
         "seconds": sum(each["seconds"] for each in passes),
         "passes": passes,
     }
-    if drafter:
-        facts["plain_seconds"] = sum(each["seconds"] * _speedup(each["tokens_per_second"]) for each in passes)
     if previous:
         manifest = read_json(previous / "manifest.json")
         facts["before"] = {key: manifest[key] for key in ("rows", "tokens", "seconds")}
     return work.conclude(lambda: ((chat.row(mark_rejected) for chat in written), facts))
 
 
-def _speedup(speed: dict[str, float | None]) -> float:
-    drafted, plain = speed["speculative"], speed["plain"]
-    return drafted / plain if drafted and plain else 1.0
-
-
 def summary(folder: Path) -> str:
     """Return one line about the chats in a folder."""
     manifest = read_json(folder / "manifest.json")
     rows = f"{folder}: {manifest['rows']:,} rows, {manifest['tokens']:,} new tokens, {manifest['seconds']:,.0f} s"
-    if "plain_seconds" in manifest:
-        rows += f" (about {manifest['plain_seconds']:,.0f} s without drafting)"
     dropped = _listed(Counter(manifest["dropped"])) or "none"
     return f"{rows}; dropped of {manifest['begun']:,} prompts that the target wrote: {dropped}"
 

@@ -154,7 +154,7 @@ def generate_rows(
 
 
 def identity(drafter: Drafter | None) -> str | None:
-    """Name a drafter and its weights: they decide which random number decides what."""
+    """Name a drafter and its weights; sampled rows depend on both, because they decide how random numbers are used."""
     if drafter is None:
         return None
     if not isinstance(drafter, HeadDrafter):

@@ -5,7 +5,7 @@ tokens. Prefix rendering finds the assistant's turns: the chat template renders 
 that turn; the difference is what the model would write.
 
 The text of a special token is plain text in texts and completions. In chats it becomes the special token, as on a
-server, because the template's own special tokens can't be told from those in messages.
+server: rendering does not separate the template's own special tokens from those in messages.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Tally:
             )
 
     def warn(self, name: str) -> None:
-        """Print the number of bad rows, the reasons, and the first few; print nothing if there are none."""
+        """Print the number of bad rows, the reasons, and the first few; print nothing if all rows are good."""
         if self.bad:
             log(f"{self._counts(name)} and are skipped: {self._kinds()}")
             for line in self.first:

@@ -39,23 +39,14 @@ def build_parser() -> OneLineParser:
     drafting.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="folder of a trained draft head (default: plain decoding)")
-    who.add_argument(
-        "--server",
-        nargs="+",
-        metavar="URL",
-        help="OpenAI-compatible servers that run the target and share the rows",
-    )
+    who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--sources",
-        nargs="+",
-        help="prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target "
-        "writes the prompts",
+    what = (
+        "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
     )
+    source.add_argument("--sources", nargs="+", help=what)
     source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder of the rows; an unfinished folder is resumed"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="output folder; an unfinished one is resumed")
     parser.add_argument("--max_rows", type=int, help=f"largest number of prompts (default: all; {ROWS} for self)")
     text = parser.add_argument_group("--sources of text")
     text.add_argument("--split", help="split of the sources (default: train)")
@@ -67,40 +58,18 @@ def build_parser() -> OneLineParser:
     own.add_argument("--prompt_temperature", type=float, help="sampling temperature of the user turns (default: 1)")
     own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
     parser.set_defaults(max_bad_rows=None)
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=256, help="largest number of new tokens per row (default: 256)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        help="sampling temperature; 0 decodes greedily; the rows cycle through several values (default: 1)",
-    )
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum new tokens per row (default: 256)")
+    what = "sampling temperature; 0 decodes greedily; the rows cycle through several values (default: 1)"
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help=what)
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
     parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens with this total probability (default: 1)",
+        "--top_p", type=float, default=1.0, help="total probability of the tokens to sample (default: 1)"
     )
-    parser.add_argument(
-        "--min_p",
-        type=float,
-        default=0.0,
-        help="sample from tokens at least this fraction as likely as the most likely one (default: 0)",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        help=f"rows decoded together (default: {BATCH_SIZE}); with --server: concurrent requests to each server "
-        f"(default: {CONCURRENCY})",
-    )
-    parser.add_argument(
-        "--num_speculative_tokens",
-        type=int,
-        help="tokens to draft per step (default: the fastest number on this machine)",
-    )
+    what = "minimum probability relative to the most likely token (default: 0)"
+    parser.add_argument("--min_p", type=float, default=0.0, help=what)
+    what = f"rows decoded together (default: {BATCH_SIZE}), or concurrent requests per server (default: {CONCURRENCY})"
+    parser.add_argument("--batch_size", type=int, help=what)
+    parser.add_argument("--num_speculative_tokens", type=int, help="tokens to draft per step (default: adaptive)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     return parser
 
