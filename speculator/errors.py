@@ -79,17 +79,10 @@ def check_text(where: str, text: str) -> None:
 def start() -> None:
     """Prepare a process for a command, before its imports, which take seconds.
 
-    Ctrl-C then ends the process at once with exit code 130. Closed standard streams become /dev/null, because the next
-    opened file would otherwise take their number. Characters that a stream can't encode are escaped.
+    Ctrl-C then ends the process at once with exit code 130. Characters that stdout or stderr can't encode are escaped.
     """
-    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
-        stream = getattr(sys, name)
-        if stream is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
-        elif number and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -101,12 +94,8 @@ def _leave(*_: Any) -> None:
 
 def check_secret(where: str, secret: str) -> None:
     """Raise a UserError for a key that a header can't contain; libraries would print it in their errors."""
-    refuse(
-        (
-            not re.fullmatch(r"[!-~]*", secret),
-            f"{where} contains a space, a line end or another character that a key can't contain",
-        )
-    )
+    if not re.fullmatch(r"[!-~]*", secret):
+        raise UserError(f"{where} contains a space, a line end or another character that a key can't contain")
 
 
 def hide(text: str, *secrets: str) -> str:
@@ -128,7 +117,8 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = work() or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         if started:
