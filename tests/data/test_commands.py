@@ -99,29 +99,6 @@ def test_view_shows_a_prepared_row_document_by_document(target, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["view", "nowhere.jsonl", "--target", "target"], "data view: no such source: nowhere.jsonl"),
-        (["view", "chats.jsonl", "--target", "./none"], "data view: can't load the tokenizer of './none': "),
-        (["view", "chats.jsonl", "--target", "target", "--rows", "0"], "data view: --rows must be at least 1"),
-        (["view", "empty.jsonl", "--target", "target"], "data view: empty.jsonl: no rows in it"),
-        (["view", "chats.jsonl"], "python -m data view: the following arguments are required: --target"),
-        (["show"], "python -m data: argument command: invalid choice: 'show'"),
-        ([], "python -m data: the following arguments are required: command"),
-    ],
-)
-def test_wrong_input_is_one_line(target, flags, message, capsys):
-    try:
-        code = main(flags)
-    except SystemExit as stop:
-        code = stop.code
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.startswith(message)
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
         (["--output", "no/rows"], "no folder"),
         (["--output", "rows", "--max_tokens", "8"], "--max_tokens"),
         (["--output", "rows", "--seq_length", "1"], "--seq_length"),

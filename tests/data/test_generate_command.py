@@ -89,17 +89,11 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch_size", "0"], "--batch_size"),
         (["--num_speculative_tokens", "2"], "--num_speculative_tokens"),
-        (["--temperature", "-1"], "temperature must be"),
         (["--speculator", "nowhere"], "nowhere"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--target", "./nowhere"], "nowhere"),
         (["--server", "http://127.0.0.1:9"], "no server at http://127.0.0.1:9"),
-        (["--server", "127.0.0.1"], "127.0.0.1"),
         (["--server", "http://127.0.0.1:99999"], "99999"),
         (["--output", "out\udcff"], "--output"),
-        (["--output", "/dev/null"], "--output"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tmp_path, capsys, flags, message):
@@ -116,22 +110,12 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
 @pytest.mark.parametrize(
     ("source", "flags", "message"),
     [
-        (
-            ["--prompts", "PROMPTS"],
-            ["--turns", "2", "--prompt_top_p", "1"],
-            "--turns, --prompt_top_p",
-        ),
-        (["--prompts", "PROMPTS"], ["--split", "train"], "--split"),
-        (["--sources", "TEXT"], ["--max_prompt_tokens", "9"], "--max_prompt_tokens"),
-        (
-            ["--sources", "TEXT"],
-            ["--server", "http://127.0.0.1:9", "--dtype", "bfloat16"],
-            "--dtype",
-        ),
+        (["--prompts", "PROMPTS"], ["--turns", "2", "--prompt_top_p", "1"], "--turns, --prompt_top_p"),
+        (["--sources", "TEXT"], ["--server", "http://127.0.0.1:9", "--dtype", "bfloat16"], "--dtype"),
         (["--sources", "self"], ["--prompt_tokens", "9", "--max_bad_rows", "0"], "--prompt_tokens, --max_bad_rows"),
     ],
 )
-def test_a_flag_that_would_do_nothing_is_refused(target_folder, text_file, tmp_path, capsys, source, flags, message):
+def test_a_flag_without_effect_is_an_error(target_folder, text_file, tmp_path, capsys, source, flags, message):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "x"}\n')
     source = [{"PROMPTS": str(prompts), "TEXT": str(text_file)}.get(word, word) for word in source]

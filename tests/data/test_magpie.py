@@ -152,7 +152,7 @@ def test_a_chat_whose_user_has_no_room_to_speak_ends_there(model, tmp_path, cont
     assert made(target, tmp_path / "out", turns=4)
 
 
-def test_what_can_not_fit_is_refused_before_anything_is_decoded(model, tmp_path, monkeypatch):
+def test_lengths_that_do_not_fit_the_context_are_an_error_before_decoding(model, tmp_path, monkeypatch):
     target = chatty(model)
     monkeypatch.setattr("data.magpie.generate_rows", None)
     with pytest.raises(UserError, match=f"do not fit .*, with a context of {target.context_length}"):

@@ -99,7 +99,7 @@ def test_masks_go_with_their_tokens(source, tmp_path):
     assert len(kept) > 80
 
 
-def test_a_mask_that_leaves_nothing_is_refused(source, tmp_path):
+def test_masks_without_any_loss_are_an_error(source, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"input_ids": [i, 5, 6], "loss_mask": [0, 0, 0]}) + "\n" for i in range(100)))
     with pytest.raises(SourceError, match="no token has loss"):
@@ -139,10 +139,6 @@ def test_saved_rows_are_a_source_with_the_same_rows_and_splits(source, tmp_path)
         save_rows([str(source)], tokenizer, 16, folder)
 
 
-def test_max_tokens_bounds_the_rows(source):
-    assert len(prepare(source, max_tokens=100)) == 6
-
-
 def _prepare_in_a_process(source, queue):
     queue.put((os.getpid(), prepare(source)["input_ids"][0]))
 
@@ -158,23 +154,6 @@ def test_processes_that_come_together_share_one_preparation(source, tmp_path):
         process.join()
     assert results[0] == results[1]
     assert len(folders(tmp_path)) == 1
-
-
-def test_too_little_text_is_an_error(tmp_path, source):
-    short = tmp_path / "short.txt"
-    short.write_text("x")
-    with pytest.raises(SourceError, match="does not fill one row"):
-        prepare(short)
-
-
-def test_a_disk_that_is_full_is_one_line(source, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("datasets.Dataset.save_to_disk", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        prepare(source)
-    assert not folders(tmp_path)
 
 
 def test_a_preparation_that_waits_for_another_names_the_lock_file(source, tmp_path, capfd):

@@ -10,7 +10,6 @@ from datasets import Dataset, DatasetDict
 from data.packing import pack
 from data.prompts import Room, prompts
 from data.sources import SourceError, documents, token_documents
-from data.tally import Tally
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -124,18 +123,3 @@ def test_prompts_are_drawn_by_weight(tmp_path):
     tokenizer = tiny_tokenizer()
     found = prompts([f"{sources[0]}@0.75", f"{sources[1]}@0.25"], None, tokenizer, 8, 40)
     assert [tokenizer.decode(ids)[0] for ids in found].count("a") == 30
-
-
-def test_tokens_of_another_tokenizer_are_no_prompt(tmp_path):
-    tokenizer = tiny_tokenizer()
-    rows = [{"input_ids": [i % 50 + 1] * 9, "loss_mask": [0] * 5 + [1] * 4} for i in range(200)]
-    rows[0]["input_ids"][0] = len(tokenizer)
-    splits = {"train": Dataset.from_list(rows)}
-    splits |= {name: Dataset.from_list(rows[1:2]) for name in ("validation", "held-out")}
-    DatasetDict(splits).save_to_disk(tmp_path / "rows")
-    tally = Tally(1.0)
-    found = prompts([str(tmp_path / "rows")], "train", tokenizer, 4, 999, tally=tally)
-    assert len(found) == 199
-    assert max(map(max, found)) <= 50
-    with pytest.raises(SourceError, match=f"token {len(tokenizer)}, but the tokenizer has {len(tokenizer)}"):
-        prompts([str(tmp_path / "rows")], "train", tokenizer, 4, 999)

@@ -110,7 +110,7 @@ THOUGHTS = [
     [(template, DIALOGUES[1]) for template in BROKEN.values()] + [(None, messages) for messages in THOUGHTS],
     ids=[*BROKEN, "leaves earlier thinking out", "leaves earlier reasoning_content out"],
 )
-def test_a_template_that_breaks_prefix_rendering_is_refused(template, messages):
+def test_a_template_that_breaks_prefix_rendering_is_an_error(template, messages):
     with pytest.raises(SourceError, match=r"some/rows\.jsonl:7: the chat template breaks prefix rendering") as error:
         rendered(chat_tokenizer("qwen3", template), messages=messages)
     assert "\n" not in str(error.value)

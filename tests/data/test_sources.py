@@ -8,7 +8,6 @@ import pytest
 from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
-from data import python_sources
 from data.readers import hub_dataset
 from data.sources import (
     SPLITS,
@@ -95,11 +94,6 @@ def test_a_long_text_file_has_a_share_in_every_split(tmp_path):
     assert "".join(row["text"] for row in pieces) == text
 
 
-def test_a_row_may_hold_any_line_separator(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    assert [row["text"] for row in documents([str(tmp_path / "rows.jsonl")], None)] == ["a\u2028b\x85c"]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_jsonl_and_txt_are_read_gzipped_or_not(tmp_path, packed):
     def write(name, text):
@@ -183,24 +177,6 @@ def test_a_saved_dataset_with_our_splits_keeps_them(tmp_path):
     with pytest.raises(SourceError, match=r"other holds the splits test: .*other/test"):
         contents(str(tmp_path / "other"))
     assert len(contents(str(tmp_path / "other" / "test"))) == 30
-
-
-def test_a_saved_dataset_with_a_train_split_alone_is_split(tmp_path):
-    rows = Dataset.from_list([{"text": f"a text {i}"} for i in range(300)])
-    DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
-    counts = [len(list(documents([str(tmp_path / "saved")], name))) for name in SPLITS]
-    assert sum(counts) == 300
-    assert min(counts) > 0
-
-
-def test_rows_of_a_saved_dataset_are_read_one_by_one(tmp_path, monkeypatch):
-    Dataset.from_list([{"text": f"a text {i}", "picture": i} for i in range(300)]).save_to_disk(tmp_path / "saved")
-    read = []
-    plain = Dataset.__iter__
-    monkeypatch.setattr(Dataset, "__iter__", lambda rows: (read.append(row) or row for row in plain(rows)))
-    assert next(documents([str(tmp_path / "saved")], None))["text"] == "a text 0"
-    assert len(read) < 300
-    assert all("picture" not in row for row in read)
 
 
 def test_of_the_targets_own_text_the_rows_alone_are_looked_at(tmp_path):
@@ -299,16 +275,3 @@ def test_a_name_that_ends_in_a_weight_is_a_name_where_it_is_there(tmp_path):
     assert parse([f"{here}@2@3", f"{here}@1"]) == [Source(f"{here}@2", 3.0), Source(here, 1.0)]
     assert contents(f"{here}@2") == [{"text": "texts@2"}]
     assert contents(here) == [{"text": "texts"}]
-
-
-def test_a_missing_source_is_named():
-    with pytest.raises(SourceError, match="nowhere"):
-        list(documents(["nowhere.jsonl"], "train"))
-
-
-def test_a_link_to_nothing_among_the_python_sources_is_passed_over(tmp_path, monkeypatch):
-    (tmp_path / "good.py").write_text("x = 1  # a line of some length\n" * 99)
-    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
-    monkeypatch.setattr("data.python_sources.sysconfig.get_path", lambda name: str(tmp_path))
-    assert fingerprint("python-sources")
-    assert [row["id"] for row in python_sources.documents(10**6)] == ["good.py"]
