@@ -28,11 +28,12 @@ from speculator.errors import UserError, check_secret, first_line, hide, refuse
 CONCURRENCY = 32
 """Concurrent requests to each server."""
 _RETRIES = 10  # the client doubles the delay from 0.5 s up to 8 s, so a server may be away for about a minute
+_REQUEST_SECONDS = 1200.0  # for one row, retries included
 _FIRST_SECONDS = 30.0  # timeout of the first request to a server
 _PROBE_TOKENS = 32
 _PROBE_PROMPTS = 4
 _WARM = 0.5  # from this temperature on, two seeds should give different texts
-_UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
+_UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ async def _fetch(
     completions: dict[int, dict[int, list[int]]] = {batch: {} for batch in batches}
     rows_by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
 
-    def drop(server: _Server, error: openai.APIError) -> None:
+    def drop(server: _Server, error: Exception) -> None:
         fault = server.describe(error)
         if server in available:
             available.remove(server)
@@ -183,11 +184,14 @@ class _Server:
         self._model, self._tokenizer, self._sampling, self._max_new_tokens = target, tokenizer, sampling, max_new_tokens
         self._end_tokens: dict[bool, int | None] = {}
 
-    def describe(self, error: openai.APIError) -> str:
+    def describe(self, error: Exception) -> str:
         """Return one line that names the server and what went wrong, without secrets."""
+        if isinstance(error, asyncio.TimeoutError):
+            return f"{self.url}: no answer within {_REQUEST_SECONDS:g} seconds"
         if isinstance(error, openai.APIStatusError):
             return hide(f"{self.url}: {first_line(error)[:300]}", *self._secrets)
-        return hide(f"no server at {self.url}: {first_line(error.__cause__ or error)[:300]}", *self._secrets)  # type: ignore[arg-type]
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self._secrets)
 
     async def probe(self, prompts: Sequence[RenderedPrompt], seed: int) -> None:
         """Find the model's name, and check that two seeds give two texts for at least one prompt."""
@@ -214,7 +218,7 @@ class _Server:
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
         try:
-            answer = await self.client.completions.create(
+            request = self.client.completions.create(
                 model=self._model,
                 prompt=prompt.ids,
                 max_tokens=max_tokens,
@@ -223,6 +227,7 @@ class _Server:
                 seed=seed,
                 extra_body={**samplers, "return_token_ids": True},
             )
+            answer = await asyncio.wait_for(request, _REQUEST_SECONDS)
             choice = answer.choices[0]
             tokens = getattr(choice, "token_ids", None) or self._tokenize(prompt, choice.text, choice.finish_reason)
         except _UNAVAILABLE:

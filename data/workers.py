@@ -21,8 +21,6 @@ from speculator.errors import UserError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-PROCESSES = range(1, 257)
-"""Accepted values of num_proc."""
 _SERIAL_ITEMS = 16  # starting processes takes longer than these
 _MAX_DEFAULT = 8  # one process can't feed more
 _work: Callable[[Any], Any]  # set in each worker

@@ -11,7 +11,6 @@ from pyarrow import compute
 
 from data.magpie import SELF, names_self, only_self, prompt_sampling_of
 from data.sources import parse
-from data.workers import PROCESSES
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.target.model import Target
@@ -43,8 +42,8 @@ def settings(config: RunConfig) -> None:
     _positive("data", config.data, "seq_length", "max_package_bytes")
     if config.data.max_tokens is not None:
         _positive("data", config.data, "max_tokens")
-    if config.data.num_proc not in (None, *PROCESSES):
-        raise UserError(f"data.num_proc must be in 1..{PROCESSES[-1]}")
+    if config.data.num_proc is not None and config.data.num_proc < 1:
+        raise UserError("data.num_proc must be at least 1")
     if not 0 <= config.data.max_bad_rows <= 1:
         raise UserError(f"data.max_bad_rows {config.data.max_bad_rows} is not a share in 0..1")
     own_source(config)

@@ -12,7 +12,6 @@ from pathlib import Path
 from data.prepare import save_rows
 from data.rendering import load_tokenizer
 from data.tally import add_max_bad_rows
-from data.workers import PROCESSES
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder
 
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_output_folder("--output", arguments.output)
     parent = arguments.output.absolute().parent
     refuse(
-        (arguments.num_proc not in (None, *PROCESSES), f"--num_proc must be in 1..{PROCESSES[-1]}"),
+        (arguments.num_proc is not None and arguments.num_proc < 1, "--num_proc must be at least 1"),
         (arguments.max_package_bytes < 1, "--max_package_bytes must be at least 1"),
         (arguments.output.exists(), f"--output {arguments.output} already exists: choose a new folder"),
         (not parent.is_dir(), f"--output {arguments.output}: no folder {parent}"),

@@ -1,4 +1,4 @@
-"""Rows that can't be used are passed over, counted and shown; too many of them are an error."""
+"""Bad rows are skipped, counted and reported; too many of them are an error."""
 
 import json
 
@@ -43,7 +43,7 @@ def prepared(source, most=0.05, length=16):
     return token_rows([source], "train", chat_tokenizer("llama3"), length, max_bad_rows=most)
 
 
-def test_bad_rows_are_left_out_counted_by_reason_and_shown(tmp_path, capsys):
+def test_bad_rows_are_skipped_and_counted_by_reason(tmp_path, capsys):
     source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
     rows = prepared(source)
     assert len(rows) > 50
@@ -57,7 +57,7 @@ def test_bad_rows_are_left_out_counted_by_reason_and_shown(tmp_path, capsys):
     assert all("chats.jsonl:20" in line for line in said[1:])
 
 
-def test_who_finds_the_rows_made_says_the_same(tmp_path, capsys):
+def test_cached_rows_repeat_the_warning(tmp_path, capsys):
     source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
     prepared(source)
     first = capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_a_hopeless_source_is_not_read_to_its_end(tmp_path, monkeypatch):
         next(rows)
 
 
-def test_what_a_template_refuses_is_a_bad_row(tmp_path):
+def test_a_chat_that_the_template_rejects_is_a_bad_row(tmp_path):
     system = {"messages": [{"role": "system", "content": "x"}, *[{"role": "user", "content": "y"}] * 2]}
     source = write(tmp_path / "rows.jsonl", [*GOOD, system])
     tally = Tally(0.05)
@@ -97,7 +97,7 @@ def test_what_a_template_refuses_is_a_bad_row(tmp_path):
         list(token_documents([source], None, chat_tokenizer("gemma")))
 
 
-def test_saved_rows_and_prompts_pass_over_them_too(tmp_path, capsys):
+def test_saved_rows_and_prompts_skip_bad_rows_too(tmp_path, capsys):
     source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
     counts = save_rows([source], chat_tokenizer("llama3"), 16, tmp_path / "rows", max_bad_rows=0.05)
     assert set(counts) == set(SPLITS)
@@ -107,7 +107,7 @@ def test_saved_rows_and_prompts_pass_over_them_too(tmp_path, capsys):
     assert tally.bad == 4
 
 
-def test_the_command_counts_and_refuses(tmp_path, target_folder, capsys):
+def test_the_command_counts_bad_rows_and_limits_them(tmp_path, target_folder, capsys):
     texts = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(60)]
     source = write(tmp_path / "texts.jsonl", [*texts, {"txt": "x"}, {"text": 5}])
     flags = ["--target", str(target_folder), "--sources", source, "--output", str(tmp_path / "out"), "--split", "train"]

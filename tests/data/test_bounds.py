@@ -35,7 +35,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert [row["text"] for row in read(tmp_path)] == ["b\nc", "d", "e", "a"]
 
 
-def test_of_a_text_that_is_not_utf8_the_pieces_that_are_stay(tmp_path):
+def test_the_valid_pieces_of_a_text_that_is_not_utf8_stay(tmp_path):
     lines = [f"line {i} of a book\n".encode() for i in range(3000)]
     lines[10] = "Größe\n".encode("latin-1")
     (tmp_path / "book.txt").write_bytes(b"".join(lines))

@@ -207,6 +207,13 @@ def test_a_lasting_fault_is_one_line(serve, tokenizer, tmp_path, fault):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_server_that_never_answers_is_an_error(serve, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_REQUEST_SECONDS", 0.3)
+    server = serve()
+    server.reply = lambda handler: server.gone.wait()
+    assert server.url in error_of(server, tokenizer, tmp_path)
+
+
 def test_requests_run_concurrently_up_to_the_limit(serve, tokenizer, tmp_path):
     server = serve(delay=0.02)
     prompts = text_prompts(tokenizer) * 8
@@ -232,7 +239,7 @@ def test_a_finished_folder_is_read_without_a_request(serve, tokenizer, tmp_path)
     assert len(server.bodies) == asked
 
 
-def test_killed_it_asks_only_for_what_is_missing(serve, tokenizer, tmp_path, target_folder):
+def test_a_killed_run_requests_only_the_missing_rows(serve, tokenizer, tmp_path, target_folder):
     server = serve(delay=0.05)
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out"
     texts = [f"{text}  # {number}" for number in range(6) for text in TEXTS]

@@ -1,4 +1,4 @@
-"""The commands as a user types them: what they print, write and refuse."""
+"""`python -m data prepare` and `view`: what they print and write."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_prepare_writes_rows_and_counts_them(target, tmp_path, capsys):
     assert {split: len(rows) for split, rows in load_from_disk("few").items()}["train"] == 3
 
 
-def test_view_marks_what_is_learnt(target, capsys):
+def test_view_marks_the_text_with_loss(target, capsys):
     assert main(["view", "chats.jsonl", "--target", target, "--rows", "2"]) == 0
     first, second = re.split(r"\n(?=---)", capsys.readouterr().out)
     assert re.match(r"--- chats.jsonl:1: \d+ tokens, \d+ with loss\n", first)
@@ -108,7 +108,7 @@ def test_view_shows_a_prepared_row_document_by_document(target, capsys):
         (["--output", "rows", "--sources", "chats.jsonl@0.5", "target"], "target has no weight"),
     ],
 )
-def test_prepare_refuses_in_one_line_and_leaves_nothing(target, tmp_path, flags, message, capfd):
+def test_wrong_input_of_prepare_is_one_line_and_writes_nothing(target, tmp_path, flags, message, capfd):
     assert prepare(target, *flags) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert re.match(f"data prepare: .*{message}", error)

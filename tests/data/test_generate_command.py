@@ -1,4 +1,4 @@
-"""`python -m data generate` as users type it."""
+"""`python -m data generate` on the command line."""
 
 import gzip
 import json
@@ -123,7 +123,7 @@ def test_a_flag_without_effect_is_an_error(target_folder, text_file, tmp_path, c
     assert capsys.readouterr().err.startswith(f"data generate: {message}")
 
 
-def test_a_folder_whose_name_a_shell_would_change_is_that_folder(target_folder, tmp_path, monkeypatch, capsys):
+def test_an_output_folder_may_have_any_name(target_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
     flags = ["--target", str(target_folder), "--prompts", "in.jsonl", "--max_new_tokens", "2"]

@@ -1,4 +1,4 @@
-"""The source `self`: chats that the target writes alone, whatever its template, the same after a kill."""
+"""The source `self`: chats that the target writes, with any chat template, the same after a kill."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ def made(target, folder, **changes):
     return list(self_rows(target, settings.pop("drafter", None), folder, **{**settings, **changes}))
 
 
-def test_what_a_template_writes_around_turns_is_found_by_rendering():
+def test_rendering_finds_the_text_around_turns():
     assert turn_texts(tokenizer_of(CHATML), several=True).__dict__ == {
         "before": "<|im_start|>user\n",
         "ask": "<|im_end|>\n<|im_start|>assistant\n",
@@ -37,7 +37,7 @@ def test_what_a_template_writes_around_turns_is_found_by_rendering():
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_rows_are_chats_with_the_answers_to_learn(model, tmp_path, turns):
+def test_only_the_answers_of_written_chats_have_loss(model, tmp_path, turns):
     target = chatty(model)
     rows = made(target, tmp_path / "out", turns=turns)
     end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -69,14 +69,14 @@ def test_a_template_of_plain_words_ends_a_turn_where_the_answer_begins(model, tm
     assert all(target.tokenizer.decode(row["input_ids"]).startswith("Q: ") for row in made(target, tmp_path / "out"))
 
 
-def test_a_target_without_a_template_goes_on_with_what_it_began(model, tmp_path):
+def test_a_target_without_a_template_continues_its_text(model, tmp_path):
     target = chatty(model, None)
     for row in made(target, tmp_path / "out", max_prompt_tokens=4):
         assert row["loss_mask"].index(1) == 5
         assert row["input_ids"][0] == target.tokenizer.eos_token_id
 
 
-def test_prompts_that_can_not_be_used_are_dropped_and_said_why(model):
+def test_unusable_user_turns_are_dropped_with_a_reason(model):
     target = chatty(model)
     end, start = target.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     writer = UserTurns(target, 1, 24, 12)
@@ -94,7 +94,7 @@ def test_prompts_that_can_not_be_used_are_dropped_and_said_why(model):
     assert fault(" ".join(map(str, range(100))), end) == "without room for an answer"
 
 
-def test_texts_that_say_nearly_the_same_are_found():
+def test_near_duplicates_are_found():
     seen = NearDuplicates()
     text = "Write a function that reads a file of comma separated values and gives the mean of its second column."
     assert not seen.add(text)
@@ -104,7 +104,7 @@ def test_texts_that_say_nearly_the_same_are_found():
     assert seen.add(text)
 
 
-def test_a_text_loops_if_most_of_it_came_before():
+def test_a_text_is_repetitive_if_most_ngrams_repeat():
     assert is_repetitive([1, 2, 3] * 10)
     assert not is_repetitive([1, 2, 3] * 3)  # a short one may
     assert not is_repetitive(list(range(40)))
@@ -133,7 +133,7 @@ def test_wrong_flags_are_one_line_and_leave_nothing(target_folder, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_says_what_was_written_and_dropped(model, tmp_path, capsys):
+def test_the_command_prints_the_number_of_dropped_prompts(model, tmp_path, capsys):
     folder = save(chatty(model), tmp_path / "target")
     sizes = ["--max_rows", "60", "--max_prompt_tokens", "24", "--max_new_tokens", "12", "--batch_size", "8"]
     assert (
@@ -146,7 +146,7 @@ def test_the_command_says_what_was_written_and_dropped(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("context_length", [44, 48, 52])
-def test_a_chat_whose_user_has_no_room_to_speak_ends_there(model, tmp_path, context_length):
+def test_a_chat_ends_if_the_next_user_turn_does_not_fit(model, tmp_path, context_length):
     target = chatty(model)
     target.context_length = context_length
     assert made(target, tmp_path / "out", turns=4)

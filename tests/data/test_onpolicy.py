@@ -1,4 +1,4 @@
-"""Text by the target through the decoder: its distribution, its order, the same rows whatever interrupts the work."""
+"""Generated rows: their distribution, their order, and the same rows after any interruption."""
 
 import json
 import signal
@@ -68,7 +68,7 @@ def test_a_row_ends_with_eos_and_keeps_it(target, tmp_path):
         assert end[-1] == 3 or len(end) == 12
 
 
-def test_the_manifest_says_what_was_made_and_how_fast(target, tmp_path):
+def test_the_manifest_records_settings_and_speed(target, tmp_path):
     rows = made(target, tmp_path, sampling=Sampling(0.8, top_k=9), seed=2, batch_size=7)  # a lone batch is clocked too
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["rows"] == len(PROMPTS)
@@ -148,7 +148,7 @@ class Cut(BaseException):
     """The process ends here."""
 
 
-def test_whatever_write_is_the_last_the_same_call_makes_the_same_rows(target, tmp_path, monkeypatch):
+def test_a_run_killed_at_any_write_resumes_to_the_same_rows(target, tmp_path, monkeypatch):
     """Each rename and each removal of a folder in turn is where the process ends: just before it, or just after."""
     monkeypatch.setattr(onpolicy, "_PIECE", 1)
     expected = made(target, tmp_path / "whole")
@@ -324,7 +324,7 @@ def test_another_head_in_the_same_folder_is_an_error(target, tmp_path):
 @pytest.mark.parametrize(
     ("prompts", "message"), [([], "no prompt"), ([[1], []], "prompt 2 is empty"), ([[1] * 128], "prompt 1")]
 )
-def test_prompts_that_cannot_be_continued_leave_nothing_behind(target, tmp_path, prompts, message):
+def test_prompts_that_cannot_be_continued_write_nothing(target, tmp_path, prompts, message):
     with pytest.raises(UserError, match=message):
         made(target, tmp_path / "out", prompts=prompts)
     assert not (tmp_path / "out").exists()

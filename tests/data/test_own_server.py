@@ -1,4 +1,4 @@
-"""`data generate --server` from our own server: the rows that the engine makes here."""
+"""`data generate --server` with this project's server gives the rows of the local engine."""
 
 import pytest
 from chat_templates import chat_tokenizer

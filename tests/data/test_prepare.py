@@ -106,7 +106,7 @@ def test_masks_without_any_loss_are_an_error(source, tmp_path):
         prepare(file)
 
 
-def test_a_bad_row_leaves_nothing_behind(source, tmp_path):
+def test_a_bad_row_leaves_no_files(source, tmp_path):
     (source / "rows.jsonl").write_text('{"text": "a"}\nnot json\n')
     with pytest.raises(SourceError, match=r"rows\.jsonl:2: not JSON"):
         prepare(source)

@@ -1,4 +1,4 @@
-"""Prompts out of sources: which part of a document is asked."""
+"""Prompts of each kind of document."""
 
 import json
 
@@ -19,7 +19,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_prompts_are_cuts_of_texts_and_the_openings_of_answers(tmp_path):
+def test_each_kind_of_document_gives_its_prompt(tmp_path):
     tokenizer = chat_tokenizer("llama3")
     rows = [
         {"text": "too short"},
@@ -48,7 +48,7 @@ TURNS = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in 
 ROOM = Room("tiny", 128, 16)
 
 
-def test_an_evaluation_asks_what_the_user_asked_last(tmp_path):
+def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
     source, tokenizer = write(tmp_path / "chats.jsonl", [{"messages": TURNS}]), chat_tokenizer("qwen3")
     [first], [last] = (prompts([source], None, tokenizer, 8, 9, last_turn=last) for last in (False, True))
     assert tokenizer.decode(first) == "<|im_start|>user\nuser 0<|im_end|>\n<|im_start|>assistant\n"
@@ -56,7 +56,7 @@ def test_an_evaluation_asks_what_the_user_asked_last(tmp_path):
     assert tokenizer.decode(last).endswith("user 2<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_prompts_that_leave_no_room_are_left_out_and_counted(tmp_path, capsys):
+def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 60}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
     found = prompts([source], None, tokenizer, 8, 9, room=ROOM)
@@ -67,7 +67,7 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted(tmp_path, capsys):
         prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 128, 120))
 
 
-def test_prompts_longer_than_rows_of_training_are_left_out_where_they_are_trained_on(tmp_path, capsys):
+def test_prompts_longer_than_training_rows_are_skipped(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 30}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
     assert len(prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 1024, 16, 99))) == 2
@@ -107,7 +107,7 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
     assert set(texts) & cuts
 
 
-def test_prompts_of_packed_texts_are_cuts_as_before(tmp_path):
+def test_packed_texts_give_prompts_of_the_given_length(tmp_path):
     rows = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(100)]
     source = packed(tmp_path, rows, tiny_tokenizer(), 16)
     found = prompts([source], "train", tiny_tokenizer(), 8, 5)

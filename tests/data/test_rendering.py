@@ -1,4 +1,4 @@
-"""What of a document is learnt: checked by string search and character offsets, which the package does not use."""
+"""Loss masks, checked by string search and character offsets, which the package does not use."""
 
 from datetime import datetime
 
@@ -64,7 +64,7 @@ def test_a_system_message_is_context():
     assert learnt(tokenizer, document) == "Hi<|eot_id|>"
 
 
-def test_thinking_in_the_last_turn_is_learnt():
+def test_thinking_in_the_last_turn_has_loss():
     tokenizer = chat_tokenizer("qwen3")
     messages = chat("one?", "1", "two?", "<think>\nafter one\n</think>\n\n2")
     [document] = rendered(tokenizer, messages=messages)
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_inside_a_chat():
     assert document["loss_mask"] == [0, 0, 0, 1, 1]
 
 
-def test_of_a_prompt_with_its_completion_the_completion_is_learnt():
+def test_only_the_completion_of_a_prompt_has_loss():
     tokenizer = tiny_tokenizer()
     [document] = rendered(tokenizer, prompt="def f(x):\n", completion="    return x\n")
     assert tokenizer.decode(document["input_ids"]) == "def f(x):\n    return x\n<eos>"
@@ -169,7 +169,7 @@ def test_of_a_prompt_with_its_completion_the_completion_is_learnt():
     assert sorted(document["loss_mask"]) == document["loss_mask"]
 
 
-def test_of_a_text_everything_is_learnt():
+def test_every_token_of_a_text_has_loss():
     tokenizer = chat_tokenizer("gemma")
     [document] = rendered(tokenizer, text="import os")
     assert tokenizer.decode(document["input_ids"]) == "<bos>import os<eos>"

@@ -131,7 +131,7 @@ def test_a_folder_gives_all_its_files(tmp_path):
     assert contents(str(tmp_path)) == [*CONTENTS[:2], {"text": "listed"}, {"text": "a page"}]
 
 
-def test_copies_of_a_chat_are_dropped_and_what_differs_is_not(tmp_path):
+def test_only_exact_copies_of_a_chat_are_dropped(tmp_path):
     other = [CHAT[0], {"role": "assistant", "content": "Hello!"}]
     rows = [{"messages": CHAT}, {"messages": other}, {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "x"}]}]
     assert len(contents(write(tmp_path / "rows.jsonl", rows))) == 3
@@ -160,7 +160,7 @@ def test_the_hub_is_read_through_the_library_with_config_and_split(tmp_path, mon
         contents("org/name/main:test")
 
 
-def test_what_is_neither_here_nor_on_the_hub_is_one_line(monkeypatch):
+def test_a_source_that_does_not_exist_is_one_line(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match="nobody/nothing") as error:
@@ -179,7 +179,7 @@ def test_a_saved_dataset_with_our_splits_keeps_them(tmp_path):
     assert len(contents(str(tmp_path / "other" / "test"))) == 30
 
 
-def test_of_the_targets_own_text_the_rows_alone_are_looked_at(tmp_path):
+def test_a_generated_folder_is_read_from_its_rows(tmp_path):
     Dataset.from_list([{"text": "a text"}]).save_to_disk(tmp_path / "rows")
     (tmp_path / "manifest.json").write_text("{}")
     before = fingerprint(str(tmp_path))
@@ -211,7 +211,7 @@ def test_weights_are_shares_of_tokens_at_every_point(tmp_path):
     assert [row["id"] for row in again] == [row["id"] for row in rows]
 
 
-def test_however_sources_are_mixed_a_copy_is_in_one_split_only(tmp_path):
+def test_copies_are_in_one_split_with_any_weights(tmp_path):
     long, short = mixed(tmp_path)
     for weights in ((1, 1), (1, 30), (30, 1)):
         seen = [set(), set()]
@@ -257,7 +257,7 @@ def test_a_wrong_weight_is_an_error_that_names_its_source(sources, message):
         ("rows.jsonl.gz", "not gzip", "rows.jsonl.gz"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_an_unreadable_row_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     for source in (tmp_path / name, tmp_path):
         if source.is_file() or name != "model.bin":
@@ -266,7 +266,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
             assert "\n" not in str(error.value)
 
 
-def test_a_name_that_ends_in_a_weight_is_a_name_where_it_is_there(tmp_path):
+def test_an_existing_file_may_be_named_like_a_weight(tmp_path):
     for name in ("texts", "texts@2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "page.txt").write_text(name)

@@ -1,4 +1,4 @@
-"""Work in several processes: the same results in the same order, and nobody left behind."""
+"""Several processes give the same results in the same order, and none outlives its parent."""
 
 import json
 import multiprocessing
@@ -47,7 +47,7 @@ def test_results_come_in_the_order_of_the_items(processes):
     assert not multiprocessing.active_children()
 
 
-def test_no_more_is_drawn_ahead_than_there_are_processes():
+def test_at_most_one_item_per_process_is_read_ahead():
     drawn = []
     results = map_in_order(slowly, (drawn.append(i) or i for i in range(100)), 3)
     for count, _ in enumerate(results, start=1):
@@ -64,7 +64,7 @@ def broken(item: int, error: Exception) -> int:
     return item
 
 
-def test_what_a_process_raises_is_raised_here():
+def test_errors_of_a_worker_are_raised():
     row = RowError("file:3", "said of 5", "said of any")
     results = map_in_order(partial(broken, error=row), range(20), 2)
     found = []
@@ -88,7 +88,7 @@ def test_a_process_that_is_killed_is_one_line():
     assert not multiprocessing.active_children()
 
 
-def test_the_end_of_processes_that_have_just_begun_is_no_signal_to_who_watches_ours():
+def test_ending_workers_sends_no_signal_to_the_parent():
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing)
@@ -104,7 +104,7 @@ def test_the_end_of_processes_that_have_just_begun_is_no_signal_to_who_watches_o
         assert stream.read() == b""
 
 
-def test_processes_end_with_one_that_is_killed():
+def test_workers_end_when_the_parent_is_killed():
     reading, writing = os.pipe()
     if not (child := os.fork()):
         for _, pid in map_in_order(slowly, range(10**9), 2):
@@ -138,7 +138,7 @@ def a_row(i: int) -> dict | str:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_rows_and_bad_ones_are_the_same_however_many_processes(tmp_path, monkeypatch, capsys, mixed):
+def test_rows_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch, capsys, mixed):
     given = [
         write(tmp_path / f"{name}.jsonl", [a_row(i) for i in range(start, start + 150)]) + weight * mixed
         for name, start, weight in (("a", 0, "@0.7"), ("b", 100, "@0.3"))
@@ -156,7 +156,7 @@ def test_rows_and_bad_ones_are_the_same_however_many_processes(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_however_many_sources_are_mixed_each_is_read_at_most_twice(tmp_path, monkeypatch, count):
+def test_a_mixed_source_is_read_at_most_twice(tmp_path, monkeypatch, count):
     """Rows 0..59 of the k-th are 20 k onwards, so each has some of the one before."""
     given = [
         write(tmp_path / f"{k}.jsonl", [{"text": f"row {i}"} for i in range(20 * k, 20 * k + 60)]) for k in range(count)
@@ -182,7 +182,7 @@ def token_file(path: Path, learnt: list[int]) -> str:
     return write(path, [{"input_ids": [i % 300] * 16, "loss_mask": [mask] * 16} for i, mask in enumerate(learnt)])
 
 
-def test_the_first_rows_are_those_of_the_whole_and_the_rest_is_not_tokenised(tmp_path, monkeypatch):
+def test_first_rows_match_the_whole_split_and_tokenize_no_more(tmp_path, monkeypatch):
     source = token_file(tmp_path / "rows.jsonl", [1] * 400)
     rendered, whole = [], rendering._render_batch
     monkeypatch.setattr(
@@ -196,7 +196,7 @@ def test_the_first_rows_are_those_of_the_whole_and_the_rest_is_not_tokenised(tmp
     assert some == 1 < len(rendered) - some
 
 
-def test_first_rows_with_nothing_to_learn_are_followed_up_to_one_that_has(tmp_path):
+def test_first_rows_continue_to_a_row_with_loss(tmp_path):
     probe = token_file(tmp_path / "probe.jsonl", [1] * 400)
     places = [int(row["id"].split(":")[1]) - 1 for row in documents([probe], "validation")]
     masks = [0] * 400
