@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import openai
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.onpolicy import ON_POLICY, record_of
@@ -253,27 +253,12 @@ class _Server:
 
 
 def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | None) -> int | None:
-    """Return the token with which a target ends an answer; in chats it often differs from the tokenizer's EOS.
-
-    The candidates are the end tokens of generation_config.json, or all special tokens if there is none. The first
-    candidate that the chat template writes after an answer wins.
-    """
-    ends: list[int] = []
-    if tokenizer.name_or_path:
-        try:
-            eos = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
-            ends = [end for end in (eos if isinstance(eos, list) else [eos]) if isinstance(end, int)]
-        except (OSError, ValueError, TypeError, AttributeError):
-            pass  # the file is missing or can't be read
+    """Return the token that ends an answer: the tokenizer's EOS, or in chats the token that the template writes."""
     if messages:
         mark = "the answer"
-        try:
-            written = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
-        except UserError:
-            written = ""
+        text = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        candidates = ends or special | set(tokenizer.all_special_ids)
-        for token in tokenizer(written, add_special_tokens=False)["input_ids"]:
-            if token in candidates:
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if token in special:
                 return token
-    return ends[0] if ends and tokenizer.eos_token_id not in ends else tokenizer.eos_token_id
+    return tokenizer.eos_token_id
