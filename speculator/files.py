@@ -36,8 +36,6 @@ def read_text(path: str | Path) -> str:
     """Read a UTF-8 text file."""
     try:
         return check_input(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
