@@ -74,17 +74,19 @@ class Scheduler:
         wait saves half of its prefill.
 
         Args:
-            waiting: requests in the order submitted; admitted ones are removed.
+            waiting: requests in the order submitted; admitted and cancelled ones are removed.
             overlap: tokens at the end of a reused prefix that are computed again. The last token of a prompt always is:
                 its hidden state gives the first new token.
         """
+        queued = [request for request in waiting if not request.finish_reason]
+        if len(queued) < len(waiting):  # drop cancelled requests, also while no slot is free
+            waiting.clear()
+            waiting.extend(queued)
         free = [slot for slot in self.slots if slot.phase == FREE]
         unused = deque(slot for slot in free if not slot.num_computed_tokens)
         used = [slot for slot in free if slot.num_computed_tokens]
         while waiting and (unused or used):
             request = waiting.popleft()
-            if request.finish_reason:  # cancelled
-                continue
             best, shared = None, 0
             for slot in used:
                 length = min(common_prefix(slot.sequence, request.prompt), slot.num_computed_tokens)

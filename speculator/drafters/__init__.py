@@ -1,4 +1,4 @@
-"""Who proposes the tokens that the target verifies, one file each."""
+"""Drafters propose the tokens that the target verifies; each file holds one."""
 
 from speculator.decoding.drafter import Drafter
 from speculator.drafters.draft_model import DraftModelDrafter

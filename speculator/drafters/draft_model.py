@@ -18,13 +18,12 @@ from speculator.target.model import Target
 
 
 class DraftModelDrafter(Drafter):
-    """A causal LM with a KV cache of its own drafts. It must share the target's tokenizer.
+    """Drafts with a second causal LM, which has its own KV cache and must share the target's tokenizer.
 
     Args:
         model: the draft model, loaded as a target is.
-        target: for whom it drafts: the tokenizers are compared, and a vocabulary of another size (padding) is cut or
-            filled up.
-        shape: what it drafts; a number is a chain of so many tokens.
+        target: the model that verifies. The draft model's logits are cut or padded to its vocabulary size.
+        shape: form of the draft; a number n stands for a chain of n tokens.
 
     Raises:
         UserError: the tokenizers differ.
@@ -32,7 +31,7 @@ class DraftModelDrafter(Drafter):
 
     name = "model"
     cache: KVCache
-    _recent: Tensor  # [B, again] the tokens before the pending one
+    _recent: Tensor  # [B, again] tokens before the pending one
 
     def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
         self.model = model

@@ -14,18 +14,18 @@ from speculator.target.model import Target
 
 
 class EarlyExitDrafter(Drafter):
-    """The target's first layers, its final norm and its output matrix draft.
+    """Drafts with the target's first layers, its final norm and its output matrix.
 
-    They read the target's KV cache: of the text it holds the keys and values of these layers already. A draft's own are
-    written behind the text, where the verify pass overwrites them.
+    The target's KV cache already holds the keys and values of these layers for the sequence. Drafting writes its own
+    after the sequence, and the verify step overwrites them.
 
     Args:
-        target: for whom it drafts.
-        layers: how many of its layers run.
-        shape: what is drafted; a number is a chain of so many tokens.
+        target: the model whose layers draft.
+        layers: number of layers that run.
+        shape: form of the draft; a number n stands for a chain of n tokens.
 
     Raises:
-        UserError: the target's layers are not found one by one, or it has not more than so many.
+        UserError: the target's layers can't be run one by one, or it has no more than `layers`.
     """
 
     name = "early_exit"

@@ -1,4 +1,4 @@
-"""Drafts from two sources in one tree: what a model drafts, and where a lookup says otherwise its path beside it."""
+"""Hybrid drafts: one tree holds a model's draft and the path of an n-gram lookup where the two differ."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def joined(
 
 
 class HybridDrafter(Drafter):
-    """A head, a draft model or the target's first layers, and n-gram lookup: both of their drafts in one tree.
+    """Combines n-gram lookup with a head, a draft model or early exit: one tree holds both drafts.
 
     Args:
-        drafter: what it drafts now is mixed with what the lookup finds.
-        lookup: its draft length is the most tokens of the path that are verified beside the draft.
+        drafter: proposes the draft to which the lookup path is added.
+        lookup: its `num_speculative_tokens` limits the length of the lookup path.
 
     Raises:
         UserError: the draft would be too large.

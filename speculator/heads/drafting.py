@@ -1,4 +1,4 @@
-"""How a head drafts: next-token logits level by level, from what it keeps of every row."""
+"""Interface between heads and drafters: next-token logits level by level, and the head's state of every row."""
 
 from __future__ import annotations
 
@@ -60,16 +60,9 @@ class DraftingSource:
         """Update the memory in a step in which this head drafts nothing."""
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
-        """Logits of the token after the pending one."""
         raise NotImplementedError
 
-    def next(
-        self,
-        level: int,  # 1 for the children of the first drafted tokens
-        tokens: Tensor,  # [B, f] the newest level
-        parents: Tensor,  # [B, f] index of each token's parent in the level before
-    ) -> Tensor:  # [B, f, V]
-        """Logits of the children of the newest level."""
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
         raise NotImplementedError
 
 

@@ -532,3 +532,14 @@ def test_token_logprobs_are_the_targets_own(name):
         assert score.logprob == pytest.approx(float(row[token]))
         assert [each for each, _ in score.top] == best.indices.tolist()
         assert [value for _, value in score.top] == pytest.approx(best.values.tolist())
+
+
+def test_cancelled_requests_leave_the_queue_while_no_slot_is_free(target):
+    engine = Engine(target, slots=1)
+    running = engine.submit([1, 2, 3], max_new_tokens=20, eos_token_ids=())
+    engine.step()
+    cancelled, kept = (engine.submit([4, 5, 6], max_new_tokens=2, eos_token_ids=()) for _ in range(2))
+    cancelled.cancel()
+    engine.step()
+    assert running.finish_reason is None
+    assert list(engine.waiting) == [kept]
