@@ -29,9 +29,8 @@ class Draft(TokenTree):
     Attributes:
         tokens: [B, n].
         lengths: [B] number of drafted tokens of each row; the rest is padding.
-        probs: [B, n, V] distribution from which each token was drawn, or None for a deterministic draft (one-
-            hot). Siblings share the
-            distribution of their parent's continuation.
+        probs: [B, n, V] distribution from which each token was drawn, or None for a deterministic draft
+            (one-hot). Siblings share the distribution of their parent's continuation.
         parents: [B, n] index of each token's parent in the draft, -1 under the pending token; parents come before
             their children. None for a chain.
         depth: length of the longest path; n for a chain.
