@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "here"
 """The plan of a run where it is started: --plan without a value."""
@@ -29,7 +31,7 @@ class TargetConfig:
     parallel: Literal["none", "tp", "fsdp", "device_map"] = "none"
     """Of a target that is too large for one GPU: tp (tensor parallel) or fsdp shard it over processes, device_map lays
     it over the GPUs of one process."""
-    parallel_size: int = 0
+    parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
 
 
@@ -39,11 +41,11 @@ class HeadOptions:
 
     architecture: str = "mlp"
     """mlp (arXiv 2404.19124), lstm (Arctic's) or eagle3 (attention over three of the target's layers)."""
-    n_predict: int = 4
+    n_predict: PositiveInt = 4
     """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
-    inner_dim: int = 0
+    inner_dim: NonNegativeInt = 0
     """Inner size of the head; 0 takes the target's."""
-    draft_vocab_size: int = 0
+    draft_vocab_size: NonNegativeInt = 0
     """Number of tokens to draft from, the most frequent ones of the training text; 0 drafts from all."""
     initialise: Literal["random", "target"] = "random"
     """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
@@ -58,11 +60,11 @@ class HeadOptions:
 class SelfSourceConfig:
     """What the source self writes before there is a head: chats of which the target writes both sides."""
 
-    max_rows: int = 4000
+    max_rows: PositiveInt = 4000
     """Chats that it begins; those whose prompt can't be used are dropped."""
-    turns: int = 1
+    turns: PositiveInt = 1
     """Of the user in a chat, at most."""
-    max_prompt_tokens: int = 256
+    max_prompt_tokens: PositiveInt = 256
     """Tokens of a user's turn at most."""
     prompt_temperature: float = 1.0
     """Of the user's turns."""
@@ -70,9 +72,9 @@ class SelfSourceConfig:
     """Of the user's turns."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
     """Of the answers, which take them in turn."""
-    max_new_tokens: int = 256
+    max_new_tokens: PositiveInt = 256
     """Tokens of an answer at most."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Rows decoded together."""
 
 
@@ -83,15 +85,15 @@ class DataConfig:
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
     """Each a hub dataset id, a local .jsonl, .json, .parquet or .txt (.gz too), a folder, python-sources, or self: the
     target writes it; @weight."""
-    seq_length: int = 256
+    seq_length: PositiveInt = 256
     """Tokens per row."""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Use at most this many tokens."""
-    max_package_bytes: int = 2_000_000
+    max_package_bytes: PositiveInt = 2_000_000
     """python-sources: at most this much of each top-level package."""
-    max_bad_rows: float = 0.05
+    max_bad_rows: ClosedUnitInterval = 0.05
     """Rows that can't be used are left out, counted and shown; a larger share of them is an error; 0 allows none."""
-    num_proc: int | None = None
+    num_proc: PositiveInt | None = None
     """Processes that tokenise, whose number changes no row; default: one for each core, up to 8."""
     self_source: SelfSourceConfig = field(default_factory=SelfSourceConfig)
     """How the source self is written."""
@@ -101,19 +103,19 @@ class DataConfig:
 class LossConfig:
     """Weights of the losses, which are summed over heads."""
 
-    cross_entropy: float = 0.0
+    cross_entropy: NonNegativeFloat = 0.0
     """Of the token that the text goes on with: the published recipe."""
-    kl: float = 1.0
+    kl: NonNegativeFloat = 1.0
     """Of the divergence from the target's own distribution of that token."""
-    total_variation: float = 0.0
+    total_variation: NonNegativeFloat = 0.0
     """Of the chance that a sampled draft is rejected."""
-    lk: float = 0.0
+    lk: NonNegativeFloat = 0.0
     """Of the LK hybrid: divergence while little is accepted, then the chance of rejection."""
-    kl_temperature: float = 1.0
+    kl_temperature: PositiveFloat = 1.0
     """Softens both distributions in the divergence."""
-    lk_eta: float = 3.0
+    lk_eta: NonNegativeFloat = 3.0
     """How soon the hybrid turns from divergence to acceptance."""
-    head_decay: float = 1.0
+    head_decay: PositiveFloat = 1.0
     """Head i counts head_decay^i times."""
 
 
@@ -121,31 +123,31 @@ class LossConfig:
 class StageConfig:
     """One stage of training, in transformers' names."""
 
-    max_steps: int = 1000
+    max_steps: NonNegativeInt = 1000
     """Optimiser steps."""
-    learning_rate: float = 5e-3
+    learning_rate: PositiveFloat = 5e-3
     """At its peak."""
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
     """How the learning rate falls."""
-    warmup_steps: int = 50
+    warmup_steps: NonNegativeInt = 50
     """Steps until the peak."""
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: PositiveInt = 8
     """Rows per process and forward pass."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: PositiveInt = 1
     """Forward passes per optimiser step."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """On matrices; never on norms or biases."""
     adam_beta2: float = 0.95
     """AdamW's second-moment decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this norm."""
     bf16: bool = False
     """Autocast to bfloat16; the master weights stay float32."""
-    logging_steps: int = 10
+    logging_steps: PositiveInt = 10
     """Steps between log lines."""
-    eval_steps: int = 200
+    eval_steps: PositiveInt = 200
     """Steps between evaluations."""
-    save_steps: int = 200
+    save_steps: PositiveInt = 200
     """Steps between checkpoints: a multiple of eval_steps."""
     save_total_limit: int = 3
     """Checkpoints to keep, the best among them; at least 2."""
@@ -155,11 +157,11 @@ class StageConfig:
 class GenerateConfig:
     """The target's own text: it continues prompts from the data, with the head of stage 1 drafting."""
 
-    max_rows: int = 2000
+    max_rows: PositiveInt = 2000
     """How many prompts it continues."""
-    prompt_tokens: int = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of each prompt cut from text; chat prompts are taken whole."""
-    max_new_tokens: int = 192
+    max_new_tokens: PositiveInt = 192
     """New tokens per prompt."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy. The prompts take them in turn: name those that the head will draft at."""
@@ -169,9 +171,9 @@ class GenerateConfig:
     """Keep the likeliest tokens that make up this much."""
     min_p: float = 0.0
     """Keep tokens at least this likely, as a share of the likeliest."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Rows decoded together."""
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: NonNegativeInt = 0
     """Tokens drafted per step; 0 takes what is the fastest here."""
 
 
@@ -179,11 +181,11 @@ class GenerateConfig:
 class Stage2Config(StageConfig):
     """Training on the target's own text, from the best head of stage 1."""
 
-    max_steps: int = 400
+    max_steps: NonNegativeInt = 400
     """Optimiser steps; 0 leaves this stage out."""
-    learning_rate: float = 2e-3
+    learning_rate: PositiveFloat = 2e-3
     """At its peak."""
-    rejected_token_weight: float | None = None
+    rejected_token_weight: PositiveFloat | None = None
     """How many times a token counts where the target refused a draft while it wrote the text; default: once."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """What it trains on."""
@@ -193,15 +195,15 @@ class Stage2Config(StageConfig):
 class EvalConfig:
     """What is measured, while training and after it."""
 
-    validation_rows: int = 64
+    validation_rows: PositiveInt = 64
     """Rows for the loss and accuracies at each evaluation."""
-    validation_prompts: int = 16
+    validation_prompts: PositiveInt = 16
     """Prompts decoded for the real acceptance_length at each evaluation."""
-    prompt_tokens: int = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of each prompt cut from held-out text."""
-    tune_prompts: int = 8
+    tune_prompts: NonNegativeInt = 8
     """Of the validation prompts, those on which is tuned what the best head drafts, a chain or a tree; 0: no tuning."""
-    max_prompts: int = 32
+    max_prompts: PositiveInt = 32
     """Prompts of the final report."""
     max_new_tokens: int = 128
     """New tokens per prompt."""

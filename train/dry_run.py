@@ -1,15 +1,14 @@
-"""A run's rehearsal: everything that a config asks for, on tiny stand-ins, a step a stage.
+"""`--dry_run`: everything that a config asks for, on tiny stand-ins, one optimiser step per stage.
 
-It finds what is wrong with a recipe in seconds, without a download and without a GPU. The target is a random Llama, or
-Qwen for Qwen models, with a tokenizer of bytes; every source is a few chats and texts; steps, rows and lengths shrink.
-Which head, how many tokens it drafts, losses, dtypes, sampling and the stages stay as configured.
+It finds what is wrong with a recipe in seconds, without a download or a GPU. The target is a random model of the same
+family (a Llama if its config is not on this machine) with a tokenizer of bytes; each source is a few chats or texts.
+The head, the losses, dtypes, sampling and stages stay as configured; steps, rows and lengths shrink.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -32,14 +31,11 @@ from speculator.errors import UserError, first_line
 from speculator.target.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
-from train.initialise import parameters
-from train.plan import context_of, writings
 from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
 _ROWS = {"train": 24, "validation": 6, "held-out": 6}
-_FAMILIES = {r"qwen-?3": "qwen3", r"qwen": "qwen2", r"": "llama"}
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -48,29 +44,21 @@ Stage = TypeVar("Stage", bound=StageConfig)
 
 
 def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
-    """Run the config on stand-ins in a temporary folder, and print what was done and how large the real run is.
+    """Run the config on stand-ins in a temporary folder, and print what was done.
 
-    Not tried: the files of the target, its adapter and the sources, whether they fit in memory, a target in shards,
-    and `speculator.warm_start`.
+    The files of the target, its adapter, the sources and `speculator.warm_start` are not tried, nor a sharded target.
 
     Args:
-        config: of the real run; all processes of a launch come here.
+        config: the real run's; all processes of a launch come here.
         run: what the real run would do.
-
-    Raises:
-        UserError: what the real run would refuse before it loads anything, or anything that it refuses on stand-ins.
     """
     checks.settings(config)
     for source in parse(config.data.sources):
         if source.location not in (PYTHON_SOURCES, SELF) and not Path(source.location).exists():
             hub_id(source.location)
     known = _known_config(config)
-    drafted, whole = config.speculator.draft_vocab_size, known.get_text_config().vocab_size if known else None
-    if whole is not None and drafted > whole:
-        raise UserError(f"speculator.draft_vocab_size {drafted} is more than the {whole} tokens of the target")
-    context = context_of(known)
-    if context is not None and config.data.seq_length > context:
-        raise UserError(f"data.seq_length {config.data.seq_length} does not fit the target's context of {context}")
+    if known is not None:
+        checks.fits_config(config, known)
     state = join()
     made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
     folder = Path(broadcast_object_list(made)[0])
@@ -78,14 +66,14 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                _make_target(folder / "target", _family(config, known))
+                _make_target(folder / "target", known.get_text_config().model_type if known else "llama")
                 for number in range(len(config.data.sources)):
                     _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()
             run(_shrunk(config, folder, state.num_processes))
         state.wait_for_everyone()
         if state.is_main_process:
-            print("\n".join([*_done(config, folder / "run"), *_real_run(config, known, state.num_processes)]))
+            print("\n".join(_done(config, folder / "run")))
 
 
 @contextmanager
@@ -101,7 +89,7 @@ def _cache_in(folder: Path) -> Iterator[None]:
 
 
 def _known_config(config: RunConfig) -> PreTrainedConfig | None:
-    """The target's own config, where it is on this machine."""
+    """Read the target's config if it is on this machine."""
     target = config.target
     try:
         return read_config(
@@ -113,13 +101,8 @@ def _known_config(config: RunConfig) -> PreTrainedConfig | None:
         raise UserError(f"the config of {target.name_or_path}: {first_line(error)}") from None
 
 
-def _family(config: RunConfig, known: PreTrainedConfig | None) -> str:
-    name = known.model_type if known else config.target.name_or_path
-    return next(family for pattern, family in _FAMILIES.items() if re.search(pattern, name, re.IGNORECASE))
-
-
 def _make_target(folder: Path, family: str) -> None:
-    """A random model of some thousand weights, and a tokenizer whose tokens are bytes."""
+    """Make a random model of some thousand weights, and a tokenizer whose tokens are bytes."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -147,7 +130,7 @@ def _make_target(folder: Path, family: str) -> None:
 
 
 def _make_source(folder: Path, number: int, processes: int) -> None:
-    """Chats and texts in turn, in the three splits; no two rows of all sources are the same."""
+    """Make chats and texts in turn, in three splits; no two rows of all sources are the same."""
 
     def row(split: str, i: int) -> dict:
         words = f"{split} row {i} of source {number}: the quick brown fox jumps over the lazy dog. "
@@ -207,7 +190,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
 
 
 def _one_step(stage: Stage) -> Stage:
-    """One optimiser step, of more than one pass where the stage has several; a stage of none stays out."""
+    """Shrink a stage to one optimiser step, of two micro-batches if it has several."""
     return replace(
         stage,
         max_steps=min(stage.max_steps, 1),
@@ -220,56 +203,16 @@ def _one_step(stage: Stage) -> Stage:
     )
 
 
-def _stages(config: RunConfig) -> dict[str, StageConfig]:
-    stages: dict[str, StageConfig] = {"stage1": config.stage1, "stage2": config.stage2}
-    return {name: stage for name, stage in stages.items() if stage.max_steps}
-
-
 def _done(config: RunConfig, run: Path) -> Iterator[str]:
-    """One line a stage, from the checkpoint that it left."""
-    for name in _stages(config):
-        history = json.loads((run / name / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
-        step, evaluation = (next(entry for entry in history if key in entry) for key in ("loss", "eval_loss"))
-        yield (
-            f"{name} on stand-ins: one step, loss {step['loss']:.3f}; evaluated, loss {evaluation['eval_loss']:.3f}, "
-            f"{evaluation['eval_acceptance_length']:.2f} tokens per step; checkpoint and head written"
-        )
+    """One line per stage, from the checkpoint that it left."""
+    for name in ("stage1", "stage2"):
+        if getattr(config, name).max_steps:
+            history = json.loads((run / name / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+            step, evaluation = (next(entry for entry in history if key in entry) for key in ("loss", "eval_loss"))
+            yield (
+                f"{name} on stand-ins: one step, loss {step['loss']:.3f}; evaluation, loss "
+                f"{evaluation['eval_loss']:.3f}; checkpoint and head written"
+            )
     rows = json.loads((run / "eval" / "report.json").read_text())["suites"]
-    yield f"evaluation on stand-ins: {len(rows)} rows of a report; nothing of this is kept"
-
-
-def _real_run(config: RunConfig, known: PreTrainedConfig | None, processes: int) -> Iterator[str]:
-    """How large the real run is."""
-    yield f"the real run, on {processes} process{'es' if processes > 1 else ''}:"
-    yield f"  head: {_head_size(config, known)}"
-    written = writings(config, known)
-    if own := written.get(SELF):
-        most = own.rows * own.new
-        yield f"  {SELF}: the target writes {own.rows:,} chats first, at most {most:,} new tokens; not tried"
-    own_text = written.get("generating")
-    length = {"stage1": config.data.seq_length, "stage2": own_text.new if own_text else 0}
-    row = {"stage1": f"{length['stage1']:,} tokens", "stage2": f"at most {length['stage2']:,} new tokens"}
-    for name, stage in _stages(config).items():
-        rows = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
-        tokens = rows * length[name]
-        yield (
-            f"  {name}: {rows} x {row[name]} = {tokens:,} per optimiser step; "
-            f"{stage.max_steps:,} steps = {stage.max_steps * tokens:,} in all"
-        )
-    if own_text:
-        yield f"  stage2 generates {own_text.rows:,} rows, at most {own_text.rows * own_text.new:,} new tokens"
-    if config.speculator.warm_start:
-        yield f"  not tried: speculator.warm_start {config.speculator.warm_start}"
-
-
-def _head_size(config: RunConfig, known: PreTrainedConfig | None) -> str:
-    head = config.speculator
-    drafts = f"{head.architecture}, drafts {head.n_predict} tokens"
-    if known is None:
-        inner = head.inner_dim or "the target's hidden size"
-        return (
-            f"{drafts}, inner_dim {inner}; its parameters depend on the vocabulary and hidden size of "
-            f"{config.target.name_or_path}, whose config is not on this machine"
-        )
-    text = known.get_text_config()
-    return f"{drafts}, {parameters(head, text):,} parameters"
+    yield f"evaluation on stand-ins: {len(rows)} rows of a report; nothing is kept"
+    yield "memory, time and disk of the real run: --plan"

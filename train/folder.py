@@ -20,7 +20,6 @@ from filelock import FileLock
 
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_text, write_text
-from train.bounded_yaml import load_yaml
 from train.config import ROOT, RunConfig
 
 _RECORD = "config.yaml"
@@ -84,7 +83,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def _read(record: Path) -> dict[str, Any]:
     try:
-        read = load_yaml(read_text(record))
+        read = yaml.safe_load(read_text(record))
         stages = [read["settings"][name] for name in ("stage1", "stage2")]
         known = all(isinstance(stage, dict) for stage in stages) and isinstance(read["processes"], int)
         if not known or not isinstance(read["argv"], list):

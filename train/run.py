@@ -90,6 +90,8 @@ def _run(config: RunConfig) -> None:
     if state.is_main_process:
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
+    for line in checks.warnings(config) if state.is_main_process else ():
+        print(f"warning: {line}", file=sys.stderr)
     report = folder / "eval" / "report.json"
     if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
         if state.is_main_process and not (folder / "speculator" / CARD).exists():

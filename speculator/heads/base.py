@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculator.heads.drafting import DraftingSource
@@ -80,6 +80,11 @@ class SpeculatorConfig(PreTrainedConfig):
         return 0
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes per training token kept for the backward pass, calibrated on a GPU for `train.py --plan`."""
+        return 24 * self.n_predict * self.inner_dim
+
+    @property
     def min_training_length(self) -> int:
         """Fewest tokens of a training row; shorter rows are padded."""
         return 2
@@ -134,8 +139,6 @@ class Speculator(PreTrainedModel, ABC):
     base_model_prefix = "speculator"
     main_input_name = "hidden"
     draft_tokens: Tensor | None
-    device_kind: str | None = None
-    """Kind of device that a traced training step assumes; None: the head's own."""
 
     def __init__(self, config: SpeculatorConfig):
         super().__init__(config)
@@ -198,6 +201,11 @@ class Speculator(PreTrainedModel, ABC):
     @property
     def n_predict(self) -> int:
         return self.config.n_predict
+
+    @property
+    def weights_per_token(self) -> int:
+        """Weights that a training token is multiplied by, over all steps; operations follow from them."""
+        return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
 
     def draft_rows(
         self,

@@ -5,10 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from train import plan as planning
 from train import progress, timing
-from train.command_line import parse
-from train.place import GPUS, Place
 from train.progress import Pace, ProgressLine
 
 
@@ -49,15 +46,3 @@ def test_one_line_says_everything(monkeypatch, token_at_peak):
         "step    12/20 | loss 1.500 | head accuracy 0.25 | simulated tokens/step 1.25 | lr 1.0e-03 | step/target 1.5"
         f" | 27 tokens/s{share} | 0:00:32 left"
     ]
-
-
-def test_the_peak_is_that_of_the_gpu_which_the_plan_knows(target_folder):
-    small = ["--target.name_or_path", str(target_folder), "--stage2.max_steps", "0", "--stage1.max_steps", "7"]
-    config = parse([*small, "--speculator.initialise", "random", "--plan", "2xH100"])
-    made = planning.plan(config, processes=1)
-    half, single = made.operations()["stage1"]
-    seconds = half / 989e12 + single / 67e12
-    assert made.token_at_peak("stage1") * made.tokens()["stage1"] / 2 == pytest.approx(seconds)
-    assert GPUS["H100"].single == 67
-    unknown = planning.Plan(config, planning.target_config(config), Place("cuda", 1, "another"))
-    assert unknown.token_at_peak("stage1") is None

@@ -19,8 +19,7 @@ from speculator import Chain, Engine, HeadDrafter, HybridDrafter, NgramDrafter, 
 from speculator.target.sharding import Group, check_heads
 from train.command_line import parse
 from train.config import TargetConfig
-from train.place import Place
-from train.plan import TARGET, Plan
+from train.plan import Place, Plan
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "sharded_process.py")
@@ -103,10 +102,13 @@ def assert_alike(
             assert 0 < made["moments"] < len(weights)
             config = parse([])
             config.target = TargetConfig(str(folder), dtype="float64", parallel=parallel)
-            place = Place("cpu", processes, "CPU", shards=int(size or processes))
-            planned = Plan(config, AutoConfig.from_pretrained(folder), place)
-            again = planned.shapes.table / place.shards if parallel == "fsdp" else 0  # the shard of what is whole
-            assert made["bytes"] + again == pytest.approx(planned.memory()["stage1"][TARGET], rel=0.02)
+            config.target.parallel_size = int(size or 0)
+            planned = Plan(config, AutoConfig.from_pretrained(folder), Place(processes))
+            again = (
+                planned.table * planned.size / planned.shards if parallel == "fsdp" else 0
+            )  # the whole matrix's shard
+            weights = planned.memory()["stage1"]["target's weights"]
+            assert made["bytes"] + again == pytest.approx(weights, rel=0.02)
             if "apart" in made:
                 tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank))
                 assert (made["apart"] - whole.hidden(tokens)).abs().max() > 0.1, "rows that differ would not be seen"

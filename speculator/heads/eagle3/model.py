@@ -78,6 +78,11 @@ class Eagle3Speculator(UnrolledHead):
             nn.init.ones_(module.weight)
 
     @property
+    def weights_per_token(self) -> int:
+        once = self.fc.weight.numel()
+        return once + self.n_predict * (super().weights_per_token - once)
+
+    @property
     def aux_layers(self) -> Sequence[int]:
         return tuple(self.config.aux_layers or ())
 
@@ -179,7 +184,7 @@ class Eagle3Speculator(UnrolledHead):
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
-        kind = self.device_kind or states.device.type
+        kind = states.device.type
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // self.config.num_attention_heads
         rows = Rows(wanted, document_starts(documents), limit, self.config.sliding_window)
         fused = fused_dtype(keys, kind)

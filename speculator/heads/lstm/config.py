@@ -8,6 +8,10 @@ class LSTMSpeculatorConfig(RecurrentConfig):
 
     model_type = "lstm_speculator"
 
+    @property
+    def activation_bytes(self) -> int:
+        return 64 * self.n_predict * self.inner_dim
+
     def __post_init__(self, **kwargs):
         if not self.tie_weights:
             raise ValueError("tie_weights must be true: there is no untied LSTM head")
