@@ -6,10 +6,10 @@ import difflib
 import math
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import islice, pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -75,6 +75,15 @@ def _explain(parser: ArgumentParser, error: str) -> str:
     return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else ": --help lists the valid ones")
 
 
+def _plain(value: Any) -> Any:
+    """Replace jsonargparse's number types by int and float, which YAML and torch expect."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _plain(getattr(value, item.name)) for item in fields(value)})
+    return next(
+        (kind(value) for kind in (int, float) if isinstance(value, kind) and not isinstance(value, bool)), value
+    )
+
+
 def _files_first(argv: list[str]) -> list[str]:
     """Move config files to the front, so that flags override them."""
     files, flags = [], []
@@ -107,6 +116,6 @@ def parse(argv: list[str]) -> RunConfig:
         _fail("--config: a section of the file is not a mapping of settings")
     except (ArgumentError, ValueError, OverflowError, OSError, RecursionError) as error:
         _fail(_explain(parser, str(error)))
-    config = RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)})
+    config = _plain(RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)}))
     _check_values(config)
     return config

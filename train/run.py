@@ -90,8 +90,6 @@ def _run(config: RunConfig) -> None:
     if state.is_main_process:
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
-    for line in checks.warnings(config) if state.is_main_process else ():
-        print(f"warning: {line}", file=sys.stderr)
     report = folder / "eval" / "report.json"
     if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
         if state.is_main_process and not (folder / "speculator" / CARD).exists():
@@ -119,7 +117,9 @@ def _run(config: RunConfig) -> None:
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
     heads = [new_head(config, target, train_rows)]  # whoever trains it takes it out: it need not outlive its stage
 
-    # Everything that can be wrong with the input has been looked at: the folder is taken now.
+    for line in checks.warnings(config) if state.is_main_process else ():
+        print(f"warning: {line}", file=sys.stderr)
+    # The input has been checked: the folder is created now.
     with held(folder) if state.is_main_process else nullcontext():
         if state.is_main_process:
             claim(folder, config, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
