@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: a manifest of checksums, written last. Copies under other names are left alone."""
+"""Complete checkpoints of a stage: those whose manifest of checksums, written last, is right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def numbered(stage: Path) -> dict[int, Path]:
-    """The checkpoints in a stage's folder by their step, the newest first."""
+    """Map the steps of a stage's checkpoints to their folders, the newest first."""
     found = {match[1]: path for path in stage.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
     return {int(step): found[step] for step in sorted(found, key=int, reverse=True) if found[step].is_dir()}
 
@@ -32,22 +32,22 @@ def _first_whole(folders: list[Path]) -> tuple[Path | None, list[str]]:
         problem = manifest_error(folder)
         if problem is None:
             return folder, passed_over
-        passed_over.append(f"passing over {folder}: {problem}")
+        passed_over.append(f"skipping {folder}: {problem}")
     return None, passed_over
 
 
 def newest(stage: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a stage's folder, and a line for each newer one that is not whole."""
+    """Return the newest complete checkpoint, and a message for each newer one that is damaged."""
     return _first_whole(list(numbered(stage).values()))
 
 
 def best(stage: Path, history: list[dict[str, Any]], save_steps: int, max_steps: int) -> tuple[Path | None, list[str]]:
-    """The whole checkpoint with the most tokens per step, the earliest of equals, and a line for each better one.
+    """Return the complete checkpoint with the highest acceptance length, and a message for each better, damaged one.
 
-    Only planned checkpoints count, so that one which a signal asked for does not change what a run gives.
+    The earliest wins a tie. Only planned checkpoints count, so that one saved on a signal does not change the result.
 
     Args:
-        history: of the stage's evaluations, as trainer_state.json has it: where the run's folder lies does not matter.
+        history: log of the stage's evaluations, as in trainer_state.json.
     """
     figures = {entry["step"]: entry[METRIC] for entry in history if METRIC in entry}
     there = numbered(stage)
@@ -56,14 +56,14 @@ def best(stage: Path, history: list[dict[str, Any]], save_steps: int, max_steps:
 
 
 def planned(step: int, save_steps: int, max_steps: int) -> bool:
-    """Whether a run that nobody stops has a checkpoint of this step."""
+    """Return whether an uninterrupted run saves a checkpoint at this step."""
     return step % save_steps == 0 or step == max_steps
 
 
 def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> None:
     """Delete old checkpoints until `limit` are left, the best among them.
 
-    Those beyond the newest go too: they are damaged, and the stage did not go on from them.
+    Checkpoints of later steps than `newest_step` are damaged and deleted too.
     """
     there = numbered(stage)
     kept = [best_step] * (best_step in there)
@@ -74,19 +74,16 @@ def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> 
 
 @contextmanager
 def reporting_full_disk(path: Path) -> Iterator[None]:
-    """A disk that is full, or takes no more, becomes one line that names the path.
-
-    Raises:
-        UserError: it does; whichever library found out.
-    """
+    """Turn any library's error about a full or failing disk into a UserError that names the path."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_ROOM and "disk space" not in str(error):
             raise
         reason = error.strerror or first_line(error)
-        raise UserError(f"can't write {error.filename or path}: {reason}; the same command goes on from here") from None
+        raise UserError(f"can't write {error.filename or path}: {reason}; the same command resumes from here") from None
     except (SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's writer
             raise
-        raise UserError(f"can't write {path}: {first_line(error)}; the same command goes on from here") from None
+        reason = "the disk is full or failing" if isinstance(error, RuntimeError) else first_line(error)
+        raise UserError(f"can't write {path}: {reason}; the same command resumes from here") from None

@@ -1,4 +1,4 @@
-"""The one typed config of a run: every field of it, with its line of help."""
+"""The typed config of a run; the string below a field is its help text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "here"
-"""The plan of a run where it is started: --plan without a value."""
+"""Value of --plan without an argument: the devices of this machine."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class TargetConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the target."""
     parallel: Literal["none", "tp", "fsdp", "device_map"] = "none"
-    """Of a target that is too large for one GPU: tp (tensor parallel) or fsdp shard it over processes, device_map lays
-    it over the GPUs of one process."""
+    """Sharding of a target that is too large for one GPU: tp (tensor parallel) or fsdp over processes, device_map over
+    the GPUs of one process."""
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
 
@@ -58,45 +58,45 @@ class HeadOptions:
 
 @dataclass
 class SelfSourceConfig:
-    """What the source self writes before there is a head: chats of which the target writes both sides."""
+    """The source `self`: chats of which the target writes both sides, before training."""
 
     max_rows: PositiveInt = 4000
-    """Chats that it begins; those whose prompt can't be used are dropped."""
+    """Number of chats to begin; chats with an unusable prompt are dropped."""
     turns: PositiveInt = 1
-    """Of the user in a chat, at most."""
+    """Maximum number of user turns in a chat."""
     max_prompt_tokens: PositiveInt = 256
-    """Tokens of a user's turn at most."""
+    """Maximum number of tokens of a user turn."""
     prompt_temperature: float = 1.0
-    """Of the user's turns."""
+    """Sampling temperature of the user turns."""
     prompt_top_p: float = 0.99
-    """Of the user's turns."""
+    """Top-p of the user turns."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
-    """Of the answers, which take them in turn."""
+    """Sampling temperatures of the answers, used in turn."""
     max_new_tokens: PositiveInt = 256
-    """Tokens of an answer at most."""
+    """Maximum number of tokens of an answer."""
     batch_size: PositiveInt = 16
     """Rows decoded together."""
 
 
 @dataclass
 class DataConfig:
-    """What to train on."""
+    """The training data."""
 
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
-    """Each a hub dataset id, a local .jsonl, .json, .parquet or .txt (.gz too), a folder, python-sources, or self: the
-    target writes it; @weight."""
+    """Hub dataset ids, local .jsonl, .json, .parquet or .txt files (also .gz), folders, python-sources, or self (text
+    that the target writes); each may end in @weight."""
     seq_length: PositiveInt = 256
     """Tokens per row."""
     max_tokens: PositiveInt | None = None
-    """Use at most this many tokens."""
+    """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
-    """python-sources: at most this much of each top-level package."""
+    """Maximum number of bytes of each top-level package, for python-sources."""
     max_bad_rows: ClosedUnitInterval = 0.05
-    """Rows that can't be used are left out, counted and shown; a larger share of them is an error; 0 allows none."""
+    """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None
-    """Processes that tokenise, whose number changes no row; default: one for each core, up to 8."""
+    """Number of tokenising processes (default: one per core, up to 8); it does not change the rows."""
     self_source: SelfSourceConfig = field(default_factory=SelfSourceConfig)
-    """How the source self is written."""
+    """Settings of the source self."""
 
 
 @dataclass
@@ -104,19 +104,19 @@ class LossConfig:
     """Weights of the losses, which are summed over heads."""
 
     cross_entropy: NonNegativeFloat = 0.0
-    """Of the token that the text goes on with: the published recipe."""
+    """Weight of the cross-entropy with the next token of the text."""
     kl: NonNegativeFloat = 1.0
-    """Of the divergence from the target's own distribution of that token."""
+    """Weight of the KL divergence from the target's distribution of that token."""
     total_variation: NonNegativeFloat = 0.0
-    """Of the chance that a sampled draft is rejected."""
+    """Weight of the total variation: the chance that a sampled draft token is rejected."""
     lk: NonNegativeFloat = 0.0
-    """Of the LK hybrid: divergence while little is accepted, then the chance of rejection."""
+    """Weight of the LK hybrid: KL divergence while little is accepted, then total variation."""
     kl_temperature: PositiveFloat = 1.0
-    """Softens both distributions in the divergence."""
+    """Temperature of both distributions in the KL divergence."""
     lk_eta: NonNegativeFloat = 3.0
-    """How soon the hybrid turns from divergence to acceptance."""
+    """How soon the LK hybrid turns from KL divergence to total variation."""
     head_decay: PositiveFloat = 1.0
-    """Head i counts head_decay^i times."""
+    """Decay of the weight per draft position: position i has weight head_decay^i."""
 
 
 @dataclass
@@ -126,21 +126,21 @@ class StageConfig:
     max_steps: NonNegativeInt = 1000
     """Optimiser steps."""
     learning_rate: PositiveFloat = 5e-3
-    """At its peak."""
+    """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
-    """How the learning rate falls."""
+    """Schedule of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 50
-    """Steps until the peak."""
+    """Warm-up steps until the peak learning rate."""
     per_device_train_batch_size: PositiveInt = 8
     """Rows per process and forward pass."""
     gradient_accumulation_steps: PositiveInt = 1
     """Forward passes per optimiser step."""
     weight_decay: NonNegativeFloat = 0.0
-    """On matrices; never on norms or biases."""
+    """Weight decay of matrices; norms and biases have none."""
     adam_beta2: float = 0.95
-    """AdamW's second-moment decay."""
+    """Decay of AdamW's second moment."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Clip gradients to this norm."""
+    """Norm to which gradients are clipped."""
     bf16: bool = False
     """Autocast to bfloat16; the master weights stay float32."""
     logging_steps: PositiveInt = 10
@@ -148,33 +148,33 @@ class StageConfig:
     eval_steps: PositiveInt = 200
     """Steps between evaluations."""
     save_steps: PositiveInt = 200
-    """Steps between checkpoints: a multiple of eval_steps."""
+    """Steps between checkpoints, a multiple of eval_steps."""
     save_total_limit: int = 3
-    """Checkpoints to keep, the best among them; at least 2."""
+    """Number of checkpoints to keep, the best among them; at least 2."""
 
 
 @dataclass
 class GenerateConfig:
-    """The target's own text: it continues prompts from the data, with the head of stage 1 drafting."""
+    """Generation of the target's own text: it continues prompts from the data, with the head of stage 1 drafting."""
 
     max_rows: PositiveInt = 2000
-    """How many prompts it continues."""
+    """Number of prompts."""
     prompt_tokens: PositiveInt = 64
     """Tokens of each prompt cut from text; chat prompts are taken whole."""
     max_new_tokens: PositiveInt = 192
     """New tokens per prompt."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """0 is greedy. The prompts take them in turn: name those that the head will draft at."""
+    """Sampling temperatures, used in turn (0: greedy); name those that the head will draft at."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Sample from the k likeliest tokens only (0: all)."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that make up this much."""
+    """Sample from the likeliest tokens with this total probability."""
     min_p: float = 0.0
-    """Keep tokens at least this likely, as a share of the likeliest."""
+    """Sample from tokens with at least this share of the likeliest token's probability."""
     batch_size: PositiveInt = 8
     """Rows decoded together."""
     num_speculative_tokens: NonNegativeInt = 0
-    """Tokens drafted per step; 0 takes what is the fastest here."""
+    """Tokens to draft per step (0: adaptive drafting)."""
 
 
 @dataclass
@@ -182,27 +182,27 @@ class Stage2Config(StageConfig):
     """Training on the target's own text, from the best head of stage 1."""
 
     max_steps: NonNegativeInt = 400
-    """Optimiser steps; 0 leaves this stage out."""
+    """Optimiser steps (0: no second stage)."""
     learning_rate: PositiveFloat = 2e-3
-    """At its peak."""
+    """Peak learning rate."""
     rejected_token_weight: PositiveFloat | None = None
-    """How many times a token counts where the target refused a draft while it wrote the text; default: once."""
+    """Weight in the loss of tokens that replaced a rejected draft token (default: 1)."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    """What it trains on."""
+    """Generation of the training text."""
 
 
 @dataclass
 class EvalConfig:
-    """What is measured, while training and after it."""
+    """Evaluations during and after training."""
 
     validation_rows: PositiveInt = 64
     """Rows for the loss and accuracies at each evaluation."""
     validation_prompts: PositiveInt = 16
-    """Prompts decoded for the real acceptance_length at each evaluation."""
+    """Prompts that are decoded at each evaluation, for the acceptance length."""
     prompt_tokens: PositiveInt = 64
     """Tokens of each prompt cut from held-out text."""
     tune_prompts: NonNegativeInt = 8
-    """Of the validation prompts, those on which is tuned what the best head drafts, a chain or a tree; 0: no tuning."""
+    """Validation prompts on which the best head is tuned for adaptive drafting (0: no tuning)."""
     max_prompts: PositiveInt = 32
     """Prompts of the final report."""
     max_new_tokens: int = 128
@@ -213,7 +213,7 @@ class EvalConfig:
 
 @dataclass
 class RunConfig:
-    """Everything that decides a run's result."""
+    """Settings of a run."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     speculator: HeadOptions = field(default_factory=HeadOptions)
@@ -225,21 +225,21 @@ class RunConfig:
     shard_optimizer: bool = False
     """Split Adam's moments among the processes (ZeRO-1); the head stays whole in each."""
     output_dir: str = "runs/speculator"
-    """Where everything goes."""
+    """Folder of the run."""
     overwrite_output_dir: bool = False
-    """Delete what is there and start again."""
+    """Delete the run in that folder and start again."""
     dry_run: bool = False
-    """Run both stages and the evaluation on tiny stand-ins, a step each, then say how large the real run is."""
+    """Run both stages and the evaluation on tiny stand-ins, one step each, and keep nothing."""
     plan: str | None = None
-    """Print what the run needs in memory, time and disk, and do nothing else; here, or on GPUs named as in 8xH100."""
+    """Print the memory, time and disk that the run needs and stop; on this machine, or on GPUs such as 8xH100."""
     seed: int = 0
-    """Of the weights, the order of the data and the sampled drafts."""
+    """Seed of the weights, the order of the data and the sampling."""
     report_to: Literal["wandb", "none"] = "wandb"
-    """wandb (offline unless a key is set) or none."""
+    """Tracker: wandb (offline unless a key is set) or none."""
 
 
 def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
-    """The dotted names of all sections."""
+    """Dotted names of all sections."""
     for item in fields(kind):
         section = item.default_factory
         if isinstance(section, type) and is_dataclass(section):
@@ -248,7 +248,7 @@ def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
 
 
 def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
-    """The dotted names of the settings that may be null."""
+    """Dotted names of the settings that may be null."""
     for item in fields(kind):
         section = item.default_factory
         if isinstance(section, type) and is_dataclass(section):
@@ -258,7 +258,7 @@ def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
 
 
 def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and value of every setting; of a list one for each item."""
+    """Dotted name and value of every setting, one pair per item of a list."""
     for item in fields(section):
         value = getattr(section, item.name)
         if is_dataclass(value):

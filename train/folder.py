@@ -1,4 +1,4 @@
-"""Whose a run's folder is: config.yaml says, and nothing else may be overwritten."""
+"""The folder of a run: config.yaml identifies the run, and nothing else is overwritten."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """What a result depends on."""
+    """The settings that a result depends on."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
     del settings["data"]["num_proc"]
     return settings
 
 
 def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
-    """Refuse a folder that holds something else than this run, finished or not.
+    """Raise a UserError if the folder holds anything but this run, finished or not.
 
-    Another `report_to` is the same run, and so is another stage 2 before that has begun, and an accumulation with which
-    other processes have as many rows in a step.
+    These changes keep the run the same: `report_to`; stage 2 until it begins; an accumulation that gives another number
+    of processes the same rows per optimiser step.
     """
     record = folder / _RECORD
     if not record.exists():
@@ -67,11 +67,7 @@ def _is_passing(path: Path) -> bool:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """A run's folder, made if need be, and no other run's meanwhile.
-
-    Raises:
-        UserError: another run has it.
-    """
+    """Create a run's folder and lock it; raise a UserError if another process holds the lock."""
     make_folder(folder)
     lock = FileLock(folder / _LOCK)
     acquire(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
@@ -94,13 +90,10 @@ def _read(record: Path) -> dict[str, Any]:
 
 
 def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[str, str] | None = None) -> None:
-    """Make the folder this run's: drop what --overwrite_output_dir replaces, and write config.yaml.
+    """Write config.yaml, after deleting what --overwrite_output_dir replaces.
 
     Args:
-        fingerprints: of what the run reads, by what it is.
-
-    Raises:
-        UserError: the run there was begun with something else; or the folder can't be emptied or written.
+        fingerprints: fingerprints of the run's inputs by name. A run whose inputs changed since it began is refused.
     """
     record = folder / _RECORD
     if config.overwrite_output_dir:
@@ -116,9 +109,9 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
             )
         if begun | now != begun:
             was, has = _batches(begun), _batches(now)
-            others = [f"{has[stage]} where {stage} had {was[stage]}" for stage in has if was[stage] != has[stage]]
+            others = [f"{has[stage]} in {stage}, before {was[stage]}" for stage in has if was[stage] != has[stage]]
             if others:
-                print(f"{folder}: another number of rows in a step: {', '.join(others)}", file=sys.stderr)
+                print(f"{folder}: rows per optimiser step changed: {', '.join(others)}", file=sys.stderr)
             write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
         return
     make_folder(folder)
@@ -134,14 +127,14 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
 
 
 def _batches(record: dict[str, Any]) -> dict[str, int]:
-    """Rows of an optimiser step of each stage, over all processes."""
+    """Rows per optimiser step of each stage, over all processes."""
     stages = {name: record["settings"][name] for name in ("stage1", "stage2")}
     rows = {name: own["per_device_train_batch_size"] * own[_ACCUMULATION] for name, own in stages.items()}
     return {name: count * record["processes"] for name, count in rows.items()}
 
 
 def _empty(folder: Path) -> None:
-    """Delete what is in a folder, a link's too, its record last: cut off here, it is still known for a run's."""
+    """Delete a folder's content, its record last: if this is interrupted, the folder is still known as a run's."""
     try:
         for path in sorted(folder.iterdir() if folder.exists() else (), key=lambda path: path.name == _RECORD):
             if path.name == _LOCK:
@@ -155,7 +148,7 @@ def _empty(folder: Path) -> None:
 
 
 def rows_fingerprint(rows: datasets.Dataset) -> str:
-    """Of all that the rows hold."""
+    """Fingerprint of all columns of the rows."""
     digest = hashlib.sha256()
     for table in rows.with_format("arrow").iter(batch_size=1000):
         for name in table.column_names:
@@ -167,7 +160,7 @@ def rows_fingerprint(rows: datasets.Dataset) -> str:
 
 
 def prompts_fingerprint(prompts: list[list[int]]) -> str:
-    """Of the tokens of all prompts."""
+    """Fingerprint of the tokens of all prompts."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
@@ -182,7 +175,7 @@ def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
 
 
 def git_commit() -> str | None:
-    """What this checkout is at; None where git can't say."""
+    """Describe this checkout's commit; None if git can't."""
     try:
         done = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True

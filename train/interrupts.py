@@ -1,8 +1,8 @@
-"""What Ctrl-C and SIGTERM do to a run: they end it within a moment, wherever it is.
+"""Ctrl-C and SIGTERM end a run at once, wherever it is.
 
-Python runs a signal's handler between two steps of the main thread, which may be seconds away inside a library. So a
-thread reads the signals from a pipe and ends the process itself. Nothing is unwound, and so nothing can get in the
-way: a run may be cut off anywhere, and the next call goes on.
+Python runs a signal handler between two steps of the main thread, which may be seconds away inside a library. So a
+thread reads the signals from a pipe and ends the process itself, without unwinding: a run may be killed anywhere, and
+the same command resumes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _saves = threading.Event()
 
 
 def install() -> None:
-    """From now on Ctrl-C ends the process with 130, SIGTERM with 143: at once, or by `saving` after a checkpoint."""
+    """Make Ctrl-C end the process with code 130, SIGTERM with 143: at once, or inside `saving` after a checkpoint."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in _CODES:
@@ -44,7 +44,7 @@ def _watch(reader: int) -> None:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """In here a first SIGTERM is only noted, for `stop_asked`: who asks saves a checkpoint and ends the run."""
+    """Only note the first SIGTERM in this block: the trainer asks `stop_asked`, saves a checkpoint and ends the run."""
     _saves.set()
     try:
         yield
@@ -53,12 +53,12 @@ def saving() -> Iterator[None]:
 
 
 def stop_asked() -> bool:
-    """Whether SIGTERM has come."""
+    """Return whether SIGTERM has arrived."""
     return _stop.is_set()
 
 
 def wait_for_end(seconds: float) -> None:
-    """Give a launcher time to end this process by SIGTERM, also by one that was only noted so far."""
+    """Give a launcher time to end this process by SIGTERM; one that was only noted counts."""
     _saves.clear()
     if _stop.wait(seconds):
         os._exit(_CODES[signal.SIGTERM])
@@ -66,7 +66,7 @@ def wait_for_end(seconds: float) -> None:
 
 @contextmanager
 def temporary(folder: Path) -> Iterator[None]:
-    """A folder that goes in the end, an interrupted one too."""
+    """Delete a folder at the end of the block, also if the process is interrupted."""
     _temporary.append(folder)
     try:
         yield

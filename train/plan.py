@@ -31,7 +31,7 @@ from train.losses import chunk_tokens
 
 
 class Gpu(NamedTuple):
-    """Its maker's figures: GB of memory, TB/s, and dense TFLOP/s in 16 bits and in float32."""
+    """A GPU maker's figures: GB of memory, TB/s, and dense TFLOP/s in 16 bits and in float32."""
 
     memory: int
     bandwidth: float
@@ -107,7 +107,7 @@ class Writing:
 
 
 def context_of(target: PreTrainedConfig | None) -> int | None:
-    """The target's context length, if its config is known and says so."""
+    """Return the target's context length, if its config is known and states it."""
     return getattr(target.get_text_config(), "max_position_embeddings", None) if target else None
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run: how they come together, and which of them speaks when one ends."""
+"""The processes of a run: how they join, and which of them reports an error."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ from speculator.errors import UserError, refuse
 from train import interrupts
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a process waits for the others in a collective: longer than one writes a checkpoint while the rest wait."""
+"""Timeout of a collective: longer than one process takes to write a checkpoint while the others wait."""
 _WRAPPINGS = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
 _INSTEAD = "a target in shards is --target.parallel fsdp or tp, the head's moments in shards --shard_optimizer true"
-_PATIENCE = 10.0  # seconds in which a launcher sees that one has ended, and ends the others of its machine
+_PATIENCE = 10.0  # seconds in which a launcher notices that a process ended, and ends the others of its machine
 _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process|network error|likely closed")
 
 
 def join() -> PartialState:
-    """This process among those of the run; alone where no launcher started it.
+    """Join the run's processes (this one alone without a launcher) before `TrainingArguments` set another timeout.
 
-    The group is made here, long before `TrainingArguments` come with a `ddp_timeout` of their own.
-
-    Raises:
-        UserError: the launcher asks for a wrapping that would take the head apart.
+    Raises a UserError if accelerate is configured to shard the head.
     """
     for variable, what in _WRAPPINGS.items():
         asked = os.environ.get(variable, "").lower() in ("1", "true")
@@ -42,13 +39,11 @@ def join() -> PartialState:
 
 @contextmanager
 def one_speaks() -> Iterator[None]:
-    """Of the processes of a machine one says why a run ends, and the launcher names it.
+    """Let one process per machine report why a run ends.
 
-    The launcher ends all once one has ended. So who has only lost the connection to another waits for that, without a
-    word; so does, unless it is the machine's first, who fails, since most faults are everybody's.
-
-    Raises:
-        UserError: the connection to a process was lost and no launcher came: it ran on another machine.
+    The launcher ends all processes once one has ended. So a process that only lost its connection waits for the launcher
+    silently. A failing process other than the machine's first waits too, since most errors hit all of them. If no
+    launcher comes, the lost process ran on another machine, and a UserError says so.
     """
     try:
         yield
@@ -62,6 +57,6 @@ def one_speaks() -> Iterator[None]:
         if lost:
             raise UserError(
                 f"rank {PartialState().process_index} lost the connection to another; where that one ran, its launcher "
-                "names it; the same command goes on from the newest checkpoint"
+                "names it; the same command resumes from the newest checkpoint"
             ) from None
         raise

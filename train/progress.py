@@ -1,4 +1,4 @@
-"""How fast training goes, and the line that says it."""
+"""Pace of training, and the log line that shows it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from train.timing import Stopwatch
 
 
 class Pace(TrainerCallback):
-    """Times optimiser steps (all forward and backward passes of one, and the update), and counts their tokens.
+    """Times optimiser steps (forward and backward passes, and the update) and counts their tokens.
 
     Args:
-        device: where they run.
-        token_at_peak: seconds for a token's operations at the device's peak; None where that is not known.
+        token_at_peak: seconds for a token's operations at the device's peak; None if unknown.
     """
 
     def __init__(self, device: torch.device, token_at_peak: float | None = None):
@@ -27,7 +26,7 @@ class Pace(TrainerCallback):
         self._tokens, self._first, self._began = 0, 0, time.monotonic()
 
     def of_target(self, input_ids: Tensor) -> Stopwatch:
-        """Counts a batch, and times the `with` block as the target's part of the step."""
+        """Count a batch, and time the `with` block as the target's part of the step."""
         self._tokens += input_ids.numel()
         return self._target
 
@@ -41,7 +40,7 @@ class Pace(TrainerCallback):
         self._steps.__exit__()
 
     def figures(self, state: Any, processes: int) -> dict[str, float]:
-        """Of the steps since they were last taken. The time left counts evaluations as often as there were some."""
+        """Figures of the steps since the last call. The remaining time includes evaluations at their rate so far."""
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)
         left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
@@ -51,12 +50,12 @@ class Pace(TrainerCallback):
             "seconds_left": left,
         }
         if self._token_at_peak is not None:
-            found["share_of_peak"] = tokens * self._token_at_peak / seconds
+            found["mfu"] = tokens * self._token_at_peak / seconds
         return found
 
 
 class ProgressLine(ProgressCallback):
-    """The progress bar, and one line per log that says what matters."""
+    """Progress bar with one line per log entry."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self.training_bar is None or not logs or "train_runtime" in logs:
@@ -67,15 +66,15 @@ class ProgressLine(ProgressCallback):
             f"{'eval' if prefix else 'step'} {state.global_step:>5}/{state.max_steps}",
             f"loss {logs[f'{prefix}loss']:.3f}",
             f"head accuracy {' '.join(heads)}",
-            f"simulated tokens/step {logs[f'{prefix}teacher_forced_acceptance_length']:.2f}",
+            f"teacher-forced acceptance length {logs[f'{prefix}teacher_forced_acceptance_length']:.2f}",
         ]
         if prefix:
             real, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
-            parts.append(f"real tokens/step {real:.2f} greedy, {sampled:.2f} at temperature 1")
+            parts.append(f"acceptance length {real:.2f} greedy, {sampled:.2f} at temperature 1")
         else:
             parts.append(f"lr {logs['learning_rate']:.1e} | step/target {logs['step_over_target']:.1f}")
             parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
-            if "share_of_peak" in logs:
-                parts.append(f"{logs['share_of_peak']:.1%} of the peak")
+            if "mfu" in logs:
+                parts.append(f"MFU {logs['mfu']:.1%}")
             parts.append(f"{timedelta(seconds=round(logs['seconds_left']))} left")
         self.training_bar.write(" | ".join(parts))

@@ -1,4 +1,4 @@
-"""One run, from the config to the report: every stage picks up where a run that was cut off left it."""
+"""One run from config to report; every stage resumes where a killed run stopped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _PROMPTS_PER_TEXT = 4
 
 
 def main(config: RunConfig) -> int:
-    """Run; gives the exit code. Wrong input is one line on stderr and 2."""
+    """Run and return the exit code; wrong input is one line on stderr and code 2."""
 
     def work() -> None:
         if config.plan:
@@ -77,7 +77,7 @@ def main(config: RunConfig) -> int:
 
 
 def _leave_group() -> None:
-    """Threads of a process group that outlive the interpreter abort it; what holds the group goes first."""
+    """Destroy the process group, whose threads would abort the interpreter if they outlived it."""
     if torch.distributed.is_initialized():
         gc.collect()
         torch.distributed.destroy_process_group()
@@ -93,7 +93,7 @@ def _run(config: RunConfig) -> None:
     report = folder / "eval" / "report.json"
     if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
         if state.is_main_process and not (folder / "speculator" / CARD).exists():
-            write_card(folder / "speculator")  # a run that was killed just before
+            write_card(folder / "speculator")  # the run was killed just before
         state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
         return
     if config.target.parallel != "device_map":
@@ -115,7 +115,7 @@ def _run(config: RunConfig) -> None:
     own_prompts = own_prompts_of(read, target) if continues else None
     count = None if own_prompts is None else len(own_prompts)
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
-    heads = [new_head(config, target, train_rows)]  # whoever trains it takes it out: it need not outlive its stage
+    heads = [new_head(config, target, train_rows)]  # stage 1 pops it, so that it does not outlive the stage
 
     for line in checks.warnings(config) if state.is_main_process else ():
         print(f"warning: {line}", file=sys.stderr)
@@ -136,11 +136,11 @@ def _train(
     suites: dict[str, Suite],
     own_prompts: TokenPrompts | None,
 ) -> None:
-    """The stages that are left, the head, and its report.
+    """Run the remaining stages, publish the head and write its report.
 
     Args:
-        heads: the one to start from.
-        own_prompts: what the target continues for stage 2; without them it writes these as well.
+        heads: holds the head to start from.
+        own_prompts: prompts that the target continues for stage 2; None: it writes the prompts as well.
     """
     state, folder = PartialState(), Path(config.output_dir)
     head_folder = folder / "speculator"
@@ -170,9 +170,9 @@ def _train(
 
 
 def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder: Path) -> None:
-    """Tune what the published head drafts, and write the report.
+    """Tune the published head and write the report.
 
-    The processes that hold the target with the main one do the same; of what they write nothing is kept.
+    Processes that share a sharded target with the main one run this too, and discard what they write.
     """
     head_folder = Path(config.output_dir) / "speculator"
     head = load_head(head_folder, target)
@@ -181,7 +181,7 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         place = head_folder if folder == Path(config.output_dir) else folder
         write_tuning(target, head, suite, place / TUNED, config.eval.max_new_tokens, config.seed)
-        target.broadcast_object(None)  # it is there now
+        target.broadcast_object(None)  # the file exists now
     report = folder / "eval"
     measured = target.broadcast_object((Path(config.output_dir) / "eval" / "report.json").exists())
     if measured:  # the run was killed between report.json and report.md
@@ -192,7 +192,7 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
 
 
 def load_target(config: RunConfig) -> Target:
-    """The target as configured."""
+    """Load the configured target."""
     given = dataclasses.asdict(config.target)
     return Target.load(given.pop("name_or_path"), **given)
 
@@ -200,14 +200,14 @@ def load_target(config: RunConfig) -> Target:
 def fingerprints(
     target: Target, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, suites: dict[str, Suite]
 ) -> dict[str, str]:
-    """Of what a run reads: whoever goes on with it needs the same."""
+    """Fingerprints of a run's inputs; a resumed run must have the same."""
     rows = {"training": train_rows, "validation": validation_rows}
     made = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
     return made | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in suites.items()}
 
 
 def say_what_is_idle(state: PartialState) -> None:
-    """One process uses one GPU: say so where there are more."""
+    """Print how to use all GPUs if one process sees several."""
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if state.num_processes == 1 and count > 1:
         print(
@@ -224,7 +224,7 @@ def use_all_cores() -> None:
 
 
 def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
-    """The packed rows of one split, of validation those that are looked at."""
+    """Packed rows of one split; of validation only as many as are evaluated."""
     with reporting_full_disk(cache_folder()):
         return token_rows(
             config.data.sources,
@@ -240,8 +240,8 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
 
 
 def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
-    """Prompts of one split: cut from its texts, of its chats what the model is asked."""
-    # Who prepared the split has shown its bad rows already.
+    """Prompts of one split: the beginnings of texts, and of chats everything before an answer."""
+    # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
         config.data.sources,
@@ -277,10 +277,9 @@ def own_prompts_of(config: RunConfig, target: Target) -> TokenPrompts:
 def generate_own_text(
     config: RunConfig, target: Target, head_folder: Path, own_prompts: list[list[int]] | None
 ) -> datasets.Dataset:
-    """What the target says after prompts from the training text, at the configured temperatures; the head drafts, where
-    that is faster here.
+    """Let the target continue prompts from the training text, with the head drafting.
 
-    Without prompts the target writes these as well.
+    Without prompts the target writes the prompts as well.
     """
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
     fixed, sampling = settings.num_speculative_tokens, checks.own_sampling(settings)

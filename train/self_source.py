@@ -1,4 +1,4 @@
-"""The source `self` in a run: the target's own chats, written once into the cache, for later runs too."""
+"""The source `self` in a run: the target's own chats, written once into the cache and used by later runs too."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def with_self_written(config: RunConfig, target: Target) -> RunConfig:
 
 
 def folder_of(config: RunConfig, target: Target) -> Path:
-    """Where the chats lie: named after all that they depend on."""
+    """Folder of the chats, named after everything that they depend on."""
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
     key = json.dumps([*who, dataclasses.asdict(config.data.self_source), config.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
 def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path) -> Dataset:
-    """Chats for stage 2, other than those that stage 1 trained on, by the settings of `stage2.generate`."""
+    """Write chats for stage 2 by the settings of `stage2.generate`, different from those of stage 1."""
     settings = config.stage2.generate
     made = self_rows(
         target,
@@ -83,7 +83,7 @@ def _prompt_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _look_at(location: str, config: RunConfig, target: Target) -> None:
-    """Read a source up to its first document, before the target writes for hours."""
+    """Read the first document of a source, because the target may write for hours before it is read."""
     tally = Tally(config.data.max_bad_rows)
     packages = config.data.max_package_bytes
     found = token_documents([location], "train", target.tokenizer, max_package_bytes=packages, tally=tally)

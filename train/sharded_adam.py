@@ -2,7 +2,7 @@
 
 Each process updates the weights whose moments it has, whole tensors of about as many numbers for each, and hands
 them to the others. A checkpoint has the state of all of them, laid out as that of plain AdamW: any number of processes
-goes on from it.
+resumes from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 
 class ShardedAdam(ZeroRedundancyOptimizer):
-    """In place of an AdamW that has done no step yet."""
+    """Replaces an AdamW that has made no step yet."""
 
     def __init__(self, whole: Optimizer):
         settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps")}
@@ -27,5 +27,5 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
 
     def forget(self) -> None:
-        """Drop the others' moments."""
+        """Drop the moments of other processes."""
         self._all_state_dicts = []

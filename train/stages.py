@@ -1,4 +1,4 @@
-"""One stage of training: from its newest whole checkpoint to its best head, or straight there if it is done."""
+"""One stage of training, from its newest complete checkpoint to its best head."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ def train_stage(
     validation_rows: datasets.Dataset,
     suite: Suite,
 ) -> Path:  # of the best head
-    """Train the head that `start` gives; on every process of the run.
+    """Train a head on all processes of the run; a finished stage returns its head at once.
 
     Args:
-        name: "stage1" or "stage2": the config's section and the folder under the run's.
-        start: gives the head that the stage starts from, float32.
-        suite: its prompts are decoded for the real acceptance_length at each evaluation.
+        name: "stage1" or "stage2": section of the config, and folder of the stage.
+        start: returns the head that the stage starts from, in float32.
+        suite: prompts to decode at each evaluation, for the acceptance length.
 
     Raises:
-        SystemExit: 143, after a checkpoint, if SIGTERM came while it trained.
-        UserError: the loss is not finite, a checkpoint can't be written, or none is left whole.
+        SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
     """
     settings: StageConfig = getattr(config, name)
     folder = Path(config.output_dir) / name
@@ -62,11 +61,11 @@ def train_stage(
     state = PartialState()
     count = len(validation_rows)
     batch = max(1, min(settings.per_device_train_batch_size, count // state.num_processes))
-    # Whole batches: a short one would be filled up with rows seen before. The last row has tokens to learn.
+    # Full batches only: a short one would be padded with earlier rows. The last row has tokens to train on.
     left_out = count % (batch * state.num_processes)
     names = {field.name for field in dataclasses.fields(StageConfig)} - {"save_total_limit"}
-    fields = {name: getattr(settings, name) for name in names}  # the checkpoints are counted and deleted here
-    # What the plan counts; chats may be longer.
+    fields = {name: getattr(settings, name) for name in names}  # this module deletes old checkpoints
+    # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
     def decode(head: Speculator) -> dict[str, float]:
@@ -98,7 +97,7 @@ def train_stage(
         for line in passed_over:
             print(line, file=sys.stderr)
         if resume:
-            print(f"going on from {resume}", file=sys.stderr)
+            print(f"resuming from {resume}", file=sys.stderr)
         read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
         passes = read * state.num_processes / len(train_rows)
         shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows):,} rows read "
@@ -121,7 +120,7 @@ def train_stage(
         for line in passed_over:
             print(line, file=sys.stderr)
         if best is None:
-            raise UserError(f"{folder}: no checkpoint is whole; the same command trains it anew")
+            raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
     state.wait_for_everyone()
     return best_head
@@ -134,26 +133,22 @@ def _state_of(folder: Path) -> dict:
 def _stop(last: Path) -> NoReturn:
     tracking.stop()
     if PartialState().is_main_process:
-        print(f"stopped by SIGTERM: the same command goes on from {last}", file=sys.stderr)
+        print(f"stopped by SIGTERM: the same command resumes from {last}", file=sys.stderr)
     raise SystemExit(143)
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a head is there and as it was written; a damaged one is said to be. On every process of the run."""
+    """Return whether a complete head is in the folder, and print it if it is damaged; call it on every process."""
     state = PartialState()
     problem = manifest_error(folder) if folder.exists() else "it is not there"
     if state.is_main_process and folder.exists() and problem:
-        print(f"{folder}: {problem}; it is made anew", file=sys.stderr)
+        print(f"{folder}: {problem}; it is written again", file=sys.stderr)
     state.wait_for_everyone()
     return problem is None
 
 
 def publish(head: Speculator, folder: Path) -> None:
-    """Save a head under its name, sealed: entirely or not at all. A damaged one there is replaced.
-
-    Raises:
-        UserError: there is no room.
-    """
+    """Save a head with a manifest, atomically; a damaged one is replaced."""
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
         write_manifest(scratch)
@@ -161,10 +156,10 @@ def publish(head: Speculator, folder: Path) -> None:
 
 
 def start_tracking(config: RunConfig, name: str) -> None:
-    """One wandb run per stage, in one group, its id kept for resuming; in the run's folder, offline without a key.
+    """Start a wandb run for a stage, in one group with the others; offline without a key.
 
-    transformers' callback goes on with the run that is there. It stays on until the next stage begins, so the last
-    one's has the final report as well.
+    Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
+    run also gets the final report.
     """
     tracking.stop()
     folder = Path(config.output_dir) / name

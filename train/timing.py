@@ -1,4 +1,4 @@
-"""Time on the device, taken without waiting for it."""
+"""Timing of device work without waiting for the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stopwatch:
             self._spans.append((self._begin, end))
 
     def take(self) -> float:
-        """Seconds since it was last taken."""
+        """Return the seconds since the last call."""
         if self._spans:
             torch.accelerator.synchronize(self.device)
         seconds = self._seconds + sum(begin.elapsed_time(end) / 1000 for begin, end in self._spans)

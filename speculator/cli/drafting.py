@@ -1,4 +1,4 @@
-"""The flags that say for which target who drafts, in what shape, and by which rule; shared by the commands."""
+"""Flags shared by the commands: target, drafter, shape of the draft, and accept rule."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ _TREE = ("branches", "nodes", "paths", "replacement")
 
 
 def add_target_flags(parser: OneLineParser) -> None:
-    """Which target."""
+    """Add the flags of the target."""
     parser.add_argument("--target", required=True, help="hub id, folder or GGUF file of a causal LM")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="default: auto, as stored; float32 on a CPU")
+    parser.add_argument(
+        "--dtype",
+        choices=dtypes,
+        default="auto",
+        help="dtype of the target (default: auto, as stored; float32 on a CPU)",
+    )
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
-    """The target that the flags name, without the libraries' progress bars.
-
-    Raises:
-        UserError: there is none, or it can't be decoded.
-    """
+    """Load the target that the flags name, without the libraries' progress bars."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return Target.load(
@@ -59,28 +60,36 @@ def load_target(arguments: argparse.Namespace) -> Target:
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """Who drafts, the shape and the rule."""
+    """Add the flags of drafter, shape and rule."""
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--speculator", help="folder of a trained head; without a drafter the target decodes plainly")
+    who.add_argument("--speculator", help="folder of a trained head (default: plain decoding)")
     who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
     who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
     parser.add_argument(
         "--ngram",
         action="store_true",
-        help="draft by n-gram lookup in the text so far, alone or beside another drafter",
+        help="draft by n-gram lookup in the text so far, alone or together with another drafter",
     )
-    parser.add_argument("--rule", choices=list(RULES), help="accept rule; default: the one for what is drafted")
+    parser.add_argument("--rule", choices=list(RULES), help="accept rule (default: the first that fits the draft)")
     parser.add_argument(
         "--num_speculative_tokens",
         type=int,
         help="tokens per draft (default: a head drafts adaptively, other drafters draft 4)",
     )
-    parser.add_argument("--branches", type=_numbers, metavar="4,2,1", help="children of a token, level by level")
-    parser.add_argument("--nodes", type=int, help="draft the tree of so many likeliest tokens out of --branches")
-    parser.add_argument("--paths", type=int, help="draft the so many likeliest paths out of --branches")
-    parser.add_argument("--replacement", action="store_true", help="draw the --branches of a token independently")
-    parser.add_argument("--draft_sampling", choices=["sampled", "greedy"], help="of a chain; default: sampled")
-    parser.add_argument("--min_confidence", type=float, help="end a chain where its joint probability falls below this")
+    parser.add_argument(
+        "--branches", type=_numbers, metavar="4,2,1", help="number of children of a drafted token, level by level"
+    )
+    parser.add_argument("--nodes", type=int, help="draft a tree of the N likeliest tokens among --branches")
+    parser.add_argument("--paths", type=int, help="draft the N likeliest paths among --branches")
+    parser.add_argument(
+        "--replacement",
+        action="store_true",
+        help="draw the --branches of a token independently (default: without replacement)",
+    )
+    parser.add_argument(
+        "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
+    )
+    parser.add_argument("--min_confidence", type=float, help="end a chain when its joint probability falls below this")
 
 
 def _numbers(text: str) -> list[int]:
@@ -91,11 +100,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bool = False) -> None:
-    """Refuse what can't be, before any model is loaded; with `required` someone must draft.
-
-    Raises:
-        UserError: flags that do not go together, or a rule that does not fit what they draft.
-    """
+    """Check the flags before any model is loaded; with `required`, a drafter must be named."""
     exits = arguments.early_exit is not None
     drafts = _models(arguments) or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
@@ -125,7 +130,7 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
 
 
 def walks(arguments: argparse.Namespace) -> bool:
-    """Whether a sampled text is what plain decoding draws, whatever is drafted."""
+    """Return whether sampled texts are the same with any draft: the rule is `match`."""
     return (arguments.rule or _rules(arguments)[0]) == "match"
 
 
@@ -143,7 +148,7 @@ def _copied(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> bool:
-    """Whether a model drafts."""
+    """Return whether a model drafts, not only n-gram lookup."""
     return bool(arguments.speculator or arguments.draft_model or arguments.early_exit is not None)
 
 
@@ -187,18 +192,18 @@ def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | N
 
 
 def shaped(arguments: argparse.Namespace) -> str:
-    """Those of the flags that say what a head drafts, as typed."""
+    """List the given flags that fix the draft, as typed."""
     return _given(arguments, *_CHAIN, *_TREE, "rule")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> str:
-    """Those of the flags that the user gave, as typed."""
+    """List those of the flags that the user gave, as typed."""
     values = vars(arguments)
     return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
 
 
 def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths | Candidates:
-    """What a head or a model drafts: `length` tokens where no flag says otherwise."""
+    """Shape of a head's or model's draft; a chain of `length` tokens by default."""
     if arguments.branches is None:
         length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
         return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)

@@ -1,4 +1,4 @@
-"""Drafting by lookup: what followed where a text ended like this one."""
+"""N-gram lookup (prompt lookup): draft the tokens that followed an earlier match of the sequence's end."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from speculator.drafters.shapes import check_length
 from speculator.target.kv_cache import KVCache
 
 MEMORY = 2**17
-"""Tokens of other sequences that a server, or several samples of a prompt, look in: some 40 MB."""
+"""Tokens of other sequences that a server, or several samples of a prompt, search: about 40 MB."""
 LONGEST = 16
 """The most matching tokens that count."""
 _PLACES = 4
 _ELSEWHERE = 2
-"""What followed in another text is as often right as in the text itself behind a match so many tokens shorter."""
+"""A match in another sequence is as reliable as one in the sequence itself that is this many tokens shorter."""
 Place = tuple[Sequence[int], int]
-"""A text, and where in it an n-gram ended."""
+"""A sequence, and the position where an n-gram ended in it."""
 
 
 class _Index:
-    """Where each n-gram of a growing text last ended."""
+    """Last position of each n-gram in a growing sequence."""
 
     def __init__(self, text: Sequence[int], max_ngram: int):
         self.text, self.max_ngram = text, max_ngram
@@ -36,7 +36,7 @@ class _Index:
         self.known = 0
 
     def last(self) -> int | None:
-        """Where the longest suffix that there was before ended the last time."""
+        """Return the end of the last earlier occurrence of the longest suffix that has one."""
         text = self.text
         for end in range(self.known + 1, len(text)):  # the text's own end is no match
             for size in range(1, min(self.max_ngram, end) + 1):
@@ -50,11 +50,11 @@ class _Index:
 
 
 class Memory:
-    """The last sequences that were seen, those that still grow among them: where their n-grams ended.
+    """Positions of the n-grams of recent sequences, including those that still grow.
 
     Args:
-        tokens: of sequences that no longer grow; the oldest are forgotten.
-        ngram: the size.
+        tokens: the most tokens of finished sequences; the oldest are forgotten.
+        ngram: size of the n-grams.
     """
 
     def __init__(self, tokens: int, ngram: int):
@@ -64,7 +64,7 @@ class Memory:
         self._size = 0
 
     def read(self, sequences: Sequences) -> None:
-        """Take in what these sequences have become, and forget others where there are too many."""
+        """Read the new tokens of these sequences, and forget the oldest others."""
         for text in sequences:
             _, known = self._known.pop(id(text), (text, 0))
             for end in range(max(known, self.ngram), len(text)):
@@ -85,12 +85,12 @@ class Memory:
                 self._ends[gram] = left
 
     def places(self, text: Sequence[int]) -> tuple[Place, ...]:
-        """Where other sequences, or this one, ended like it."""
+        """Return the places in any sequence that end like this one."""
         return self._ends.get(tuple(text[-self.ngram :]), ())
 
 
 def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
-    """How many of the tokens before `end` are those at the end of `other`, up to `LONGEST`."""
+    """Count the tokens before `end` that equal those at the end of `other`, up to `LONGEST`."""
     count, most = 0, min(end, len(other), LONGEST)
     while count < most and one[end - 1 - count] == other[-1 - count]:
         count += 1
@@ -98,11 +98,11 @@ def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
 
 
 class Found:
-    """What a lookup found for the rows of the next draft, on the device, in tensors that stay in place: captured steps
-    read them there.
+    """Paths that a lookup found for the rows of a draft, in device tensors that stay in place for captured steps.
 
     Args:
-        slots, most: rows, and tokens of a path at most.
+        slots: the most rows.
+        most: the most tokens of a path.
     """
 
     def __init__(self, slots: int, most: int, device: torch.device):
@@ -111,13 +111,13 @@ class Found:
 
     @classmethod
     def of(cls, found: Sequence[Sequence[int]], device: torch.device) -> Found:
-        """Of as many rows, with room for the longest path."""
+        """Make an object for these rows, with room for the longest path."""
         made = cls(len(found), max(map(len, found)), device)
         made.put(found)
         return made
 
     def put(self, found: Sequence[Sequence[int]]) -> None:
-        """For each of the first rows a path, whose first tokens are kept; the others have none."""
+        """Set the paths of the first rows, cut to the room; other rows have none."""
         slots, most = self._table.shape[0], self._table.shape[1] - 1
         paths = [*(list(path[:most]) for path in found), *([] for _ in range(slots - len(found)))]
         self._table.copy_(torch.tensor([[len(path), *path, *[0] * (most - len(path))] for path in paths]))
@@ -126,13 +126,13 @@ class Found:
         self._longest = most if captured else max(map(len, paths))
 
     def first(self, rows: int, most: int) -> tuple[Tensor, Tensor]:  # [rows, W], [rows]
-        """The paths of so many rows, and their lengths: at most `most` tokens."""
+        """Return the paths of the first rows, of at most `most` tokens, and their lengths."""
         width = min(most, self._longest)
         return self._table[:rows, 1 : 1 + width], self._table[:rows, 0].clamp(max=width)
 
 
 class NgramDrafter(Drafter):
-    """Prompt lookup: a deterministic draft, copied from behind the most recent match of the longest suffix.
+    """Drafts the tokens that followed the most recent match of the longest suffix; the draft is deterministic.
 
     Args:
         num_speculative_tokens: the most tokens to copy.
@@ -165,7 +165,7 @@ class NgramDrafter(Drafter):
         self.found.put([tokens for _, tokens in self.look([request.sequence for request in requests])])
 
     def forget(self) -> None:
-        """What it drafts from now on does not depend on the sequences before."""
+        """Forget all earlier sequences."""
         self._indices = {}
         if self.memory:
             self.memory = Memory(self.memory.tokens, self.max_ngram)

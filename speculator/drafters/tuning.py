@@ -53,7 +53,7 @@ Ranks = Sequence[Sequence[float]]
 
 @dataclass
 class Tuning:
-    """What was measured for a head; keys "greedy" and "sampled".
+    """Measurements of a head, by "greedy" and "sampled".
 
     Attributes:
         ranks: acceptance by depth and rank.

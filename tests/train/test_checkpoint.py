@@ -100,7 +100,7 @@ def test_folders_of_other_names_are_not_looked_at(stage, name):
 )
 def test_no_room_is_a_line_that_names_the_path_whoever_finds_out(tmp_path, error):
     with (
-        pytest.raises(UserError, match=f"can't write {tmp_path}: .*; the same command goes on"),
+        pytest.raises(UserError, match=f"can't write {tmp_path}: .*; the same command resumes"),
         reporting_full_disk(tmp_path),
     ):
         raise error

@@ -30,7 +30,7 @@ def paced(monkeypatch, token_at_peak) -> dict[str, float]:
 def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
     known = {"step_over_target": 1.5, "tokens_per_second": 2 * 80 / 6, "seconds_left": 4.0 * 8}
     assert paced(monkeypatch, None) == pytest.approx(known)
-    assert paced(monkeypatch, 0.03) == pytest.approx({**known, "share_of_peak": 80 * 0.03 / 6})
+    assert paced(monkeypatch, 0.03) == pytest.approx({**known, "mfu": 80 * 0.03 / 6})
 
 
 @pytest.mark.parametrize("token_at_peak", [None, 0.03])
@@ -41,8 +41,8 @@ def test_one_line_says_everything(monkeypatch, token_at_peak):
     logs = {"loss": 1.5, "learning_rate": 1e-3, "head0/accuracy": 0.25, "teacher_forced_acceptance_length": 1.25}
     state = SimpleNamespace(global_step=12, max_steps=20)
     bar.on_log(None, state, None, {**logs, **paced(monkeypatch, token_at_peak)})
-    share = "" if token_at_peak is None else " | 40.0% of the peak"
+    share = "" if token_at_peak is None else " | MFU 40.0%"
     assert lines == [
-        "step    12/20 | loss 1.500 | head accuracy 0.25 | simulated tokens/step 1.25 | lr 1.0e-03 | step/target 1.5"
-        f" | 27 tokens/s{share} | 0:00:32 left"
+        "step    12/20 | loss 1.500 | head accuracy 0.25 | teacher-forced acceptance length 1.25 | lr 1.0e-03"
+        f" | step/target 1.5 | 27 tokens/s{share} | 0:00:32 left"
     ]

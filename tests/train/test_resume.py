@@ -98,7 +98,7 @@ def weights(folder: Path) -> bytes:
 
 def history(folder: Path) -> list[dict]:
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    timing = ("runtime", "per_second", "step_over_target", "seconds_left", "share_of_peak")
+    timing = ("runtime", "per_second", "step_over_target", "seconds_left", "mfu")
     return [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in entries]
 
 
@@ -130,10 +130,10 @@ def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
     folder = tmp_path / "stopped"
     assert run(folder) == 143
     step = {7: 6, 9: 8}[calls]
-    assert f"the same command goes on from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
+    assert f"the same command resumes from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
     monkeypatch.undo()
     assert run(folder) == 0
-    assert f"going on from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
+    assert f"resuming from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
     for name in ("stage1/checkpoint-16", "stage1/speculator", "speculator"):
         assert weights(folder / name) == weights(finished / name)
     assert history(folder / "stage1/checkpoint-16") == history(finished / "stage1/checkpoint-16")
@@ -191,7 +191,7 @@ def test_an_attention_head_goes_on_bit_identically_in_either_stage(
             assert sorted(checkpoint.numbered(stopped / stage)) == [4]
         else:
             assert run(stopped, **ATTENTION) == 143
-            assert f"goes on from {stopped}/{stage}/checkpoint-3" in capfd.readouterr().err
+            assert f"resumes from {stopped}/{stage}/checkpoint-3" in capfd.readouterr().err
         monkeypatch.undo()
         if stage == "stage1":
             assert not (stopped / "stage2").exists()
@@ -216,8 +216,8 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over_for_the_one_before(unfin
     (damaged / "model.safetensors").write_bytes(weights(damaged)[:1000])
     assert run(unfinished) == 0
     said = capfd.readouterr().err
-    assert f"passing over {damaged}" in said
-    assert "going on from" in said
+    assert f"skipping {damaged}" in said
+    assert "resuming from" in said
     rows = 16 * SETTINGS["stage1.per_device_train_batch_size"]
     found = re.search(r"([\d,]+) rows read ([\d,.]+) times in 16 steps", said)
     assert float(found[2]) == pytest.approx(rows / int(found[1].replace(",", "")), abs=0.05)
@@ -228,7 +228,7 @@ def test_a_damaged_best_checkpoint_is_passed_over_for_the_next_best(unfinished, 
     best, second, *_ = by_tokens_per_step(unfinished / "stage1")
     flip_a_bit(unfinished / "stage1" / f"checkpoint-{best}" / "model.safetensors")
     assert run(unfinished) == 0
-    line = f"passing over {unfinished}/stage1/checkpoint-{best}: model.safetensors does not match its checksum"
+    line = f"skipping {unfinished}/stage1/checkpoint-{best}: model.safetensors does not match its checksum"
     assert line in capfd.readouterr().err
     assert weights(unfinished / "stage1/speculator") == weights(unfinished / "stage1" / f"checkpoint-{second}")
 
@@ -243,7 +243,7 @@ def test_a_damaged_head_is_made_anew(finished, run, tmp_path, capfd, name):
     flip_a_bit(folder / name / "model.safetensors")
     assert run(folder) == 0
     said = capfd.readouterr().err
-    assert f"{folder}/{name}: model.safetensors does not match its checksum; it is made anew" in said
+    assert f"{folder}/{name}: model.safetensors does not match its checksum; it is written again" in said
     assert weights(folder / name) == weights(finished / name)
     assert manifest_error(folder / name) is None
 
@@ -262,7 +262,7 @@ def test_copies_of_checkpoints_are_left_alone_and_a_moved_run_goes_on(unfinished
         shutil.rmtree(stage / f"checkpoint-{step}")
     monkeypatch.chdir(folder.parent)
     assert run(Path("renamed"), "--stage1.save_total_limit", "4") == 0
-    assert "going on from renamed/stage1/checkpoint-8" in capfd.readouterr().err
+    assert "resuming from renamed/stage1/checkpoint-8" in capfd.readouterr().err
     assert weights(stage / "checkpoint-16") == expected
     assert all(weights(copy) == weights(stage / "checkpoint-4") for copy in copies)
 
