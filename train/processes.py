@@ -41,9 +41,9 @@ def join() -> PartialState:
 def one_speaks() -> Iterator[None]:
     """Let one process per machine report why a run ends.
 
-    The launcher ends all processes once one has ended. So a process that only lost its connection waits for the launcher
-    silently. A failing process other than the machine's first waits too, since most errors hit all of them. If no
-    launcher comes, the lost process ran on another machine, and a UserError says so.
+    The launcher ends all processes once one has ended. So a process that only lost its connection waits for the
+    launcher silently. A failing process other than the machine's first waits too, since most errors hit all of them. If
+    no launcher comes, the lost process ran on another machine, and a UserError says so.
     """
     try:
         yield
