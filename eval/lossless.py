@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AdaptiveDrafter | None:
-    """Adaptive drafting of a head, if no flag names a shape. Costs are those of one row, so that it drafts."""
+    """Make an adaptive drafter if no flag names a shape. It uses the step costs of one row, at which drafting pays."""
     if not isinstance(drafter, HeadDrafter) or drafting.shaped(arguments):
         return None
     tuning = read_tuning(arguments.speculator, drafter.head)

@@ -99,7 +99,7 @@ def _is_document(source: str) -> bool:
 
 
 def _is_text(row: Any) -> bool:
-    """True if prompts are cut from a row: it has "text" and no key of a prompt."""
+    """Return whether a row holds text to cut a prompt from, instead of a prompt."""
     return isinstance(row, dict) and "text" in row and not any(key in row for key in KEYS)
 
 

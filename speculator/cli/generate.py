@@ -23,7 +23,7 @@ from speculator.prompts import Prompt, continued, read_prompts
 HELP = "continue prompts or chat; the text is the target's own with any drafter"
 Rows = list[tuple[dict, Prompt]]
 Submit = Callable[..., Request]
-"""`Engine.submit` that still needs prompt, sampling and on_step."""
+"""`Engine.submit` with the settings of the command; prompt, sampling and on_step are left to pass."""
 
 
 def add_flags(parser: OneLineParser) -> None:

@@ -28,12 +28,12 @@ enabled = True
 """Set to False for the rest of the process when a capture fails or a replay gives a wrong result."""
 _CHECKED_REPLAYS = 2
 _TOLERANCE = 1e-2
-"""Between the floating-point results of a function and of its graph, which may round differently."""
+"""Largest difference between the results of a function and of its graph, which may round differently."""
 
 
 @dataclass
 class _Entry(Generic[Result]):
-    """Calls with one key so far, and its graph with the result that a replay fills."""
+    """State of one key: the number of calls, and the graph with the result that a replay fills."""
 
     calls: int = 0
     graph: Any = None

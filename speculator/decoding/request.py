@@ -214,7 +214,7 @@ def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
 
 
 def check_max_new_tokens(max_new_tokens: Any) -> int:
-    """Return the number. Raises UserError for anything but a positive integer."""
+    """Check that `max_new_tokens` is a positive integer, and return it."""
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r:.40}")
     return max_new_tokens

@@ -42,7 +42,7 @@ class DraftModelDrafter(Drafter):
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
 
     def reshape(self, shape: Shape) -> None:
-        """Before it is opened."""
+        """Draft in another shape; call it before `open`."""
         super().reshape(shape)
         self.capturable &= self.model.capturable
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
@@ -117,7 +117,7 @@ class DraftModelDrafter(Drafter):
         return self._logits(self.model.extend(self.cache, tokens, tree, base))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """With ids that a smaller vocabulary has not (padding of the target's) replaced by its last."""
+        """Replace ids beyond the draft model's vocabulary, which only pad the target's, by its last id."""
         last = self.model.vocab_size - 1
         return list(tokens) if last + 1 >= self._vocab_size else [min(token, last) for token in tokens]
 

@@ -67,11 +67,7 @@ class EarlyExitDrafter(Drafter):
 
 
 def check_layers(target: Target, layers: int) -> None:
-    """Refuse an early exit that can't be.
-
-    Raises:
-        UserError: see `EarlyExitDrafter`.
-    """
+    """Raise a UserError unless the target has more layers than these."""
     count, where = len(target.aux_layers.layers), f"early exit after {layers} layers: {target.name}"
     refuse(
         (not count, f"{where}'s layers are not found one by one"),

@@ -91,7 +91,7 @@ class FixedTree:
         return form.filled(torch.cat(all_tokens, 1), torch.cat(all_probs, 1) if all_probs else None)
 
     def _place(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
-        """A draft of this form, whose tokens are yet to come, and the levels' indices, on the rows' device."""
+        """Return an empty draft of this form and the indices of its levels, on the device of the rows."""
         key = (len(pending), pending.device)
         if key not in self._placed:
             place = partial(torch.tensor, dtype=torch.long, device=pending.device)

@@ -20,17 +20,17 @@ from speculator.target.kv_cache import KVCache
 
 
 class Hybrid:
-    """Another shape's draft, and under it a path that a lookup found.
+    """Draft of another shape, with a path from n-gram lookup in the same tree.
 
-    As far as the draft says what was found, it is followed; there the next `length` tokens of the path are hung on: as
-    siblings of the draft's own, or behind its end.
+    The path is followed in the draft as far as both agree. From there its next `length` tokens are added: as siblings of
+    the draft's tokens, or after its end.
 
     Args:
-        inner: what the source drafts.
+        inner: shape of the draft.
         length: the most tokens of the path.
 
     Attributes:
-        found: the paths for the rows of the next draft.
+        found: the lookup paths for the rows of the next draft.
     """
 
     found: Found
@@ -64,7 +64,7 @@ def joined(
     counts: Tensor,  # [B] how many of its tokens there are
     length: int,
 ) -> Draft:
-    """A draft with up to `length` tokens of a path from the root, those that it does not have itself."""
+    """Add to a draft up to `length` tokens of a path from the root: those that the draft does not have."""
     # Follow the path in the draft to the verify position `at`, `same` tokens deep.
     depths = draft.depths[:, 1:]
     at = deepest((draft.tokens == path.gather(1, depths - 1)) & (depths <= counts[:, None]), draft)

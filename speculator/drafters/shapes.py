@@ -15,27 +15,19 @@ from speculator.decoding.drafter import LogitsSource, Sequences
 from speculator.decoding.sampling import RowSampling, draw
 from speculator.errors import UserError
 
-_MOST = 1024  # tokens of a draft: more never pay, and an absurd count would ask for all memory there is
+_MOST = 1024  # tokens of a draft: more never pay, and an absurd number would exhaust the memory
 _MOST_OFFERED = 2**16
 
 
 def check_length(length: int) -> None:
-    """Refuse a chain that is none, or longer than can be meant.
-
-    Raises:
-        UserError: the length is no number of at least 1, or above the most tokens of a draft.
-    """
+    """Raise a UserError unless the length of a chain is an integer in 1.._MOST."""
     if type(length) is not int or length < 1:
         raise UserError(f"draft length {length!r} is not at least 1")
     check_nodes(length)
 
 
 def check_nodes(nodes: int, offered: int = 0) -> None:
-    """Refuse a draft that is larger than can be meant.
-
-    Raises:
-        UserError: more tokens to verify, or to choose them from, than there may be.
-    """
+    """Raise a UserError for a draft of more tokens, or chosen from more tokens, than are ever useful."""
     if nodes > _MOST:
         raise UserError(f"a draft of {nodes:,} tokens: at most {_MOST:,} can be verified in a step")
     if offered > _MOST_OFFERED:
@@ -43,13 +35,13 @@ def check_nodes(nodes: int, offered: int = 0) -> None:
 
 
 class Chain:
-    """One token after the other.
+    """A chain of tokens without branches.
 
     Args:
         length: the most tokens.
         sampled: above temperature 0, draw each token from the source's distribution instead of taking the likeliest.
-        min_confidence: stop behind the token with which the drawn tokens' joint probability falls below this. What was
-            drawn is never dropped, so the text stays exact. Asks the device once a token.
+        min_confidence: stop after the token at which the joint probability falls below this. A drawn token is never
+            dropped, so the output stays exact. The host waits for the device once per token.
     """
 
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
@@ -94,7 +86,7 @@ class Candidates:
 
     Args:
         branches: children per token, level by level.
-        replacement: draw siblings independently instead of each from what its elders left.
+        replacement: draw siblings independently, instead of without replacement.
 
     At temperature 0 the children are the likeliest tokens.
     """
@@ -142,7 +134,7 @@ def grown(
     probs: Tensor | None = None,
     most: int = 1,
 ) -> Draft:
-    """A tree with one more level; `probs` are those of all its tokens, `most` is its width as a draft."""
+    """Return the draft with one more level; `probs` belong to all its tokens, `most` is its width."""
     before = tree.tokens.shape[1]
     return Draft(
         torch.cat([tree.tokens, tokens], 1),
@@ -155,7 +147,7 @@ def grown(
 
 
 def siblings(probs: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
-    """k draws from each distribution, one after the other."""
+    """Draw k tokens from each distribution, one after the other."""
     tokens: list[Tensor] = []
     for i in range(u.shape[1]):
         tokens.append(draw(probs, u[:, i]))
@@ -165,7 +157,7 @@ def siblings(probs: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], 
 
 
 class Tree:
-    """The `nodes` likeliest tokens by joint probability (EAGLE-2, 2406.16858): another tree each step, deterministic.
+    """A tree of the `nodes` likeliest tokens by joint probability (EAGLE-2, 2406.16858); its form changes every step.
 
     Args:
         branches: children that each expanded token offers, level by level.
@@ -197,7 +189,7 @@ class Tree:
 
 
 class Paths:
-    """The `paths` likeliest whole paths, their common beginnings verified once: the candidates of 2404.19124.
+    """The `paths` likeliest whole paths (2404.19124), merged into one tree by their common beginnings.
 
     Args:
         branches: the likeliest tokens that each head offers.
@@ -263,7 +255,7 @@ def _expand(
 
 
 def _selected(tokens: Tensor, parents: Tensor, keep: Tensor, lengths: Tensor, shape: Tree | Paths) -> Draft:
-    """The draft of the tokens at `keep` [B, n], in order; their parents are among them."""
+    """Make the draft of the tokens at `keep` [B, n], which include their parents."""
     place = torch.zeros_like(tokens).scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
     kept = parents.gather(1, keep)
     renamed = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))

@@ -72,7 +72,7 @@ class UnrolledHead(Speculator):
         batch: TrainingBatch,
         loss: TokenLoss,
     ) -> dict[str, Metric]:
-        """Compute the loss of all steps, laid out by u."""
+        """Compute the loss of all steps; u is the position whose next token a step predicts."""
         batch_size, steps, length = batch.labels.shape
         total = length + steps - 1  # u = 1 .. total
 

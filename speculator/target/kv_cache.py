@@ -172,7 +172,7 @@ class KVCache(Cache):
                 layer.keys, layer.values = (next(parts[form]) for form in both)
 
     def _room(self, capacity: int) -> int:
-        """Return the positions to allocate, given that `longest` and the extent of a write are rounded up."""
+        """Return the number of positions to allocate for rows of `longest` tokens, rounded up to whole buckets."""
         return _up(capacity + self.bucket - 1, self.bucket)
 
     def select(self, start: int, stop: int, longest: int) -> None:

@@ -27,7 +27,7 @@ from speculator.target.tree import TokenTree
 
 @dataclass
 class _BodyOutput(ModelOutput):
-    """Output of the stand-in body: hidden states, and the fields that some family's forward pass reads."""
+    """Output of `_GivenHidden`: hidden states, and the fields that some families' forward passes read."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: None = None
@@ -153,12 +153,12 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        """V by the model's config; the tokenizer may use fewer."""
+        """V, the number of rows of the output matrix; the tokenizer may use fewer."""
         return self.config.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """D, the size of the hidden states."""
         return self.config.hidden_size
 
     @property

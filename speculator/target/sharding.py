@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class _Replicas(DistributedConfig):
-    """Several groups; nothing is sharded between them."""
+    """Device mesh of several groups, each of which holds a whole target."""
 
     @property
     def dp_size(self) -> int:
