@@ -22,7 +22,7 @@ from speculator.target.kv_cache import KVCache
 class Hybrid:
     """Draft of another shape, with a path from n-gram lookup in the same tree.
 
-    The path is followed in the draft as far as both agree. From there its next `length` tokens are added, as siblings of
+    The path is followed in the draft as far as both agree. From there its next `length` tokens are added as siblings of
     the draft's tokens or after its end.
 
     Args:
