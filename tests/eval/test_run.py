@@ -188,7 +188,7 @@ def test_the_measurements_outlive_a_plot_that_fails(tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (["--max_new_tokens", "1"], "--max_new_tokens"),
-        (["--prompt_tokens", "100"], "context of 128"),
+        (["--prompt_tokens", "100"], "(128)"),
         (["--temperature", "0", "--temperature", "0"], "--temperature"),
         (["--batch_size", "2", "--max_prompts", "1"], "--batch_size 2"),
         (["--suite", "short.jsonl"], "short.jsonl"),

@@ -65,7 +65,6 @@ def test_prompts_of_a_run_are_those_of_a_suite_of_its_chats(chat_target, tmp_pat
             ["--stage2.generate.max_rows", "500", "--stage2.per_device_train_batch_size", "300"],
             "2[0-9]{2} rows to train on in stage2",
         ),
-        (False, ["--data.max_bad_rows", "1.5"], "data.max_bad_rows"),
     ],
 )
 def test_what_does_not_fit_is_known_before_the_folder_is_taken(

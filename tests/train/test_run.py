@@ -120,8 +120,8 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     own = max(map(len, load_from_disk(finished / "generated" / "rows")["input_ids"]))
     longest = max(64, own)
     assert json.loads((finished / "speculator" / "config.json").read_text())["trained_length"] == longest
-    assert f"| stage2 | 10 | 8 of up to {longest} tokens | up to {10 * 8 * longest:,} |" in card
-    assert "| stage1 | 20 | 8 of 64 tokens | 10,240 | 0.005, cosine |" in card
+    assert "| stage1 | 20 | 8 | 0.005, cosine |" in card
+    assert "| stage2 | 10 | 8 |" in card
     assert "| 2 of functions.jsonl (held-out) | 1 | draft head, rule block |" in card
     assert {path.name for path in (finished / "eval").iterdir()} == {
         "report.json",
@@ -143,7 +143,7 @@ def test_the_report_holds_what_scripts_read(finished):
     report = json.loads((finished / "eval" / "report.json").read_text())
     assert report["schema"] == 2
     assert {(row["drafter"], row["temperature"]) for row in report["suites"]} == {
-        (drafter, temperature) for drafter in ("none", "head", "ngram") for temperature in (0.0, 1.0)
+        (drafter, temperature) for drafter in ("none", "head", "ngram", "adaptive") for temperature in (0.0, 1.0)
     }
     for row in report["suites"]:
         if row["temperature"] == 0:
@@ -344,11 +344,11 @@ def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command
         ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),
         ({"stage1.save_steps": 7}, "stage1.save_steps"),
         ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
-        ({"loss.kl": 0.0}, "nothing to train on"),
+        ({"loss.kl": 0.0}, "loss:"),
         ({"speculator.n_predict": 1}, "tie_weights"),
         ({"speculator.draft_vocab_size": 301}, "speculator.draft_vocab_size 301 is neither 0 nor in 1..300"),
         ({"stage2.generate.temperatures": "[1.0, -1.0]"}, "temperature must be in 0.."),
-        ({"stage2.generate.temperatures": "[]"}, "stage2.generate.temperatures is empty"),
+        ({"stage2.generate.temperatures": "[]"}, "stage2.generate.temperatures"),
         ({"data.seq_length": 4096}, "context of 128"),
         ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
     ],
