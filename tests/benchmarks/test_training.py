@@ -44,20 +44,3 @@ def test_the_memory_of_a_step_has_weights_and_moments_in_it():
     assert training.held == pytest.approx(2 * target.model.num_parameters() + 12 * head, rel=0.01)
     rows = step_over_bound("tiny", runs=1)
     assert all(row["bytes"] > training.held + 4 * head for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--runs", "0"], "--runs must be at least 1"),
-        (["--preset", "tiny", "--runs", "0"], "--runs must be at least 1"),
-        (["--preset", "tiny", "--output", "a_file"], "a_file"),
-    ],
-)
-def test_wrong_input_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a_file").write_text("")
-    assert main(flags) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

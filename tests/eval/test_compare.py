@@ -51,13 +51,3 @@ def test_the_command(tmp_path, capsys):
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     assert "| text | 0 | head of 3 | acceptance length |" in capsys.readouterr().out
-    (tmp_path / "c.json").write_text(json.dumps({**REPORT, "suites": [{**ROW, "name": "other"}]}))
-    (tmp_path / "d.json").write_text('{"rows": []}')
-    (tmp_path / "e.json").write_text(json.dumps({**REPORT, "suites": [{}]}))
-    (tmp_path / "f.json").write_text("{")
-    messages = {"c": "in common", "d": "schema", "e": "e.json", "f": "f.json", "g": "g.json"}
-    for file, message in messages.items():
-        assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / f"{file}.json")]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1

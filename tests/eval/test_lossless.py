@@ -222,22 +222,3 @@ def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, fold
     output = capsys.readouterr().out
     assert "FAIL" in output
     assert output.splitlines()[-1].startswith("NOT LOSSLESS: distribution after prompt")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--speculator"),
-        (["--ngram", "--branches", "3,2"], "--branches"),
-        (["--ngram", "--rule", "multi_candidate"], "multi_candidate"),
-        (["--draft_model", "target", "--branches", "301"], "300"),
-        (["--ngram", "--max_new_tokens", "400"], "context of 128"),
-        (["--ngram", "--output", "."], "--output"),
-    ],
-)
-def test_wrong_input_is_one_line(folders, capsys, flags, message):
-    flags = [str(folders / flag) if flag in ("head", "target") else flag for flag in flags]
-    assert command(folders, *flags) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval lossless:")]
-    assert len(errors) == 1
-    assert message in errors[0]

@@ -182,30 +182,3 @@ def test_the_measurements_outlive_a_plot_that_fails(tmp_path, monkeypatch):
     monkeypatch.undo()
     render(report, [], tmp_path)
     assert (tmp_path / "report.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--max_new_tokens", "1"], "--max_new_tokens"),
-        (["--prompt_tokens", "100"], "(128)"),
-        (["--temperature", "0", "--temperature", "0"], "--temperature"),
-        (["--batch_size", "2", "--max_prompts", "1"], "--batch_size 2"),
-        (["--suite", "short.jsonl"], "short.jsonl"),
-        (["--suite", "wrong.jsonl"], "wrong.jsonl:2"),
-        (["--output", "empty.jsonl"], "empty.jsonl"),
-    ],
-)
-def test_wrong_input_is_one_line(target_folder, text_file, tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.chdir(tmp_path)
-    rows = {"empty": "", "short": '{"text": "x"}', "wrong": '{"text": "x"}\n{"texts": 1}'}
-    for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(row)
-    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained("head")
-    command = ["--target", str(target_folder), "--speculator", "head", "--suite", str(text_file), "--output", "out"]
-    capsys.readouterr()  # saving the head prints lines
-    assert exit_code(main, [*command, "--prompt_tokens", "8", "--max_new_tokens", "32", *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()

@@ -138,8 +138,6 @@ def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
     ("rows", "message"),
     [
         ([PUBLISHED["gsm8k"], "{"], "q.jsonl:2"),
-        ([], "q.jsonl"),
-        ([{"ask": "x"}], "q.jsonl:1"),
         ([{"turns": []}], "q.jsonl:1"),
         ([{"prompt": "x"}, {"text": "y"}], "q.jsonl:2"),
     ],

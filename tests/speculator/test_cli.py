@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import exit_code, tiny_tokenizer
+from conftest import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -92,34 +92,6 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
     assert main(["generate", "--target", str(target_folder), "--prompts", str(prompts), "--max_new_tokens", "4"]) == 2
     shown = capsys.readouterr()
     assert "prompt 3" in shown.err
-    assert shown.err.count("\n") == 1
-    assert not shown.out
-
-
-HEAD = ["--speculator", "some_head"]
-TEXT = ["--prompt", "x"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "keyword"),
-    [
-        (["--chat", "--prompts", "in.jsonl"], "--chat"),
-        ([*TEXT, "--show_drafts"], "--show_drafts"),
-        ([*TEXT, "--early_exit", "1", "--draft_model", "x"], "not allowed"),
-        ([*TEXT, "--ngram", "--branches", "2,1"], "--branches"),
-        ([*TEXT, "--num_samples", "2"], "--temperature"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--nodes", "4", "--paths", "2"], "--paths"),
-        ([*TEXT, *HEAD, "--ngram", "--rule", "match"], "match"),
-        ([*TEXT, *HEAD, "--branches", "3,2", "--rule", "multi_candidate_replacement"], "rule"),
-    ],
-)
-def test_wrong_flags_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys, flags, keyword):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    assert exit_code(main, ["generate", "--target", "no_target_there", *flags]) == 2
-    shown = capsys.readouterr()
-    assert keyword in shown.err
-    assert "no_target_there" not in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
 
