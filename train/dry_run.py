@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -56,10 +57,12 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     for source in parse(config.data.sources):
         if source.location not in (PYTHON_SOURCES, SELF) and not Path(source.location).exists():
             hub_id(source.location)
-    known = _known_config(config)
+    known = known_config(config)
     if known is not None:
         checks.fits_config(config, known)
     state = join()
+    for line in checks.warnings(config) if state.is_main_process else ():
+        print(f"warning: {line}", file=sys.stderr)
     made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
     folder = Path(broadcast_object_list(made)[0])
     with interrupts.temporary(folder) if state.is_main_process else nullcontext():
@@ -88,7 +91,7 @@ def _cache_in(folder: Path) -> Iterator[None]:
             os.environ["SPECULATOR_CACHE"] = before
 
 
-def _known_config(config: RunConfig) -> PreTrainedConfig | None:
+def known_config(config: RunConfig) -> PreTrainedConfig | None:
     """Read the target's config if it is on this machine."""
     target = config.target
     try:

@@ -239,7 +239,7 @@ class Plan:
         if self.config.target.parallel == "tp":
             per_position //= self.shards
         longest = min(own.length, own.length - own.new + RESERVED_NEW_TOKENS) + 2 * (1 + own.depth)
-        positions = own.batch_size * ceil(longest / bucket) * bucket
+        positions = own.batch_size * (ceil(longest / bucket) + 1) * bucket
         memory = positions * self.head.cached_values * self.size if own.depth else 0
         logits = own.batch_size * (1 + own.depth) * text.vocab_size * (self.size + 3 * 4)
         return Counter({"KV cache": positions * per_position * caches + memory, "logits": logits})
@@ -319,7 +319,7 @@ class Plan:
             [name, f"{count:,}", *([_time(self.seconds(name))] if place.gpu else [])]
             for name, count in self.tokens().items()
         ]
-        header = ["phase", "tokens", *(["at least"] if place.gpu else [])]
+        header = ["phase", "tokens", *(["time at 100% MFU (generation: of the bandwidth)"] if place.gpu else [])]
         shards = f", each with 1/{self.shards} of the target ({self.config.target.parallel})" if self.shards > 1 else ""
         has = f" of {gigabytes(place.memory)} GB" if place.memory else ""
         return "\n".join(

@@ -43,7 +43,7 @@ def one_speaks() -> Iterator[None]:
 
     The launcher ends all processes once one has ended. So a process that only lost its connection waits for the
     launcher silently. A failing process other than the machine's first waits too, since most errors hit all of them. If
-    no launcher comes, the lost process ran on another machine, and a UserError says so.
+    no launcher comes, the lost process ran on another machine, and a UserError reports it.
     """
     try:
         yield

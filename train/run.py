@@ -88,6 +88,8 @@ def _run(config: RunConfig) -> None:
     state = join()
     checks.settings(config)
     if state.is_main_process:
+        for line in checks.warnings(config):
+            print(f"warning: {line}", file=sys.stderr)
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
@@ -117,8 +119,6 @@ def _run(config: RunConfig) -> None:
     checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
     heads = [new_head(config, target, train_rows)]  # stage 1 pops it, so that it does not outlive the stage
 
-    for line in checks.warnings(config) if state.is_main_process else ():
-        print(f"warning: {line}", file=sys.stderr)
     # The input has been checked: the folder is created now.
     with held(folder) if state.is_main_process else nullcontext():
         if state.is_main_process:

@@ -19,7 +19,7 @@ from speculator.checkpoints.layout import base_config
 from speculator.files import MANIFEST, write_manifest
 from speculator.target.fingerprint import same_target
 from train.config import RunConfig
-from train.dry_run import _known_config
+from train.dry_run import known_config
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_code_of_a_tokenizer_or_base_is_not_run_either(with_code):
     assert base_config(str(with_code)) is None
     config = RunConfig()
     config.target.name_or_path = str(with_code)
-    assert _known_config(config) is None
+    assert known_config(config) is None
 
 
 # --- heads

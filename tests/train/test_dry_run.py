@@ -18,7 +18,7 @@ from transformers import LlamaConfig, Qwen3Config
 from speculator.errors import UserError
 from train import run
 from train.command_line import parse
-from train.dry_run import _known_config, rehearse
+from train.dry_run import known_config, rehearse
 from train.folder import claim, refuse_foreign
 from train.run import _run
 
@@ -138,7 +138,7 @@ def test_a_config_that_does_not_validate_is_one_line(tmp_path):
     config = LlamaConfig().to_dict() | {"hidden_size": "x"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="hidden_size"):
-        _known_config(parse(["--target.name_or_path", str(tmp_path)]))
+        known_config(parse(["--target.name_or_path", str(tmp_path)]))
 
 
 @pytest.mark.soak

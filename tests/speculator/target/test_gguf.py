@@ -11,7 +11,7 @@ from speculator import Sampling, Target, UserError, generate
 from speculator.checkpoints.layout import base_config
 from speculator.target.gguf import metadata
 from train.command_line import parse
-from train.dry_run import _known_config
+from train.dry_run import known_config
 
 pytest.importorskip("gguf")
 
@@ -53,12 +53,12 @@ def test_a_target_has_the_weights_tokenizer_and_settings_of_its_file(file, model
 def test_the_config_is_read_without_the_weights(file, tmp_path):
     flags = ["--target", str(file), "--sources", "x", "--output", "y"]
     assert _context_length(build_parser().parse_args(flags)) == 128
-    known = _known_config(parse(["--target.name_or_path", str(file)]))
+    known = known_config(parse(["--target.name_or_path", str(file)]))
     for config in (known, base_config(str(file))):
         assert (config.model_type, config.hidden_size, config.max_position_embeddings) == ("llama", 32, 128)
     assert base_config(str(tmp_path / "none.gguf")) is None
     with pytest.raises(UserError, match=r"none\.gguf"):
-        _known_config(parse(["--target.name_or_path", str(tmp_path / "none.gguf")]))
+        known_config(parse(["--target.name_or_path", str(tmp_path / "none.gguf")]))
 
 
 @pytest.mark.parametrize("field", ["context_length", "eos_token_id", "tokens"])
