@@ -280,10 +280,13 @@ def measure_costs(
     deadline = time.perf_counter() + seconds
     largest = max(shapes, key=lambda shape: shape.nodes)
     times: dict[tuple[int, bool], dict[Shape | None, list[float]]] = {}
+    engines = {
+        rows: (Engine(target, None, slots=rows), Engine(target, HeadDrafter(head, largest), slots=rows))
+        for rows, _ in sizes
+    }
     for _ in range(_ROUNDS):
         for rows, greedy in sizes:
-            plain = Engine(target, None, slots=rows)
-            drafting = Engine(target, HeadDrafter(head, largest), slots=rows)
+            plain, drafting = engines[rows]
             for shape in (None, *shapes):
                 own = times.setdefault((rows, greedy), {}).setdefault(shape, [])
                 own += _step_seconds(drafting if shape else plain, shape, greedy, deadline)
