@@ -122,14 +122,14 @@ class ChunkedLoss:
         weights: Tensor,
         draft_tokens: Tensor | None = None,
     ) -> TokenLosses:
-        features = [[x for x, _ in terms] for terms in logits]
+        features = [[x.contiguous() for x, _ in terms] for terms in logits]  # products of strided views are slow
         matrices = list({id(matrix): matrix for terms in logits for _, matrix in terms}.values())
         order = {id(matrix): j for j, matrix in enumerate(matrices)}
         call = _Call(
             self,
             hidden,
             labels,
-            weights.expand(labels.shape),
+            weights.to(labels.device).expand(labels.shape),
             draft_tokens,
             [[order[id(matrix)] for _, matrix in terms] for terms in logits],
             torch.is_grad_enabled(),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from speculator.errors import UserError
 from speculator.heads.drafting import DraftingSource
 from speculator.heads.training import Metric, TokenLoss, TrainingBatch
 
@@ -97,18 +98,20 @@ class SpeculatorConfig(PreTrainedConfig):
     ) -> dict[str, Tensor]:
         """Choose the training positions of a batch of rows.
 
-        Returns "labels", of any shape, IGNORE where there is nothing to predict; the loss is normalised by their
-        number. Further tensors (such as sampled anchors) reach `forward` as `TrainingBatch.targets`.
+        Returns "labels" in the shape that `forward` expects, IGNORE where there is nothing to predict; their number
+        normalises the loss. Further tensors (such as sampled anchors) reach `forward` as `TrainingBatch.targets`.
         """
         raise NotImplementedError
 
     def starts_from_target(self, requested: bool) -> bool:
-        """Return whether a new head copies the target's matrices (`Speculator.initialise_from`).
+        """Return whether a new head copies the target's matrices; override it together with `initialise_from`.
 
         Args:
             requested: the user asked for it.
         """
-        return requested
+        if requested:
+            raise UserError(f"speculator.initialise target: a {self.model_type} copies nothing from the target")
+        return False
 
     def describe(self) -> str:
         """Describe the head's shape, other than its sizes, in a few words."""

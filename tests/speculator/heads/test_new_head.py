@@ -12,6 +12,7 @@ from speculator.cli.export import FORMATS
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, register
 from speculator.heads.drafting import LastHiddenSource
 from speculator.heads.training import IGNORE
+from speculator.heads.unrolled import draft_ids
 from train.config import HeadOptions, LossConfig, RunConfig
 from train.initialise import new_head
 from train.trainer import Collator, SpeculatorTrainer, arguments
@@ -20,7 +21,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 class LinearConfig(SpeculatorConfig):
-    model_type = "linear_speculator"
+    model_type = "toy_speculator"
     anchors: int = 8
 
     @property
@@ -28,9 +29,11 @@ class LinearConfig(SpeculatorConfig):
         return 3
 
     def training_targets(self, input_ids, document_ids, loss_mask):
-        anchors = torch.randint(input_ids.shape[1] - 2, (len(input_ids), self.anchors))
-        labels, wanted = (x.gather(1, anchors + 2) for x in (input_ids, loss_mask))
-        return {"labels": labels.masked_fill(wanted == 0, IGNORE), "anchors": anchors}
+        anchors = torch.randint(input_ids.shape[1] - 2, (len(input_ids), self.anchors))  # [B, A]
+        learned = (loss_mask.gather(1, anchors + 1) * loss_mask.gather(1, anchors + 2)).bool()
+        same_document = document_ids.gather(1, anchors) == document_ids.gather(1, anchors + 2)
+        labels = input_ids.gather(1, anchors + 2).masked_fill(~(learned & same_document), IGNORE)
+        return {"labels": labels, "anchors": anchors}
 
 
 class LinearHead(Speculator):
@@ -44,10 +47,15 @@ class LinearHead(Speculator):
         self.post_init()
 
     def forward(self, batch, loss):
-        rows, anchors = torch.arange(len(batch.labels))[:, None], batch.targets["anchors"]
-        states, hidden = batch.states[rows, anchors], batch.hidden[rows, anchors + 1]
-        labels = batch.labels.flatten()[None]
-        losses = loss([[(states.flatten(0, 1), self.linear.weight)]], labels, hidden.flatten(0, 1), torch.ones(1, 1))
+        anchors = batch.targets["anchors"]
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        features = batch.states[rows, anchors].flatten(0, 1)  # [K, D] with K = B * A
+        hidden = batch.hidden[rows, anchors + 1].flatten(0, 1)  # [K, D] predict the labels
+        labels = draft_ids(batch.labels.flatten()[None], self.draft_tokens)  # [1, K]
+        weights = loss.step_weights(1)[:, None]  # [1, 1]
+        if batch.token_weights is not None:
+            weights = weights.to(labels.device) * batch.token_weights[rows, anchors + 2].flatten()
+        losses = loss([[(features, self.linear.weight)]], labels, hidden, weights, self.draft_tokens)
         count = (labels != IGNORE).sum(1)
         hits = losses.hits.sum(1), count
         return {
@@ -58,7 +66,7 @@ class LinearHead(Speculator):
         }
 
     def logits(self, hidden, tokens):
-        return self.linear(hidden)
+        return self.to_full_vocabulary(self.linear(hidden))
 
     def drafting_source(self):
         return LinearSource(self)
@@ -66,14 +74,14 @@ class LinearHead(Speculator):
 
 class LinearSource(LastHiddenSource):
     def first(self, pending, sequences):
-        return self.head.linear(self.hidden[: len(pending)])[:, None]
+        return self.head.logits(self.hidden[: len(pending)], pending)[:, None]
 
 
 @pytest.fixture
 def registered():
-    register("linear", LinearHead)
+    register("toy", LinearHead)
     yield
-    del ARCHITECTURES["linear"]
+    del ARCHITECTURES["toy"]
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +104,11 @@ def trainer_of(head, target, folder) -> SpeculatorTrainer:
     )
 
 
-def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(registered, target, tmp_path):
-    options = HeadOptions(architecture="linear", n_predict=1, options={"anchors": 4})
-    head = new_head(RunConfig(speculator=options), target, Dataset.from_list([]))
+@pytest.mark.parametrize("draft_vocab_size", [0, 20])
+def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(registered, target, tmp_path, draft_vocab_size):
+    sizes = {"n_predict": 1, "draft_vocab_size": draft_vocab_size}
+    options = HeadOptions(architecture="toy", options={"anchors": 4}, **sizes)
+    head = new_head(RunConfig(speculator=options), target, Dataset.from_list([{"input_ids": list(range(32))}]))
     assert (head.config.anchors, head.config.emb_dim) == (4, target.hidden_size)
     before = head.linear.weight.clone()
     trainer = trainer_of(head, target, tmp_path / "run")
@@ -124,8 +134,9 @@ def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(registered, 
 
 def test_an_unknown_architecture_or_option_is_one_line_with_the_nearest_valid_one(registered, target):
     for options, near in (
-        (HeadOptions(architecture="linaer"), "linear"),
-        (HeadOptions(architecture="linear", options={"anchor": 2}), "anchors"),
+        (HeadOptions(architecture="toi"), "toy"),
+        (HeadOptions(architecture="toy", options={"anchor": 2}), "anchors"),
+        (HeadOptions(architecture="toy", initialise="target"), "initialise"),
     ):
         with pytest.raises(UserError, match=near):
             new_head(RunConfig(speculator=options), target, Dataset.from_list([]))
