@@ -8,7 +8,7 @@ quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
 
 # The reference run of docs/reference, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
-# Needs spec_bench.jsonl: https://raw.githubusercontent.com/hemingkentao/Spec-Bench/main/data/spec_bench/question.jsonl
+# Needs spec_bench.jsonl: https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl
 REFERENCE ?= runs/reference
 REFERENCE_TARGET ?= HuggingFaceTB/SmolLM2-135M-Instruct
 REFERENCE_TRAIN_FLAGS ?=
