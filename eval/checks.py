@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Check:
-    """One line of the table.
+    """Result of one check, a line of the table.
 
     Attributes:
         name: what is compared.

@@ -99,7 +99,7 @@ def _is_document(source: str) -> bool:
 
 
 def _is_text(row: Any) -> bool:
-    """Return whether a row holds text to cut a prompt from, instead of a prompt."""
+    """Return whether a row has "text" only, so that its beginning becomes the prompt."""
     return isinstance(row, dict) and "text" in row and not any(key in row for key in KEYS)
 
 

@@ -98,7 +98,7 @@ class Group:
 
 
 def share(group: Group | None, process: int, processes: int) -> tuple[int, int]:
-    """Return (index, count) among the workers with their own rows: groups, or processes without a group."""
+    """Return the index and the number of workers. A worker is a group of processes that share a target, or one process."""
     return (process, processes) if group is None else (group.index, group.count)
 
 

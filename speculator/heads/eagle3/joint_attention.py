@@ -182,7 +182,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of both passes of flash attention: documents, their greatest length, no dropout, causal."""
+    """Return the arguments that forward and backward pass of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     left = None if rows.window is None else rows.window - 1 - step
     options = {"scale": 1 / math.sqrt(query.shape[-1]), "window_size_left": left}
