@@ -98,7 +98,7 @@ class Group:
 
 
 def share(group: Group | None, process: int, processes: int) -> tuple[int, int]:
-    """Return the index and the number of workers. A worker is a group of processes that share a target, or one process."""
+    """Return the index and number of workers: groups of processes that share a target, or processes without a group."""
     return (process, processes) if group is None else (group.index, group.count)
 
 
