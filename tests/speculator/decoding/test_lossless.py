@@ -95,8 +95,15 @@ GREEDY = [
 FEW = ["none", "head-tree", "attention-tree", "exit-tree", "mixed-head-chain"]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_greedy_text_is_what_transformers_generates(family):
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        *((family, GREEDY if family in ("llama", "gemma4") else FEW) for family in CONFIGS),
+        *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)}-drafters",
+)
+def test_greedy_text_is_what_transformers_generates(family, names):
     dtype = torch.float32 if family in SINGLE else torch.float64
     model = tiny_model(family).to(dtype)
     expected = [
@@ -110,7 +117,6 @@ def test_greedy_text_is_what_transformers_generates(family):
         for prompt in PROMPTS
     ]
     target = Target(model, tokenizer=None)
-    names = GREEDY if family in ("llama", "gemma4") else FEW
     for name, drafter in drafters(target).items():
         if name in names:
             for rows in (slice(0, 1), slice(0, 4)) if names is GREEDY or name == "none" else (slice(0, 4),):
@@ -151,11 +157,11 @@ def sampled_p_value(drafter, sampling, rule=None, rows: int = 12_000, batch: int
 WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, top_p=0.8, min_p=0.02, seed=7)]
 
 
-SLOW = "mixed-attention-candidates"
+SLOW = ["mixed-attention-candidates", *(f"model-{name}" for name in SHAPES if name not in ("chain", "tree"))]
 SAMPLED = [
-    pytest.param(number, name, marks=[pytest.mark.soak] if name == SLOW else [], id=name)
+    pytest.param(number, name, marks=[pytest.mark.soak] if name in SLOW else [], id=name)
     for number, name in enumerate(drafters())
-    if "auto" not in name and (not name.startswith("model-") or name in ("model-chain", "model-tree"))
+    if "auto" not in name
 ]
 
 
@@ -165,7 +171,7 @@ def test_sampled_text_follows_the_enumerated_distribution(number, name):
 
 
 @pytest.mark.parametrize("sampling", WARPERS, ids=["plain", "top-k", "top-p"])
-@pytest.mark.parametrize("name", ["none", "head-chain"])
+@pytest.mark.parametrize("name", ["none", "head-chain", pytest.param("model-candidates", marks=pytest.mark.soak)])
 def test_every_warper_keeps_the_distribution(name, sampling):
     assert sampled_p_value(name, sampling) > 1e-4
 
@@ -183,7 +189,16 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    [("head-tree", 1), ("attention-chain", 3), pytest.param("mixed-head-chain", 3, marks=pytest.mark.soak)],
+    [
+        ("head-tree", 1),
+        ("attention-chain", 3),
+        *(
+            pytest.param(name, batch, marks=pytest.mark.soak)
+            for name in ("head-chain", "head-tree", "attention-chain", "mixed-head-chain")
+            for batch in (1, 3)
+            if (name, batch) not in (("head-tree", 1), ("attention-chain", 3))
+        ),
+    ],
 )
 def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(name, WARPERS[1], rows=500 * batch, batch=batch) > 1e-4
@@ -333,9 +348,10 @@ MAIN = [
     *(name for name in drafters() if name not in GREEDY and "auto" not in name and "model-" not in name),
     *("none", "head-tree", "attention-tree", "model-tree", "ngram", "auto-attention"),
 ]
+ALL = [name if name in MAIN else pytest.param(name, marks=pytest.mark.soak) for name in drafters()]
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ALL)
 def test_a_row_does_not_depend_on_its_batch_mates(target, name):
     """Adaptive drafting is compared at temperature 0 only: its choice depends on the whole batch."""
     settings = [
@@ -369,7 +385,7 @@ def test_a_deterministic_draft_leaves_the_sampled_text_as_plain_decoding_draws_i
     assert made.acceptance_length > 1
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ALL)
 def test_after_every_step_the_cache_is_that_of_the_text(name):
     target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
     engine, texts = Engine(target, drafters(target)[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]

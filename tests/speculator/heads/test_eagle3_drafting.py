@@ -102,7 +102,14 @@ def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, h
 
 @pytest.mark.parametrize(
     ("shape", "temperature"),
-    [(Chain(STEPS), 1.0), (Tree((2, 2, 1, 1), nodes=7), 0.0), (Candidates((2, 2, 1)), 1.0)],
+    [
+        (Chain(STEPS), 1.0),
+        (Tree((2, 2, 1, 1), nodes=7), 0.0),
+        (Candidates((2, 2, 1)), 1.0),
+        pytest.param(Chain(STEPS), 0.0, marks=pytest.mark.soak),
+        pytest.param(Tree((2, 2, 1, 1), nodes=7), 1.0, marks=pytest.mark.soak),
+        pytest.param(Candidates((2, 2, 1)), 0.0, marks=pytest.mark.soak),
+    ],
 )
 def test_every_shape_drafts_from_the_training_forms_distributions(target, head, shape, temperature):
     drafter = Noted(head, shape)
