@@ -23,9 +23,9 @@ from train.folder import claim, refuse_foreign
 from train.run import _run
 
 ROOT = Path(__file__).parents[2]
-LONG = "llama-3.1-8b-instruct-eagle3"  # tuning seven steps takes long; smollm2-135m-eagle3 has three
+LONG = ("llama-3.1-8b-instruct-eagle3", "qwen3-8b", "code")  # seven steps; the other two run in tests below
 RECIPES = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.soak] * (path.stem == LONG))
+    pytest.param(path, id=path.stem, marks=[pytest.mark.soak] * (path.stem in LONG))
     for path in sorted((ROOT / "configs").glob("*.yaml"))
 ]
 

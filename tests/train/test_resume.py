@@ -332,7 +332,7 @@ def test_with_other_processes_a_step_has_as_many_rows_or_a_line_says_how_many(tm
     refuse_foreign(folder, two, 2)
     claim(folder, two, 2)
     rows = two.stage2.per_device_train_batch_size * two.stage2.gradient_accumulation_steps
-    said = f"{folder}: another number of rows in a step: {2 * rows} where stage2 had {rows}\n"
+    said = f"{folder}: rows per optimiser step changed: {2 * rows} in stage2, before {rows}\n"
     assert capsys.readouterr().err == said
     refuse_foreign(folder, two, 2)
     claim(folder, two, 2)
