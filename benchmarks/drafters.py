@@ -95,7 +95,7 @@ def measure(
     chain = next(i for i, decoder in enumerate(table) if decoder.name == "head chain")
     rows = []
     for i, decoder in enumerate(table):
-        rule = "-" if decoder.drafter is None else decoder.rule or next(iter(decoder.drafter.rules), "as drafted")
+        rule = "-" if decoder.drafter is None else decoder.rule or decoder.drafter.rules[0]
         differences = [a - b for a, b in zip(lengths[i], lengths[chain], strict=True)]
         rows.append(
             {

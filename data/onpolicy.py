@@ -111,7 +111,8 @@ def generate_rows(
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
         if mark_rejected:
-            drafter.fixed = drafter.fastest(all(setting.greedy for setting in settings), slots)
+            shape = drafter.fastest(all(setting.greedy for setting in settings), slots)
+            drafter = HeadDrafter(drafter.head, shape)
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
@@ -154,7 +155,7 @@ def generate_rows(
 
 
 def identity(drafter: Drafter | None) -> str | None:
-    """Name a drafter and its weights; sampled rows depend on both, because they decide how random numbers are used."""
+    """Name a drafter and its weights."""
     if drafter is None:
         return None
     if not isinstance(drafter, HeadDrafter):

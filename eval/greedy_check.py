@@ -36,7 +36,7 @@ class Recorder(Drafter):
         drafter = self.drafter
         self.num_speculative_tokens = drafter.num_speculative_tokens if drafter else 0
         self.nodes = drafter.nodes if drafter else 0
-        self.rules = drafter.rules if drafter else tuple(RULES)
+        self.rules = drafter.rules if drafter else RULES
         self.scratch_positions = drafter.scratch_positions if drafter else 0
         self.shape = drafter.shape if drafter else None
 
@@ -69,8 +69,8 @@ class Recorder(Drafter):
         if self.drafter:
             self.drafter.prefill(start, texts, begins, read, counts)
 
-    def propose(self, pending, sampling, u, texts):
-        return self.drafter.propose(pending, sampling, u, texts) if self.drafter else Draft.none(pending)
+    def propose(self, pending, noise, texts):
+        return self.drafter.propose(pending, noise, texts) if self.drafter else Draft.none(pending)
 
     def commit(self, tokens, hidden, counts):
         read, last = self._parts(hidden)
@@ -134,11 +134,13 @@ def compare_completions(
     references: list[list[int]],
     reference_gaps: list[list[float]],
     tolerance: float,
+    temperature: float = 0.0,
 ) -> Check:
-    """Check that greedy completions are identical, except after ties that rounding may break.
+    """Check that completions are identical, except after ties that rounding may break.
 
     Args:
-        reference_gaps: difference of the two largest logits at each token of a reference.
+        reference_gaps: difference of the two largest logits at each token of a reference; above temperature 0 of the
+            two best scores (`Noise.scores`).
         tolerance: largest gap that rounding can reverse. Only the first difference counts, because different
             sequences follow it. A completion that is a prefix of the other has no such excuse.
     """
@@ -151,7 +153,7 @@ def compare_completions(
     same = len(completions) - len(gaps_at_difference)
     return Check(
         name,
-        0.0,
+        temperature,
         f"{len(completions)} completions",
         f"{above} differ at gaps above {tolerance:.1e}",
         f"{same} of {len(completions)} identical",

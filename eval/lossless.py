@@ -14,11 +14,12 @@ from pathlib import Path
 from data.sources import PYTHON_SOURCES
 from eval.checks import Check
 from eval.greedy_check import greedy_checks
-from eval.sampled_check import sampled_checks
+from eval.sampled_check import coupled_checks, sampled_checks
 from eval.suites import add_flags, check_flags, check_lengths, suite_of
 from speculator import Drafter, Target
 from speculator.cli import drafting
 from speculator.decoding.drafter import Shape
+from speculator.decoding.verify import MATCH
 from speculator.device import dtype_name
 from speculator.drafters import HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         made: list[Check] = []
         if who and 0.0 in temperatures:
             made += greedy_checks(target, who, suite.prompts, arguments.max_new_tokens, rule)
+        if who and warm and (rule or who.rules[0]) == MATCH:
+            made += coupled_checks(target, who, suite.prompts, warm, arguments.max_new_tokens, arguments.seed)
         if who and warm:
             made += sampled_checks(target, who, sampled, warm, arguments.samples, rule, arguments.seed)
         checks += [replace(check, name=prefix + check.name) for check in made]

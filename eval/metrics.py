@@ -17,7 +17,6 @@ from speculator.decoding.request import Generation, Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.tables import BASELINES
 from speculator.target.model import Target
 
@@ -157,10 +156,7 @@ def row(
 ) -> dict[str, Any]:
     """The row of one decoder in report.json; docs/evaluation.md explains the keys."""
     drafter, timed = decoder.drafter, measured.timed[decoder.key]
-    if isinstance(drafter, AdaptiveDrafter):
-        rule = "as drafted"
-    else:
-        rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
+    rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     sequences = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
     result = {
         "name": suite.name,

@@ -1,4 +1,4 @@
-"""Above temperature 0: do short completions with drafts and without follow the same distribution?"""
+"""Above temperature 0: is a seed's text the same with drafts and without, and is its distribution?"""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+import torch
 from scipy import stats
 from tqdm import tqdm
 
 from eval.checks import Check
+from eval.greedy_check import Recorder, compare_completions, gaps, transformers_greedy
 from eval.metrics import drafted_share
-from speculator import Drafter, Generation, Sampling, Target
+from speculator import Drafter, Generation, Sampling, Target, generate
 from speculator.decoding.engine import Engine
+from speculator.decoding.sampling import Noise, RowSampling
 
 _ALPHA = 1e-3  # probability that a lossless run fails, over all its tests together
 _TOKENS = 3  # tokens per completion; the prefill samples the first, so the two after it are tested
@@ -62,6 +65,45 @@ def sampled_checks(
         summary = f"chi-square {statistic:.1f}, {degrees} df"
         checks.append(Check(name, temperature, f"2 x {samples} rows", summary, f"p = {p:.2g}", p >= alpha, figures))
     return checks
+
+
+@torch.no_grad()
+def coupled_checks(
+    target: Target, drafter: Drafter, prompts: list[list[int]], temperatures: list[float], count: int, seed: int = 0
+) -> list[Check]:
+    """Under `match`: compare texts of `count` tokens, decoded with drafts alone and in one batch, with plain decoding.
+
+    Texts may differ after near-ties of the two best scores. The tolerance is that of the greedy checks, at each
+    temperature, with the rounding error of the first prompt's greedy completion.
+    """
+    _, logits, difference = transformers_greedy(target, prompts[0], count, drafter.nodes + 1)
+    rounding = max(difference, torch.finfo(target.dtype).eps * logits.abs().max().item())
+    checks = []
+    for temperature in temperatures:
+        drafted, plain, score_gaps, generations = [], [], [], []
+        samplings = [Sampling(temperature, seed=seed + number) for number in range(len(prompts))]
+        rows = zip(prompts, samplings, strict=True)
+        for prompt, sampling in tqdm(rows, desc=f"temperature {temperature:g}", unit="prompt", total=len(prompts)):
+            recorder = Recorder(target, None)
+            generations.append(generate(target, drafter, [prompt], sampling, max_new_tokens=count))
+            drafted += generations[-1].tokens
+            plain += generate(target, recorder, [prompt], sampling, max_new_tokens=count).tokens
+            score_gaps.append(gaps(_scores(recorder.logits, sampling, len(prompt))))
+        together = generate(target, drafter, prompts, samplings, max_new_tokens=count).tokens
+        for name, made in (("text", drafted), ("text in a batch", together)):
+            check = compare_completions(
+                f"{name} against plain decoding", made, plain, score_gaps, 4 * rounding / temperature, temperature
+            )
+            check.figures["drafted_share"] = drafted_share(generations, skip=0)
+            checks.append(check)
+    return checks
+
+
+def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
+    """What the target chose its tokens by, from the position `start` on."""
+    begin = torch.tensor([start], device=logits.device)
+    noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)
+    return torch.cat([noise.scores(row[None, None], depth)[0] for depth, row in enumerate(logits)])
 
 
 def _completions(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> Generation:

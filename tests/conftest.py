@@ -238,7 +238,7 @@ class Oracle(Drafter):
         for text in texts:
             self.known.setdefault(id(text), (text, len(text), len(self.known)))
 
-    def propose(self, pending, sampling, u, texts):
+    def propose(self, pending, noise, texts):
         rows = []
         for text in texts:
             _, prompt, number = self.known[id(text)]
@@ -248,11 +248,13 @@ class Oracle(Drafter):
 
 
 class MisstatedHead(HeadDrafter):
-    """A known-wrong head: samples from one distribution and reports another."""
+    """A known-wrong head under `block`: samples from one distribution and reports another."""
 
-    def propose(self, pending, sampling, u, texts):
-        colder = RowSampling([replace(row, temperature=0.5 * row.temperature) for row in sampling.rows], pending.device)
-        draft = super().propose(pending, colder, u, texts)
+    def propose(self, pending, noise, texts):
+        colder = copy.copy(noise)
+        rows = [replace(row, temperature=0.5 * row.temperature) for row in noise.sampling.rows]
+        colder.sampling = RowSampling(rows, pending.device)
+        draft = super().propose(pending, colder, texts)
         draft.probs = draft.probs.sqrt() / draft.probs.sqrt().sum(-1, keepdim=True)
         return draft
 

@@ -17,8 +17,8 @@ from math import prod
 import torch
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import Sampling
-from speculator.drafters.hybrid import joined
+from speculator.decoding.sampling import Noise, Sampling, draw
+from speculator.decoding.verify import REJECTION_RULES, match
 
 Prefix = tuple[int, ...]
 
@@ -66,7 +66,6 @@ class Case:
         distributions: what each node's token is said to have been drawn from, or None for a deterministic draft.
         chance: how probable this draft is.
         length: nodes really drafted.
-        own: how many of the nodes are the draft's own, where a path was hung on.
     """
 
     tokens: Prefix
@@ -74,7 +73,6 @@ class Case:
     distributions: list[torch.Tensor] | None
     chance: float
     length: int
-    own: int = 0
 
     def path(self, node: int) -> Prefix:
         """The tokens from the root to a node, its own included; of -1: none."""
@@ -125,30 +123,6 @@ def deterministic(w: World, parents: Prefix) -> Iterator[Case]:
         probs = w.q[so_far.path(parents[node])]
         tokens = (*tokens, probs.argsort(descending=True, stable=True)[len(elders)].item())
     yield Case(tokens, parents, None, 1.0, len(parents))
-
-
-def mixed(w: World, parents: Prefix, found: Prefix, length: int) -> Iterator[Case]:
-    """Every draft of `sampled` siblings without replacement, with a path that a lookup found hung on."""
-    for case in sampled(w, parents, replacement=False):
-        chain = parents == tuple(range(-1, len(parents) - 1))
-        depth = max(case.level(node) + 1 for node in range(len(parents)))
-        draft = Draft(
-            torch.tensor([case.tokens]),
-            torch.tensor([case.length]),
-            torch.stack(case.distributions or [])[None],
-            None if chain else torch.tensor([parents]),
-            depth=depth,
-            width=2,
-        )
-        path = torch.tensor([[*found, *(0 for _ in range(depth + length - len(found)))]])
-        draft = joined(draft, path, torch.tensor([len(found)]), length)
-        assert draft.parents is not None
-        tokens, own = (tuple(row[0].tolist()) for row in (draft.tokens, draft.parents))
-        certain = [
-            torch.nn.functional.one_hot(torch.tensor(token), w.size).double() for token in tokens[len(parents) :]
-        ]
-        distributions = [*(case.distributions or []), *certain]
-        yield Case(tokens, own, distributions, case.chance, draft.lengths.item(), len(parents))
 
 
 # ---- where each rule changes its mind, worked out apart from the rule
@@ -206,7 +180,7 @@ def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
             t, s = w.p[case.path(node)].clone(), None
             for child in case.children(node):
                 token = case.tokens[child]
-                if s is None or child >= case.own > 0:
+                if s is None:
                     if case.distributions is None:
                         s = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
                     else:
@@ -222,52 +196,6 @@ def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
         return breaks
 
     return find
-
-
-def then_match_breaks(find: Callable[[World, Case], Breaks], rests: Callable) -> Callable[[World, Case], Breaks]:
-    """Those of a rule over the draft's own part, then of the draws: from what it leaves, and from p anywhere."""
-
-    def bounds(probs: torch.Tensor) -> set[float]:
-        return set((probs.cumsum(0) / probs.sum()).tolist()) if probs.sum() > 0 else set()
-
-    def breaks(w: World, case: Case) -> Breaks:
-        own = Case(case.tokens[: case.own], case.parents[: case.own], case.distributions, case.chance, case.own)
-        first = set().union(*(bounds(rest) for rest in rests(w, own)))
-        anywhere = set().union(*(bounds(w.p[case.path(node)]) for node in range(-1, case.length)))
-        return [*find(w, own), first | bounds(w.p[()]), *[anywhere] * (len(case.tokens) - case.own)]
-
-    return breaks
-
-
-def chain_rests(block: bool) -> Callable[[World, Case], list[torch.Tensor]]:
-    """What is left of p at each place where a chain may end."""
-
-    def rests(w: World, case: Case) -> list[torch.Tensor]:
-        weight, left = 1.0, []
-        for i, token in enumerate(case.tokens):
-            p, q = w.p[case.path(i - 1)], (case.distributions or [])[i]
-            left += [(weight * p - q).clamp_min(0), p]
-            if block:
-                weight = min(1.0, weight * p[token].item() / q[token].item())
-        return [*left, w.p[case.tokens]]
-
-    return rests
-
-
-def recursive_rests(w: World, case: Case) -> list[torch.Tensor]:
-    """What is left of p at each node when all its children are refused."""
-    left = []
-    for node in range(-1, len(case.tokens)):
-        t, s = w.p[case.path(node)].clone(), None
-        for child in case.children(node):
-            s = (case.distributions or [])[child].clone() if s is None else s
-            if s[case.tokens[child]] > 0:
-                over = (t - s).clamp_min(0)
-                t = over / over.sum() if over.sum() > 1e-30 else t
-                s[case.tokens[child]] = 0
-                s = s / s.sum() if s.sum() > 0 else s
-        left.append(t)
-    return left
 
 
 def _cells(breaks: set[float]) -> list[tuple[float, float]]:
@@ -332,14 +260,6 @@ def outcome(
         depth=depth,
         width=width,
     )
-    if own := cases[0].own:
-        chain = parents[0][:own] == tuple(range(-1, own - 1))
-        assert draft.probs is not None
-        form = None if chain else torch.tensor([each[:own] for each in parents])
-        draft.base = Draft(
-            draft.tokens[:, :own], torch.full((len(tokens),), own), draft.probs[:, :own], form, depth, width
-        )
-        draft.parents, draft.probs = torch.tensor(parents), None
     last, probs = rule(torch.stack(targets), draft, torch.tensor(uniforms, dtype=torch.float64))
     probs = probs / probs.sum(-1, keepdim=True)
     chance = torch.tensor(chances, dtype=torch.float64)
@@ -433,19 +353,23 @@ def every_run(decode: Callable[[Callable[[list[float]], int]], Prefix]) -> dict[
     return found
 
 
+def sampled_match(p: torch.Tensor, draft: Draft, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`match` as a rule of uniforms: u[:, d] samples the target's tokens at depth d."""
+    u = u.gather(1, draft.depths) if draft.parents is not None else u[:, : p.shape[1]]
+    samples = draw(p.flatten(0, 1), u.flatten()).view(p.shape[:2])
+    last, following = match(samples, draft)
+    return last, torch.zeros_like(p[:, 0]).scatter_(1, following[:, None], 1)
+
+
+RULES: dict[str, Rule] = {**REJECTION_RULES, "match": sampled_match}
+
+
 BREAKS = {
     "rejection": token_breaks,
     "block": block_breaks,
     "match": walk_breaks,
     "multi_candidate": recursive_breaks(False),
     "multi_candidate_replacement": recursive_breaks(True),
-}
-
-
-RESTS = {
-    "rejection": chain_rests(block=False),
-    "block": chain_rests(block=True),
-    "multi_candidate": recursive_rests,
 }
 
 
@@ -456,7 +380,10 @@ def at_rows(draft: Draft, index: torch.Tensor) -> Draft:
 
 
 def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, Rule]) -> None:
-    """Let the engine's and the shapes' draws, and the accept rules, fall out as `pick` says, not by their uniforms."""
+    """Let the engine's and the shapes' draws, and the accept rules, fall out as `pick` says, not by their uniforms.
+
+    Under `match` the target's own tokens do; drafts are then made of scores without noise.
+    """
 
     def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         return torch.tensor([pick((row / row.sum()).tolist()) for row in probs])
@@ -469,20 +396,15 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
         def one_row(p: torch.Tensor, draft: Draft, i: int) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = tuple(draft.tokens[i].tolist())
             parents = tuple(range(-1, len(tokens) - 1)) if draft.parents is None else tuple(draft.parents[i].tolist())
-            own = draft.base or draft
-            distributions = None if own.probs is None else list(own.probs[i])
+            distributions = None if draft.probs is None else list(draft.probs[i])
             case = Case(tokens, parents, distributions, 1.0, int(draft.lengths[i]))
             table = {case.path(node): p[0, node + 1] for node in range(-1, len(tokens))}
-            find = BREAKS[name]
-            if draft.base is not None:
-                case.own, find = draft.base.tokens.shape[1], then_match_breaks(find, RESTS[name])
-            breaks = find(World(p.shape[-1], draft.depth, table, {}), case)
+            breaks = BREAKS[name](World(p.shape[-1], draft.depth, table, {}), case)
             breaks += [set() for _ in range(len(tokens) + 1 - len(breaks))]
             cells = list(product(*(_cells(each) for each in breaks)))
             u = torch.tensor([[middle for middle, _ in cell] for cell in cells], dtype=torch.float64)
             index = torch.full((len(cells),), i)
             many = at_rows(draft, index)
-            many.base = draft.base and at_rows(draft.base, index)
             last, rest = rule(p.expand(len(cells), -1, -1), many, u)
             chances: dict[tuple, float] = {}
             outcomes = list(zip(last.tolist(), map(tuple, rest.tolist()), strict=True))
@@ -495,6 +417,22 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
 
     monkeypatch.setattr("speculator.decoding.engine.draw", draw)
     monkeypatch.setattr("speculator.drafters.shapes.draw", draw)
+
+    def samples(noise: Noise, logits: torch.Tensor, draft: Draft) -> torch.Tensor:
+        if noise.sampling.greedy:
+            return logits.argmax(-1)
+        p = noise.sampling.probs(logits)
+        tokens = torch.zeros(p.shape[:2], dtype=torch.long)
+        for i in range(len(p)):
+            at = 0
+            while at >= 0:
+                tokens[i, at] = pick(p[i, at].tolist())
+                children = (draft.before[i] == at) & (draft.tokens[i] == tokens[i, at]) & draft.drafted[i]
+                at = int(children.nonzero()[0, 0]) + 1 if children.any() else -1
+        return tokens
+
+    monkeypatch.setattr(Noise, "samples", samples)
+    monkeypatch.setattr(Noise, "scores", lambda noise, logits, depth: logits)
     monkeypatch.setattr(
-        "speculator.decoding.engine.RULES", {name: branched(name, rule) for name, rule in rules.items()}
+        "speculator.decoding.engine.REJECTION_RULES", {name: branched(name, rule) for name, rule in rules.items()}
     )

@@ -81,9 +81,9 @@ def decode(target: Target, rank: int = 0) -> dict[str, list[list[int]]]:
 
 @contextmanager
 def wrong(rank: int):
-    """Logits are another token's."""
+    """Logits are another token's, and large enough to decide against the noise."""
     logits = Target.logits
-    Target.logits = lambda target, hidden: logits(target, hidden).roll(rank, -1)
+    Target.logits = lambda target, hidden: logits(target, hidden).roll(rank, -1) * (1 + 100 * rank)
     yield
     Target.logits = logits
 

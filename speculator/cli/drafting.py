@@ -70,7 +70,7 @@ def add_flags(parser: OneLineParser) -> None:
         action="store_true",
         help="draft by n-gram lookup in the text so far, alone or together with another drafter",
     )
-    parser.add_argument("--rule", choices=list(RULES), help="accept rule (default: the first that fits the draft)")
+    parser.add_argument("--rule", choices=RULES, help="accept rule (default: the first that fits the draft)")
     parser.add_argument(
         "--num_speculative_tokens",
         type=int,

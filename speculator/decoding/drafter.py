@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.target.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ class Drafter:
         name: name in reports: "head", "model", "ngram", or your own.
         num_speculative_tokens: G, the longest path that one draft can contain.
         nodes: the most tokens that one `propose` drafts: G for a chain, more for a tree.
-        rules: accept rules that keep the output exact for every draft; the first is the default. Empty if the rule
-            depends on the shape that is drafted.
-            A chain allows "block" and "rejection", with `Draft.probs` or without;
-            a chain or tree without `probs` allows "match";
+        rules: accept rules that keep the output exact for every draft; the first is the default.
+            "match" fits every draft, made of the scores of `noise` or of anything else that is fixed before the
+            target samples;
+            a chain also allows "block" and "rejection", if its tokens are drawn from `Draft.probs`, or each is given
+            probability 1 (None);
             a tree allows "multi_candidate" if siblings are drawn without replacement, "multi_candidate_replacement" if
             they are drawn independently.
         capturable: `propose` and `commit` never read a value back from the device and ignore `sequences`, so CUDA
@@ -94,13 +95,12 @@ class Drafter:
             counts: tokens of each prompt in the chunk.
         """
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         """Draft continuations of the pending token of each row; at temperature 0 without sampling.
 
         Args:
             pending: [R] newest token of each row, sampled but not yet processed by the target.
-            sampling: per-row temperature and filters.
-            u: [R, nodes] random numbers for the draft's own sampling.
+            noise: random numbers of the step, and with `sampling` each row's temperature and filters.
             sequences: tokens of each row, the pending token last; empty for idle rows.
         """
         raise NotImplementedError
@@ -162,8 +162,6 @@ class Shape(Protocol):
     rules: tuple[str, ...]
     capturable: bool
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         """Build a draft; see `Drafter.propose`."""
         ...

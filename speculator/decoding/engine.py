@@ -33,9 +33,9 @@ from speculator.decoding.request import (
     max_logprobs,
     sampling_per_row,
 )
-from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
+from speculator.decoding.sampling import Noise, RowSampling, Sampling, draw
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
-from speculator.decoding.verify import RULES, greedy, match
+from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache, bucketed
 from speculator.target.model import Target
@@ -80,7 +80,7 @@ class Engine:
         drafter: proposes tokens; None: plain decoding.
         slots: requests that are decoded at a time.
         rule: accept rule (`speculator.decoding.verify.RULES`); default: the drafter's first. At temperature 0
-            every rule is greedy decoding.
+            every rule is `match`.
         chunk: prompt tokens of a row per prefill pass. While other rows decode, it limits the tokens of all rows.
         capacity: tokens for which a slot has room from the start; it grows with the requests.
         capture: on a CUDA device, replay steps as CUDA graphs if target and drafter allow it.
@@ -106,19 +106,18 @@ class Engine:
     ):
         if slots < 1 or chunk < 1:
             raise UserError(f"slots and chunk must be integers >= 1, got {slots} and {chunk}")
-        allowed = drafter.rules if drafter else tuple(RULES)
+        allowed = drafter.rules if drafter else RULES
         if rule is not None and rule not in RULES:
             raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
         if rule is not None and rule not in allowed:
-            choices = f"choose one of {', '.join(allowed)}" if allowed else "it picks a rule for each draft"
-            raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter; {choices}")
+            raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
         if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
             raise UserError(
                 "min_confidence is not supported for a sharded target: its processes could draft differently"
             )
         self.target, self.drafter, self.chunk = target, drafter, chunk
         self._rule, self._capture = rule, capture
-        self.accept = RULES[rule or (allowed or tuple(RULES))[0]]
+        self.rule = rule or allowed[0]
         self.scheduler = Scheduler(slots)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
@@ -258,35 +257,23 @@ class Engine:
             draft    x_1 .. x_G ~ q
             verify   one forward pass gives p_1 .. p_{G+1}
             accept   a prefix or path x_1 .. x_n by the accept rule, so that the output distribution is exactly p
-            sample   the next token from what the rule leaves of p_{n+1}
+            sample   the next token: the target's own under `match`, else from what the rule leaves of p_{n+1}
             commit   the pending token and x_1 .. x_n; the next token becomes the pending one
         """
-        draft, u = self.draft(sequences)
-        verified = self.verify(draft, u)
+        draft, noise = self.draft(sequences)
+        verified = self.verify(draft, noise)
         self.commit(verified)
         return verified.report
 
-    def draft(self, sequences: Sequences) -> tuple[Draft, Tensor]:
-        """Return the draft and the random numbers [R, n+1] for `verify`.
-
-        The random numbers of a row at sequence length t, by index: 0..n-1 sample the n draft tokens, n..2n-1 test them,
-        2n samples the next token. `match` uses index 0 at t, t+1, ..., exactly as plain steps do.
-        """
-        nodes = self.drafter.nodes if self.drafter else 0
-        if self.sampling.greedy:
-            u = self.sampling.temperature.new_zeros(len(self.selected_pending), 2 * nodes + 1)  # unused
-        elif self.accept is match:
-            positions = self.cache.selected[:, None] + torch.arange(nodes + 1, device=self.target.device)
-            seeds = self.sampling.seeds[:, None].expand_as(positions)
-            first = uniforms(seeds.flatten(), positions.flatten(), 1).view_as(positions)
-            u = torch.cat([first[:, :nodes], first], 1)  # the draft is deterministic and uses none
-        else:
-            u = uniforms(self.sampling.seeds, self.cache.selected, 2 * nodes + 1)
+    def draft(self, sequences: Sequences) -> tuple[Draft, Noise]:
+        """Return the draft and the random numbers of the step."""
+        positions, size = self.cache.selected + 1, self.target.vocab_size
         if self.drafter is None:
-            return Draft.none(self.selected_pending), u
-        return self.drafter.propose(self.selected_pending, self.sampling, u[:, :nodes], sequences), u[:, nodes:]
+            return Draft.none(self.selected_pending), Noise(self.sampling, positions, size, 0, coupled=True)
+        noise = Noise(self.sampling, positions, size, self.drafter.num_speculative_tokens, self.rule == MATCH)
+        return self.drafter.propose(self.selected_pending, noise, sequences), noise
 
-    def verify(self, draft: Draft, u: Tensor) -> Verified:
+    def verify(self, draft: Draft, noise: Noise) -> Verified:
         """Run the target over the pending token and the draft, and accept a path.
 
         Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
@@ -298,13 +285,12 @@ class Engine:
             hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
         logits, hidden = self.target.logits(hidden), states(hidden)
 
-        if self.sampling.greedy:
-            last, next_token = greedy(logits.argmax(-1), draft)
-        elif not draft.tokens.shape[1]:  # a plain step samples from p[0], whatever the rule
-            last = draft.lengths
-            next_token = draw(self.sampling.probs(logits)[:, 0], u[:, 0 if self.accept is match else -1])
-        else:
-            last, residual = self.accept(self.sampling.probs(logits), draft, u)
+        if noise.coupled:
+            last, next_token = match(noise.samples(logits, draft), draft)
+        else:  # n random numbers drew the draft, n more test it, another one samples
+            nodes = self.drafter.nodes if self.drafter else 0
+            u = noise.uniforms(2 * nodes + 1)
+            last, residual = REJECTION_RULES[self.rule](self.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
         last, next_token = self.target.broadcast(last, next_token)
 
@@ -412,10 +398,9 @@ class Engine:
         """Sample each row's first new token from the prompt's last hidden state [R, D]."""
         sampling = RowSampling([request.sampling for request in requests.values()], hidden.device)
         logits = self.target.logits(hidden)
-        if sampling.greedy:
-            first = logits.argmax(-1)
-        else:
-            first = draw(sampling.probs(logits), uniforms(sampling.seeds, torch.zeros_like(sampling.seeds), 1)[:, 0])
+        lengths = torch.tensor([len(request.prompt) for request in requests.values()], device=hidden.device)
+        noise = Noise(sampling, lengths, self.target.vocab_size, 0, coupled=True)
+        first = noise.samples(logits[:, None], Draft.none(lengths))[:, 0]
         (first,) = self.target.broadcast(first)
         self.pending[list(requests)] = first
         num_top = max_logprobs(requests.values())
@@ -466,10 +451,10 @@ class Engine:
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on.
 
-        Greedy completions do not change. Sampled ones use other random numbers from then on.
+        Completions do not change, except of sampled rows under a rule other than `match`.
         """
         assert self.drafter is not None
-        self.accept = RULES[self._rule or (shape or self.drafter).rules[0]]
+        self.rule = self._rule or (shape or self.drafter).rules[0]
         if shape is self.drafter.shape:
             return
         self.drafter.reshape(shape)

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from speculator.decoding.draft import Draft
 from speculator.errors import UserError, refuse
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
@@ -69,6 +70,7 @@ class RowSampling:
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
         self.rows = list(rows)
+        rows = [Sampling(seed=row.seed) if row.greedy else row for row in rows]  # without filters
         self.greedy = all(row.greedy for row in rows)
         self._some_greedy = any(row.greedy for row in rows)
         most = max(row.top_k for row in rows)
@@ -92,12 +94,15 @@ class RowSampling:
         for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero"):
             getattr(self, name).copy_(getattr(other, name))
 
-    def probs(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
-        """Distribution of each row's next token: temperature, then top-k, top-p and min-p, as in transformers."""
+    def scaled(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
+        """Divide by the temperature, then remove (-inf) by top-k, top-p and min-p, as transformers does.
+
+        In float32 or wider. Rows at temperature 0 keep their logits.
+        """
         if logits.dim() == 2:
-            return self.probs(logits[:, None])[:, 0]
-        given = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = given / self.temperature.to(given.dtype)
+            return self.scaled(logits[:, None])[:, 0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits / self.temperature.to(logits.dtype)
         size = logits.shape[-1]
         if self._most:
             ordered = logits.topk(min(self._most, size)).values
@@ -106,14 +111,70 @@ class RowSampling:
             logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
         if self._top_p:
             logits = logits.masked_fill(_removed_by_top_p(logits.softmax(-1), self.top_p), -torch.inf)
-        probs = logits.softmax(-1)
         if self._min_p:
-            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0)
-            probs = probs / probs.sum(-1, keepdim=True)
+            least = logits.amax(-1, keepdim=True) + self.min_p.log().to(logits.dtype)
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return logits
+
+    def probs(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
+        """Distribution of each row's next token; one-hot for a row at temperature 0."""
+        if logits.dim() == 2:
+            return self.probs(logits[:, None])[:, 0]
+        probs = self.scaled(logits).softmax(-1)
         if self._some_greedy:
-            best = torch.zeros_like(probs).scatter_(-1, given.argmax(-1, keepdim=True), 1)
+            best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
             probs = torch.where(self.at_zero, best, probs)
         return probs
+
+
+class Noise:
+    """The random numbers of one step, functions of (seed, position): no draft and no batch-mate changes them.
+
+    Args:
+        sampling: settings of the rows.
+        positions: [B] place of the next token in each sequence.
+        size: V.
+        depth: length of the longest path that is drafted.
+        coupled: the step's rule is `match`: drafts are made of the same noise as the target's own samples.
+
+    Attributes:
+        coupled: also true at temperature 0, where there is no noise.
+    """
+
+    def __init__(self, sampling: RowSampling, positions: Tensor, size: int, depth: int, coupled: bool):
+        self.sampling, self.positions = sampling, positions
+        self.coupled = coupled or sampling.greedy
+        self._gumbel: Tensor | None = None  # [B, depth + 1, V]
+        if coupled and not sampling.greedy:
+            places = positions[:, None] + torch.arange(depth + 1, device=positions.device)
+            self._gumbel = gumbel(sampling.seeds[:, None], places, size).masked_fill_(sampling.at_zero, 0.0)
+
+    def scores(
+        self,
+        logits: Tensor,  # [B, f, V] of tokens at one depth
+        depth: int,  # 0: the next token
+    ) -> Tensor:  # [B, f, V]
+        """Logits with the Gumbel noise of their position: the best score is the sample, the k best k candidates."""
+        if self._gumbel is None:
+            return logits
+        return self.sampling.scaled(logits) + self._gumbel[:, depth, None]
+
+    def samples(
+        self,
+        logits: Tensor,  # [B, n+1, V] the target's after the pending token and each token of the draft
+        draft: Draft,
+    ) -> Tensor:  # [B, n+1]
+        """The target's own token at every verify position."""
+        if self._gumbel is None:
+            return logits.argmax(-1)
+        noise = self._gumbel[:, : logits.shape[1]]
+        if draft.parents is not None:
+            noise = self._gumbel[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
+        return (self.sampling.scaled(logits) + noise).argmax(-1)
+
+    def uniforms(self, count: int) -> Tensor:  # [B, count]
+        """Random numbers for drafts and rules that are not coupled."""
+        return uniforms(self.sampling.seeds, self.positions, count)
 
 
 def _removed_by_top_p(
@@ -138,6 +199,7 @@ def _removed_by_top_p(
     return outside
 
 
+_GUMBEL = 0x3C6EF372FE94F82B  # sets the keys of `gumbel` apart from those of `uniforms`
 _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone maps 0 to 0
 
 
@@ -162,6 +224,27 @@ def uniforms(
     index = torch.arange(count, device=seeds.device)
     bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + index + _GAMMA)
     return _shr(bits, 11).double() * 2.0**-53
+
+
+def gumbel(
+    seeds: Tensor,  # [...]
+    positions: Tensor,  # [...] place of the token to be sampled in its sequence
+    size: int,  # V
+) -> Tensor:  # [..., V] float32
+    """Independent standard Gumbel numbers as a function of (seed, position, token).
+
+    The argmax of log p + gumbel is a sample from p. Two 32-bit keys of a row enter a 32-bit hash of the token, because
+    CPUs multiply 32-bit integers eight at a time. The noise is finite, and large values, which decide for rare tokens,
+    are the finest: probabilities are resolved down to 2^-32.
+    """
+    key = _mix(_mix(seeds + _GUMBEL) + positions * _GAMMA)[..., None]
+    first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
+    x = torch.arange(size, dtype=torch.int32, device=seeds.device) * -1640531527 + first
+    x = (x ^ (x >> 16)) * 2146121005 + second
+    x = (x ^ (x >> 15)) * -2073254261
+    x = (x ^ (x >> 16)) * 739982445
+    uniform = (((x ^ (x >> 15)) & 0x7FFFFFFF) + 0.5) * 2.0**-31
+    return -(-torch.log1p(-uniform.clamp_max(1 - 2.0**-24))).log()
 
 
 def draw(

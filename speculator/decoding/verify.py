@@ -1,5 +1,7 @@
 """Accept rules: pure functions of the target's distribution, the draft and random numbers.
 
+`match` compares the draft with the target's own tokens; the other rules work on distributions.
+
 Notation: at verify position j (0: the pending token, i+1: draft token i) the target's distribution of the next token is
 p[j]; the draft's is q. A rule returns `last`, the position where the accepted path ends (0: nothing accepted), and the
 distribution of the token after it, which need not be normalised. Rules read the leading columns of `u`.
@@ -11,13 +13,11 @@ Every rule keeps the target's distribution exactly, for the drafts that it is ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 
 import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.sampling import draw
 
 _TINY = 1e-30
 
@@ -50,13 +50,17 @@ def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
     return torch.nn.functional.pad(q.to(p.dtype) * draft.drafted[:, :, None], (0, 0, 0, 1))
 
 
-def greedy(
-    best: Tensor,  # [B, n + 1] argmax of the target's logits
+def match(
+    samples: Tensor,  # [B, n+1] the target's own token at every verify position
     draft: Draft,
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
-    """Temperature 0: accept the longest path of the target's likeliest tokens. Returns (last, next token)."""
-    last = deepest(draft.tokens == best.gather(1, draft.before), draft)
-    return last, best.gather(1, last[:, None])[:, 0]
+    """Follow the draft while it contains the target's own tokens. Returns (last, next token).
+
+    The output consists of the target's tokens, whatever the draft (SpecInfer, 2305.09781). At temperature 0 they are
+    the likeliest ones. Above it the draft is made of the same Gumbel noise (2408.07978): see `Noise`.
+    """
+    last = deepest(draft.tokens == samples.gather(1, draft.before), draft)
+    return last, samples.gather(1, last[:, None])[:, 0]
 
 
 def rejection(
@@ -101,39 +105,6 @@ def block(
     passed = (u[:, : draft.depth] < h) & draft.drafted
     last = passed.long().mul(prefix).amax(-1) if draft.depth else draft.lengths
     return last, _residual(take_at(p, last) * weight.gather(1, last[:, None]), take_at(q, last))
-
-
-def match(
-    p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # deterministic: a chain or a tree
-    u: Tensor,  # [B, n+1] u[:, d] samples the token after d accepted ones
-) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """Sample from the target, and follow the draft while it contains the sampled token (SpecInfer, 2305.09781).
-
-    At each node, some child is accepted with the total probability of the children: the most that any rule can reach
-    for a fixed set (2502.18779). The token after the path is sampled too, so its distribution is one-hot. As `u`
-    belongs to positions in the sequence, the tokens do not depend on the draft.
-    """
-    last = torch.zeros_like(draft.lengths)
-    return _match_from(last, p[:, 0], p, draft, u[:, : draft.depth + 1])
-
-
-def _match_from(
-    last: Tensor,  # [B] verify position where each row starts
-    probs: Tensor,  # [B, V] distribution of the token after it
-    p: Tensor,  # [B, n+1, V]
-    draft: Draft,
-    u: Tensor,  # [B, s+1] for at most s steps
-) -> tuple[Tensor, Tensor]:  # [B], [B, V] one-hot
-    """Sample a token and move to the child with that token, until there is none."""
-    token = draw(probs, u[:, 0])
-    moving = torch.ones_like(last, dtype=torch.bool)
-    for step in range(1, u.shape[1]):
-        child = (draft.before == last[:, None]) & (draft.tokens == token[:, None]) & draft.drafted
-        moving = moving & child.any(-1)
-        last = torch.where(moving, child.to(torch.uint8).argmax(-1) + 1, last)
-        token = torch.where(moving, draw(take_at(p, last), u[:, step]), token)
-    return last, torch.zeros_like(p[:, 0]).scatter_(1, token[:, None], 1)
 
 
 def multi_candidate(
@@ -193,33 +164,13 @@ def _multi_candidate(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> t
 
 
 Rule = Callable[[Tensor, Draft, Tensor], tuple[Tensor, Tensor]]
-
-
-def then_match_lookup(rule: Rule) -> Rule:
-    """Extend a rule to hybrid drafts: it decides over the head's part, then `match` follows the lookup path.
-
-    The rule leaves a distribution for the next token. If the token sampled from it continues a lookup path, `match`
-    follows that path. So siblings are tested in turn: the head's by q, then the lookup's as one-hot by what is left of
-    p (independent drafters, SpecInfer 2305.09781 section 4.3). `match` reads the last columns of `u`, one more than the
-    lookup path has tokens.
-    """
-
-    @wraps(rule)
-    def run(p: Tensor, draft: Draft, u: Tensor) -> tuple[Tensor, Tensor]:
-        if draft.base is None:
-            return rule(p, draft, u)
-        count = draft.base.tokens.shape[1]
-        last, probs = rule(p[:, : count + 1], draft.base, u[:, :count])
-        return _match_from(last, probs, p, draft, u[:, count - draft.tokens.shape[1] - 1 :])
-
-    return run
-
-
-RULES: dict[str, Rule] = {
-    "rejection": then_match_lookup(rejection),
-    "block": then_match_lookup(block),
-    "match": match,
-    "multi_candidate": then_match_lookup(multi_candidate),
-    "multi_candidate_replacement": then_match_lookup(multi_candidate_replacement),
+MATCH = "match"
+REJECTION_RULES: dict[str, Rule] = {
+    "rejection": rejection,
+    "block": block,
+    "multi_candidate": multi_candidate,
+    "multi_candidate_replacement": multi_candidate_replacement,
 }
-"""Accept rules by the name that users type. At temperature 0 each of them is `greedy`."""
+"""The rules besides `match`, by the name that users type. At temperature 0 each of them is `match`."""
+RULES = (MATCH, *REJECTION_RULES)
+"""Names of all rules."""

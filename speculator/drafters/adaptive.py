@@ -11,7 +11,7 @@ from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences, Shape
 from speculator.decoding.request import Request
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.drafters.controller import Choice, Controller, StepCost, fastest_shape
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import Hybrid
@@ -35,9 +35,7 @@ class LookupPath:
     def __init__(self, length: int):
         self.depth = self.nodes = length
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         cast(DraftingSource, source).skip(pending, sequences)
         if not self.depth:
             return Draft.none(pending)
@@ -47,17 +45,11 @@ class LookupPath:
 class AdaptiveDrafter(HeadDrafter):
     """Drafts what `Controller` chooses before each step.
 
-    Greedy completions are the same with any drafter. Sampled completions follow the target's distribution, but they
-    depend on the other requests, because the choice does.
-
     Args:
         head: the trained head.
         choices: what the head can draft.
         lookup, cost: see `Controller`.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
-
-    Attributes:
-        fixed: a shape for all steps in place of the controller's choice; None: the controller chooses.
     """
 
     name = "adaptive"
@@ -71,14 +63,13 @@ class AdaptiveDrafter(HeadDrafter):
             (CAPTURED_PATH_LENGTHS, _CAPTURED_HYBRID_LENGTHS) if captured else (PATH_LENGTHS, _HYBRID_LENGTHS)
         )
         self.choices, self.lookup, self.cost, self.memory = choices, lookup, cost, memory
-        self.fixed: Shape | None = None
         self._hybrids = {choice: [Hybrid(choice.shape, length) for length in lengths] for choice in choices}
         self._paths = [LookupPath(length) for length in paths]
         super().__init__(head, self._paths[0])
         for shape in self._shapes:
             self.source.reserve(shape.depth, shape.offered)
         self.num_speculative_tokens, self.nodes = max(shape.depth for shape in self._shapes), self.max_nodes
-        self.rules = ()  # every shape has its own
+        self.rules = ("match",)
         self.forget()
 
     @property
@@ -106,9 +97,6 @@ class AdaptiveDrafter(HeadDrafter):
         return fastest_shape(self.choices, self.cost, greedy, rows)
 
     def choose(self, requests: Sequence[Request]) -> Shape:
-        if self.fixed is not None:
-            self._controller.skip()
-            return self.fixed
         found = self._ngrams.look([request.sequence for request in requests])
         shape = self._controller.choose(requests, found)
         if isinstance(shape, LookupPath | Hybrid):

@@ -126,8 +126,8 @@ def timed_steps(
         if place == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
-        drafting, (draft, u) = clock(lambda: propose(engine.select_decoding_rows()))
-        verifying, result = clock(verify, draft, u)
+        drafting, (draft, noise) = clock(lambda: propose(engine.select_decoding_rows()))
+        verifying, result = clock(verify, draft, noise)
         committing, _ = clock(keep, result)
         appending, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
         if place:

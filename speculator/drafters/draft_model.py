@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.drafter import Drafter, Sequences, Shape
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache
@@ -79,8 +79,8 @@ class DraftModelDrafter(Drafter):
         recent = [list(text[max(0, end - again) : end]) for text, end in zip(sequences, ends, strict=True)]
         self._recent[start : start + len(sequences)] = torch.tensor([[0] * (again - len(row)) + row for row in recent])
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
-        return self.shape.draft(self, pending, sampling, u, sequences)
+    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        return self.shape.draft(self, pending, noise, sequences)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         recent = self._recent[: len(counts)]

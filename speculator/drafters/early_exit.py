@@ -6,7 +6,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Sequences, Shape
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import refuse
 from speculator.target.kv_cache import KVCache
@@ -44,8 +44,8 @@ class EarlyExitDrafter(Drafter):
     def attach_cache(self, cache: KVCache) -> None:
         self.cache = cache
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
-        return self.shape.draft(self, pending, sampling, u, sequences)
+    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        return self.shape.draft(self, pending, noise, sequences)
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
         self._read, self._width = Draft.none(pending), 1

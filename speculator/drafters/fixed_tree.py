@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import check_nodes, siblings
 from speculator.errors import UserError
 
@@ -19,9 +19,9 @@ class FixedTree:
     """Candidates in a shape of any kind (Sequoia, 2402.12374): some tokens have more children than others.
 
     Args:
-        paths: the nodes, each as the ranks on the way to it: (1, 0) is the first child of the root's second. Above
-            temperature 0 siblings are drawn one after the other, each from what its elders left; at temperature 0
-            they are the likeliest tokens.
+        paths: the nodes, each as the ranks on the way to it: (1, 0) is the first child of the root's second. Siblings
+            are the best tokens by score (`Noise.scores`); under `multi_candidate` they are drawn one after the other,
+            each from what its elders left.
 
     Raises:
         UserError: no node, or one whose parent or elder sibling is missing.
@@ -44,7 +44,7 @@ class FixedTree:
         self.depth = self.levels = len(nodes[-1])
         self.nodes = len(nodes)
         self.offered = self.nodes
-        self.rules: tuple[str, ...] = ("multi_candidate",)
+        self.rules: tuple[str, ...] = ("match", "multi_candidate")
         self.width = 1 + max(path[-1] for path in nodes)
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
         # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these
@@ -63,9 +63,7 @@ class FixedTree:
             self._most.append(most)
             expanded = [level[i] for i in has_children]
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         rows = len(pending)
         form, levels = self._place(pending)
         logits = source.first(pending, sequences)  # [B, f, V] of the expanded tokens
@@ -74,10 +72,11 @@ class FixedTree:
         drafted = 0
         for depth, (most, level) in enumerate(zip(self._most, levels, strict=True), start=1):
             parents, places, has_children, parents_of_these = level
-            if sampling.greedy:
-                offered = logits.topk(most).indices  # [B, f, most]
+            if noise.coupled:
+                offered = noise.scores(logits, depth - 1).topk(most).indices  # [B, f, most]
             else:
-                probs = sampling.probs(logits)
+                probs = noise.sampling.probs(logits)
+                u = noise.uniforms(self.nodes)
                 own = u.new_zeros(rows, probs.shape[1] * most)
                 own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
                 offered = siblings(probs.flatten(0, 1), own.view(-1, most), False).view(rows, -1, most)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Sequences, Shape
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
 from speculator.heads import Speculator
@@ -64,8 +64,8 @@ class HeadDrafter(Drafter):
     ) -> None:
         self.source.prefill(start, sequences, begins, hidden, counts)
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
-        return self.shape.draft(self.source, pending, sampling, u, sequences)
+    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        return self.shape.draft(self.source, pending, noise, sequences)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         self.source.commit(tokens, hidden, counts)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.decoding.request import Request
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import deepest
 from speculator.drafters.ngram import Found, NgramDrafter
 from speculator.drafters.shapes import check_length, check_nodes
@@ -41,8 +41,7 @@ class Hybrid:
         self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
         self.width, self.offered = inner.width + 1, inner.offered
         check_nodes(self.nodes)
-        # A chain's other rules take no tree.
-        self.rules: tuple[str, ...] = ("match",) if "match" in inner.rules else inner.rules
+        self.rules: tuple[str, ...] = ("match",)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hybrid) and (self.inner, self.length) == (other.inner, other.length)
@@ -50,10 +49,8 @@ class Hybrid:
     def __hash__(self) -> int:
         return hash((self.inner, self.length))
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
-        draft = self.inner.draft(source, pending, sampling, u, sequences)
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        draft = self.inner.draft(source, pending, noise, sequences)
         path, counts = self.found.first(len(pending), self.depth)
         return joined(draft, pad(path, (0, self.depth - path.shape[1])), counts, self.length)
 
@@ -136,8 +133,8 @@ class HybridDrafter(Drafter):
     ) -> None:
         self.drafter.prefill(start, sequences, begins, hidden, counts)
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
-        return self.drafter.propose(pending, sampling, u, sequences)
+    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        return self.drafter.propose(pending, noise, sequences)
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         self.drafter.commit(tokens, hidden, counts)

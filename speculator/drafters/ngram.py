@@ -12,7 +12,7 @@ from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Sequences
 from speculator.decoding.request import Request
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import check_length
 from speculator.target.kv_cache import KVCache
 
@@ -196,5 +196,5 @@ class NgramDrafter(Drafter):
                 size, tokens = alike, list(other[end : end + self.num_speculative_tokens])
         return size, tokens
 
-    def propose(self, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences) -> Draft:
+    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         return Draft(*self.found.first(len(pending), self.num_speculative_tokens))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences
-from speculator.decoding.sampling import RowSampling, draw
+from speculator.decoding.sampling import Noise, draw
 from speculator.errors import UserError
 
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd number would exhaust the memory
@@ -39,7 +39,7 @@ class Chain:
 
     Args:
         length: the most tokens.
-        sampled: above temperature 0, draw each token from the source's distribution instead of taking the likeliest.
+        sampled: above temperature 0, sample each token from the source's distribution instead of taking the likeliest.
         min_confidence: stop after the token at which the joint probability falls below this. A drawn token is never
             dropped, so the output stays exact. The host waits for the device once per token.
     """
@@ -50,28 +50,29 @@ class Chain:
         self.width = 1
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
-        self.rules: tuple[str, ...] = ("block", "rejection") if sampled else ("match", "block", "rejection")
+        self.rules: tuple[str, ...] = ("match", "block", "rejection")
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
-        sampled = self.sampled and not sampling.greedy
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        drawn = self.sampled and not noise.coupled
+        u = noise.uniforms(self.depth) if drawn else None
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         lengths = torch.ones_like(pending)
         confidence: Tensor | float = 1.0
         logits = source.first(pending, sequences)[:, 0]
         while True:
-            if sampled:
-                probs.append(sampling.probs(logits))
+            if u is not None:
+                probs.append(noise.sampling.probs(logits))
                 tokens.append(draw(probs[-1], u[:, len(tokens)]))
+            elif self.sampled:
+                tokens.append(noise.scores(logits[:, None], len(tokens))[:, 0].argmax(-1))
             else:
                 tokens.append(logits.argmax(-1))
             if len(tokens) == self.depth:
                 break
             going: Tensor | int = 1
             if self.min_confidence:
-                drawn_from = probs[-1] if sampled else logits.softmax(-1)
+                drawn_from = probs[-1] if drawn else logits.softmax(-1)
                 confidence = confidence * drawn_from.gather(1, tokens[-1][:, None])[:, 0].float()
                 going = confidence >= self.min_confidence
                 if not going.any():
@@ -100,21 +101,19 @@ class Candidates:
         self.width = max(self.branches)
         self.nodes = self.offered = sum(accumulate(self.branches, mul))
         check_nodes(self.nodes)
-        self.rules: tuple[str, ...] = ("multi_candidate_replacement" if replacement else "multi_candidate",)
+        self.rules: tuple[str, ...] = ("multi_candidate_replacement",) if replacement else ("match", "multi_candidate")
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         count, so_far = len(pending), Draft.none(pending)
         logits = source.first(pending, sequences)  # [B, f, V]
         for level, children in enumerate(self.branches):
             before, width = so_far.tokens.shape[1], logits.shape[1]
             probs = None
-            if sampling.greedy:
-                tokens = logits.topk(children).indices
+            if noise.coupled:
+                tokens = noise.scores(logits, level).topk(children).indices
             else:
-                probs = sampling.probs(logits)
-                own = u[:, before : before + width * children].reshape(count * width, children)
+                probs = noise.sampling.probs(logits)
+                own = noise.uniforms(self.nodes)[:, before : before + width * children].reshape(count * width, children)
                 tokens = siblings(probs.flatten(0, 1), own, self.replacement)
                 probs = probs.repeat_interleave(children, 1)
                 probs = probs if so_far.probs is None else torch.cat([so_far.probs, probs], 1)
@@ -180,10 +179,8 @@ class Tree:
         if not self.depth <= nodes <= self.offered:
             raise UserError(f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self.offered}")
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
-        tokens, parents, scores = _expand(source, pending, self.branches, self.beam, sequences)
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        tokens, parents, scores = _expand(source, pending, self.branches, self.beam, noise, sequences)
         keep = scores.topk(self.nodes).indices.sort(-1).values
         return _selected(tokens, parents, keep, torch.full_like(pending, self.nodes), self)
 
@@ -209,10 +206,8 @@ class Paths:
         if not 1 <= paths <= prod(self.branches):
             raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
 
-    def draft(
-        self, source: LogitsSource, pending: Tensor, sampling: RowSampling, u: Tensor, sequences: Sequences
-    ) -> Draft:
-        tokens, parents, scores = _expand(source, pending, self.branches, prod(self.branches), sequences)
+    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        tokens, parents, scores = _expand(source, pending, self.branches, prod(self.branches), noise, sequences)
         leaves = prod(self.branches)
         keep = scores[:, -leaves:].topk(self.paths).indices + scores.shape[1] - leaves
         on_path = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, keep, True)
@@ -225,7 +220,7 @@ class Paths:
 
 
 def _expand(
-    source: LogitsSource, pending: Tensor, branches: Sequence[int], beam: int, sequences: Sequences
+    source: LogitsSource, pending: Tensor, branches: Sequence[int], beam: int, noise: Noise, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
 
@@ -238,7 +233,7 @@ def _expand(
     all_tokens, all_parents, all_scores = [], [], []
     offered = 0
     for level, children in enumerate(branches):
-        best = logits.float().log_softmax(-1).topk(children)
+        best = noise.scores(logits, level).float().log_softmax(-1).topk(children)
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
         all_tokens.append(tokens)

@@ -180,7 +180,7 @@ class _Routes:
             )
             for number, sampling in enumerate(request.samplings(count))
         ]
-        return self.worker.submit(decoding_requests, request.seed is not None)
+        return self.worker.submit(decoding_requests)
 
     async def _whole(self, http: Request, job: Job, writer: CompletionWriter, began: float) -> Response:
         async def collect() -> None:

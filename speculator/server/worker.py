@@ -12,7 +12,6 @@ from functools import partial
 from speculator.decoding.engine import Engine
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.request import Request
-from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.server.errors import APIError
 
 _log = logging.getLogger(__name__)
@@ -35,11 +34,9 @@ class Job:
 
     Attributes:
         requests: one per answer.
-        seeded: the caller gave a seed.
     """
 
     requests: list[Request]
-    seeded: bool
     _outputs: asyncio.Queue[StepOutput | APIError] = field(default_factory=asyncio.Queue)
 
     async def next_output(self) -> StepOutput:
@@ -117,9 +114,9 @@ class Worker:
         """Number of requests that wait for a slot."""
         return max(0, self.load - self.in_use)
 
-    def submit(self, requests: Sequence[Request], seeded: bool) -> Job:
+    def submit(self, requests: Sequence[Request]) -> Job:
         """Queue requests made by `Engine.request`."""
-        job = Job(list(requests), seeded)
+        job = Job(list(requests))
         for index, request in enumerate(requests):
             request.on_step = partial(self._collect, job, index)
         with self._wake:
@@ -148,7 +145,6 @@ class Worker:
             try:
                 for request in (request for job in submitted for request in job.requests):
                     self.engine.enqueue(request)
-                self._fix_seeded_drafts()
                 self.engine.step()
             except Exception:  # out of memory, or the device is lost: no request can continue
                 _log.exception("the engine failed and is created again")
@@ -158,16 +154,6 @@ class Worker:
             outputs, self._outputs = self._outputs, []
             if outputs:
                 self._loop.call_soon_threadsafe(_deliver, outputs)
-
-    def _fix_seeded_drafts(self) -> None:
-        """While a sampled request with a seed is in flight, draft as for that request alone.
-
-        Sampled tokens depend on the draft's shape, and the adaptive drafter picks shapes by the load.
-        """
-        adaptive = self.engine.drafter
-        if isinstance(adaptive, AdaptiveDrafter):
-            seeded = any(job.seeded and not job.requests[0].sampling.greedy for job in self._jobs)
-            adaptive.fixed = adaptive.fastest(greedy=False, rows=1) if seeded else None
 
     def _restart(self) -> None:
         """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs."""

@@ -32,7 +32,7 @@ def test_prompts_that_are_not_token_ids(prompts, target):
 SETTINGS = [
     {"max_new_tokens": 0},
     {"rule": "nonsense"},
-    {"rule": "match"},
+    {"rule": "multi_candidate"},
     {"eos_token_ids": ["</s>"]},
     {"sampling": [Sampling(), Sampling()]},
 ]

@@ -28,7 +28,9 @@ FLAGS = [
             "--nonsense": "nonsense",
         },
     ),
-    *flags(f"eval lossless {COMMON} --suite TEXT", {"--rule match": "match", "--samples 0": "samples"}),
+    *flags(
+        f"eval lossless {COMMON} --suite TEXT", {"--rule multi_candidate": "multi_candidate", "--samples 0": "samples"}
+    ),
     *flags(f"eval tune {COMMON} --suite TEXT", {"--batch_size 0": "batch_size", "--output no/such.json": "no"}),
 ]
 ROWS = [

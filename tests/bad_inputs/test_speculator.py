@@ -45,7 +45,7 @@ FLAGS = [
             "--branches x": "branches",
             "--branches 3,2 --nodes 99": "nodes",
             "--min_confidence 1.5": "min_confidence",
-            "--rule match": "match",
+            "--rule multi_candidate": "multi_candidate",
         },
     ),
     *bad_files(f"{GENERATE} --prompts bad.jsonl", "bad.jsonl", NOT_TEXT),

@@ -101,12 +101,12 @@ def test_rule_applies_to_every_drafter_that_supports_it(target_folder, text_file
         rows = json.loads((out / "report.json").read_text())["suites"]
         return {row["drafter"]: row["rule"] for row in rows}
 
-    own = {"none": "plain", "head": "block", "ngram": "match"}
-    assert rules() == own | {"adaptive": "as drafted"}
+    own = {"none": "plain", "head": "match", "ngram": "match"}
+    assert rules() == own | {"adaptive": "match"}
     assert rules("--rule", "rejection") == own | {"head": "rejection", "ngram": "rejection"}
     capsys.readouterr()
-    assert exit_code(main, [*command, "--output", str(out), "--rule", "match"]) == 2
-    assert "invalid choice: 'match'" in capsys.readouterr().err
+    assert exit_code(main, [*command, "--output", str(out), "--rule", "multi_candidate"]) == 2
+    assert "invalid choice: 'multi_candidate'" in capsys.readouterr().err
 
 
 class Clock:

@@ -136,7 +136,7 @@ def test_the_model_is_left_unchanged(model):
         model.generate(ids, max_new_tokens=4, custom_generate=drafted)
         assert state_of(model) == before
     with pytest.raises(UserError, match="does not fit"):
-        model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head(), rule="match"))
+        model.generate(ids, max_new_tokens=4, custom_generate=speculative(tiny_head(), rule="multi_candidate"))
     assert state_of(model) == before
     with pytest.raises(UserError, match="nowhere"):
         model.generate(ids, max_new_tokens=4, custom_generate=speculative("nowhere"))

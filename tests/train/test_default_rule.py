@@ -1,4 +1,4 @@
-"""Whatever decodes, a chain that is sampled is accepted by block verification unless another rule is asked for."""
+"""Whatever decodes, a sampled chain is coupled with the target's own samples unless another rule is asked for."""
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ from data.onpolicy import generate_rows
 from eval.run import evaluate
 from eval.suites import Suite
 from eval.validation import real_acceptance
-from speculator import HeadDrafter, Sampling, generate, speculative
-from speculator.decoding import verify as rules
+from speculator import Engine, HeadDrafter, Sampling, generate, speculative
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8]]
 SUITE = Suite("test text", PROMPTS)
@@ -37,23 +36,23 @@ def by_custom_generate(target, folder):
 def by_a_report(target, folder):
     settings = {"temperatures": [1.0], "max_new_tokens": 8, "speculator_name": "test"}
     rows = evaluate(target, tiny_head(), [SUITE], folder, **settings)["suites"]
-    assert [row["rule"] for row in rows if row["drafter"] == "head"] == ["block"]
+    assert [row["rule"] for row in rows if row["drafter"] == "head"] == ["match"]
 
 
 WAYS = (by_generate, by_evaluation_while_training, by_generating_own_text, by_custom_generate, by_a_report)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sampled_chain_is_accepted_by_block_verification(way, target, tmp_path, monkeypatch):
-    asked = []
-    for name, rule in rules.RULES.items():
+def test_a_sampled_chain_is_accepted_by_match(way, target, tmp_path, monkeypatch):
+    coupled = []
+    verify = Engine.verify
 
-        def noting(p, draft, u, name=name, rule=rule):
-            if draft.tokens.shape[1]:  # else plain decoding
-                asked.append(name)
-            return rule(p, draft, u)
+    def noting(engine, draft, noise):
+        if draft.tokens.shape[1] and not noise.sampling.greedy:
+            coupled.append(noise.coupled)
+        return verify(engine, draft, noise)
 
-        monkeypatch.setitem(rules.RULES, name, noting)
+    monkeypatch.setattr(Engine, "verify", noting)
     way(target, tmp_path / "out")
-    assert "block" in asked
-    assert "token" not in asked
+    assert coupled
+    assert all(coupled)

@@ -234,13 +234,13 @@ def test_the_double_detects_host_numbers_and_device_waits(target, monkeypatch):
     class Counting(HeadDrafter):
         steps = 0
 
-        def propose(self, pending, sampling, u, texts):
+        def propose(self, pending, noise, texts):
             self.steps += 1
-            return super().propose((pending + self.steps) % 32, sampling, u, texts)
+            return super().propose((pending + self.steps) % 32, noise, texts)
 
     class Asking(HeadDrafter):
-        def propose(self, pending, sampling, u, texts):
-            return super().propose(pending * int(pending[0] >= 0), sampling, u, texts)
+        def propose(self, pending, noise, texts):
+            return super().propose(pending * int(pending[0] >= 0), noise, texts)
 
     for kind, message in ((Counting, "the steps differ"), (Asking, "asks the device")):
         with pytest.raises(AssertionError, match=message):

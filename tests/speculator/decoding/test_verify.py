@@ -36,7 +36,7 @@ def test_a_sampled_chain_keeps_the_target_distribution(rule, breaks, size, depth
 @pytest.mark.parametrize(("size", "depth"), CHAINS)
 @pytest.mark.parametrize(
     ("rule", "breaks"),
-    [(rules.rejection, e.token_breaks), (rules.block, e.block_breaks), (rules.match, e.walk_breaks)],
+    [(rules.rejection, e.token_breaks), (rules.block, e.block_breaks), (e.sampled_match, e.walk_breaks)],
     ids=["rejection", "block", "match"],
 )
 def test_a_deterministic_chain_keeps_the_target_distribution(rule, breaks, size, depth):
@@ -50,7 +50,9 @@ def test_a_deterministic_tree_keeps_the_target_distribution(parents):
     for size in (3, 5):
         for seed in SEEDS:
             w = e.world(seed, size, 3, kind(seed))
-            assert e.outcome(rules.match, w, list(e.deterministic(w, parents)), e.walk_breaks).total_variation < EXACT
+            assert (
+                e.outcome(e.sampled_match, w, list(e.deterministic(w, parents)), e.walk_breaks).total_variation < EXACT
+            )
 
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
@@ -119,7 +121,7 @@ def _expected_kept(w: e.World, prefix: tuple[int, ...] = ()) -> float:
 def test_walk_keeps_all_that_a_set_of_candidates_allows():
     w = e.world(0, 5, 1, "plain")
     (case,) = e.deterministic(w, (-1, -1, -1))
-    assert e.outcome(rules.match, w, [case], e.walk_breaks).kept == pytest.approx(
+    assert e.outcome(e.sampled_match, w, [case], e.walk_breaks).kept == pytest.approx(
         w.p[()][list(case.tokens)].sum().item()
     )
 
@@ -213,13 +215,13 @@ def test_a_wrong_rule_for_chains_fails(wrong, breaks, least):
 
 def walk_and_draw_again(p, draft, u):
     """Draws the token behind the path from p, though all that leads there was not drawn."""
-    last, _ = rules.match(p, draft, u)
+    last, _ = e.sampled_match(p, draft, u)
     return last, p[torch.arange(len(p)), last]
 
 
 def walk_by_one_uniform(p, draft, u):
     """Decides every place by the first one's uniform."""
-    return rules.match(p, draft, u[:, :1].expand_as(u))
+    return e.sampled_match(p, draft, u[:, :1].expand_as(u))
 
 
 @pytest.mark.parametrize("wrong", [walk_and_draw_again, walk_by_one_uniform])
@@ -305,7 +307,7 @@ def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     probs = None if name == "match" else torch.tensor([[[1.0, 0.0]]])
     parents = torch.tensor([[-1]]) if name.startswith("multi") else None
     draft = Draft(torch.tensor([[0]]), torch.tensor([1]), probs, parents, depth=1)
-    last, probs = rules.RULES[name](p, draft, torch.zeros(1, 2))
+    last, probs = e.RULES[name](p, draft, torch.zeros(1, 2))
     assert last.item() == 0
     assert (probs[0] / probs.sum()).tolist() == [0.0, 1.0]
 
@@ -318,7 +320,7 @@ def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
             (e.sampled(w, e.CHAINS[2]), rules.rejection),
             (e.sampled(w, e.CHAINS[2]), rules.block),
             (e.sampled(w, (-1, -1), False), rules.multi_candidate),
-            (e.deterministic(w, (-1, -1)), rules.match),
+            (e.deterministic(w, (-1, -1)), e.sampled_match),
         ):
             for case in cases:
                 target = torch.stack([w.p[case.path(node)] for node in range(-1, len(case.tokens))])[None]
@@ -357,7 +359,7 @@ def test_a_walk_says_what_plain_decoding_draws_whatever_was_drafted():
             target = torch.stack([w.p[case.path(node)] for node in range(-1, len(tokens))])[None]
             form = None if parents == e.CHAINS[3] else torch.tensor([parents])
             draft = Draft(torch.tensor([tokens]), torch.tensor([length]), None, form, depth=3, width=2)
-            last, probs = rules.match(target, draft, u)
+            last, probs = e.sampled_match(target, draft, u)
             said = (*case.path(last.item() - 1), probs.argmax().item())
             assert said == plain[: len(said)]
             lengths.add(len(said))
@@ -367,7 +369,7 @@ def test_a_walk_says_what_plain_decoding_draws_whatever_was_drafted():
 def test_greedy_keeps_the_leading_matches_of_a_chain():
     best = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     draft = Draft(torch.tensor([[5, 6, 7], [5, 0, 7], [5, 6, 7]]), torch.tensor([3, 3, 1]))
-    last, following = rules.greedy(best, draft)
+    last, following = rules.match(best, draft)
     assert last.tolist() == [3, 1, 1]
     assert following.tolist() == [8, 6, 6]
 
@@ -378,7 +380,7 @@ def test_greedy_keeps_the_longest_matching_path_of_a_tree():
         torch.tensor([[4, 5, 6, 7]] * 2), torch.tensor([4, 3]), None, torch.tensor([[-1, -1, 1, 2]] * 2), depth=3
     )
     best = torch.tensor([[5, 9, 6, 7, 8]] * 2)
-    last, following = rules.greedy(best, draft)
+    last, following = rules.match(best, draft)
     assert last.tolist() == [4, 3]
     assert following.tolist() == [8, 7]
     assert draft.path(last).tolist() == [[0, 2, 3, 4], [0, 2, 3, 0]]

@@ -21,10 +21,10 @@ class Watched(EarlyExitDrafter):
 
     checked = 0
 
-    def propose(self, pending, sampling, u, texts):
+    def propose(self, pending, noise, texts):
         seen = []
         own, self._logits = self._logits, lambda *given: seen.append(own(*given)) or seen[-1]
-        draft = super().propose(pending, sampling, u, texts)
+        draft = super().propose(pending, noise, texts)
         del self._logits
         for row, text in enumerate(texts):
             paths = {(): seen[0][row, 0]}

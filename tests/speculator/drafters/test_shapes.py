@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from speculator import Chain, Sampling
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import Noise, RowSampling
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,8 @@ class Fixed:
 
 def drafted(chain):
     greedy = RowSampling([Sampling(), Sampling()], CPU)
-    return chain.draft(Fixed(), torch.zeros(2, dtype=torch.long), greedy, torch.zeros(2, 4), [[0], [0]])
+    pending = torch.zeros(2, dtype=torch.long)
+    return chain.draft(Fixed(), pending, Noise(greedy, pending, 3, chain.depth, coupled=True), [[0], [0]])
 
 
 @pytest.mark.parametrize(

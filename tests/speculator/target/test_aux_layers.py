@@ -59,7 +59,7 @@ class Recording(Drafter):
         for i, (text, begin, count) in enumerate(zip(texts, begins, counts, strict=True)):
             self.states.setdefault(id(text), [text]).append((begin, hidden[i, :count]))
 
-    def propose(self, pending, sampling, u, texts):
+    def propose(self, pending, noise, texts):
         self.texts = [(text, len(text) - 1) for text in texts]
         guess = torch.stack([(pending * 7 + i) % 32 for i in range(4)], 1)
         parents = torch.tensor([-1, -1, 0, 1]).expand(len(pending), -1)
