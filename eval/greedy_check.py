@@ -95,7 +95,7 @@ def transformers_greedy(
     """Greedy completion by transformers' own generate, and the rounding error of a forward pass of `width` tokens.
 
     Returns the new tokens, their logits [S, V], and the largest difference to the logits of the same sequence
-    processed `width` tokens at a time.
+    processed `width` tokens at a time, at least the precision of the largest logit.
     """
     ids = torch.tensor([prompt], device=target.device)
     eos = sorted(target.eos_token_ids) or None  # `as_loaded` drops the generation config
@@ -119,7 +119,8 @@ def transformers_greedy(
             given = target.model(text[:, start : start + width], past_key_values=given.past_key_values, use_cache=True)
             again.append(given.logits[0])
     difference = (torch.cat(again).double() - logits.double()).abs().max().item()
-    return output.sequences[0, len(prompt) :].tolist(), logits, difference
+    precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
+    return output.sequences[0, len(prompt) :].tolist(), logits, max(difference, precision)
 
 
 def gaps(logits: Tensor) -> list[float]:  # [S, V] -> S
@@ -167,8 +168,7 @@ def greedy_checks(
 ) -> list[Check]:
     """Compare greedy completions with drafts, alone and in one batch, with plain decoding and with transformers.
 
-    The tolerance is four times the rounding error, measured with transformers alone: the largest difference of logits
-    between forward passes of one token and of a verification's width, at least the precision of the largest logit.
+    The tolerance is four times the rounding error, measured with transformers alone (`transformers_greedy`).
     """
     drafted, plain, theirs = [], [], []
     plain_gaps, their_gaps = [], []
@@ -180,12 +180,11 @@ def greedy_checks(
         generations.append(generate(target, ours, [prompt], rule=rule, max_new_tokens=max_new_tokens))
         drafted += generations[-1].tokens
         plain += generate(target, alone, [prompt], max_new_tokens=max_new_tokens).tokens
-        text, logits, difference = transformers_greedy(target, prompt, max_new_tokens, drafter.nodes + 1)
+        text, logits, error = transformers_greedy(target, prompt, max_new_tokens, drafter.nodes + 1)
         theirs.append(text)
         plain_gaps.append(gaps(alone.logits))
         their_gaps.append(gaps(logits))
-        precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
-        rounding = max(rounding, difference, precision)
+        rounding = max(rounding, error)
         # Both runs process the same tokens up to their first difference, whose logits are still comparable.
         shared = min(common_prefix(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
         apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()

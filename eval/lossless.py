@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         made: list[Check] = []
         if who and 0.0 in temperatures:
             made += greedy_checks(target, who, suite.prompts, arguments.max_new_tokens, rule)
-        if who and warm and (rule or who.rules[0]) == MATCH:
-            made += coupled_checks(target, who, suite.prompts, warm, arguments.max_new_tokens, arguments.seed)
         if who and warm:
+            if (rule or who.rules[0]) == MATCH:
+                made += coupled_checks(target, who, suite.prompts, warm, arguments.max_new_tokens, arguments.seed)
             made += sampled_checks(target, who, sampled, warm, arguments.samples, rule, arguments.seed)
         checks += [replace(check, name=prefix + check.name) for check in made]
     failed = [f"{check.name} at temperature {check.temperature:g}" for check in checks if not check.passed]

@@ -76,8 +76,7 @@ def coupled_checks(
     Texts may differ after near-ties of the two best scores. The tolerance is that of the greedy checks, at each
     temperature, with the rounding error of the first prompt's greedy completion.
     """
-    _, logits, difference = transformers_greedy(target, prompts[0], count, drafter.nodes + 1)
-    rounding = max(difference, torch.finfo(target.dtype).eps * logits.abs().max().item())
+    _, _, rounding = transformers_greedy(target, prompts[0], count, drafter.nodes + 1)
     checks = []
     for temperature in temperatures:
         drafted, plain, score_gaps, generations = [], [], [], []
@@ -100,7 +99,7 @@ def coupled_checks(
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
-    """What the target chose its tokens by, from the position `start` on."""
+    """Scores from which the target chose its tokens, the first of them at position `start`."""
     begin = torch.tensor([start], device=logits.device)
     noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)
     return torch.cat([noise.scores(row[None, None], depth)[0] for depth, row in enumerate(logits)])

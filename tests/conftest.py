@@ -192,9 +192,6 @@ class AlternatingDrafter(AdaptiveDrafter):
         self.cost.longest = max(len(request.sequence) for request in requests)
         return super().choose(requests)
 
-    def fastest(self, greedy, rows):
-        return self.choices[1].shape
-
 
 def alternating_drafter(head: Speculator, cost=None) -> AlternatingDrafter:
     """Make an adaptive drafter that alternates between trees, hybrid drafts, lookup and chains."""

@@ -367,7 +367,6 @@ RULES: dict[str, Rule] = {**REJECTION_RULES, "match": sampled_match}
 BREAKS = {
     "rejection": token_breaks,
     "block": block_breaks,
-    "match": walk_breaks,
     "multi_candidate": recursive_breaks(False),
     "multi_candidate_replacement": recursive_breaks(True),
 }

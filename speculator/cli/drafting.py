@@ -129,8 +129,8 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
             raise UserError(f"--rule {arguments.rule} does not fit what is drafted; these do: {', '.join(rules)}")
 
 
-def walks(arguments: argparse.Namespace) -> bool:
-    """Return whether sampled texts are the same with any draft: the rule is `match`."""
+def coupled(arguments: argparse.Namespace) -> bool:
+    """Return whether texts are the same with any draft: the rule is `match`."""
     return (arguments.rule or _rules(arguments)[0]) == "match"
 
 

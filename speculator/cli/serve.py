@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     target.context_length = arguments.max_model_len or context
     refuse((target.context_length > context, f"--max_model_len: the context of {arguments.target} is {context} tokens"))
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
-    memory = 0 if arguments.ngram and not drafting.walks(arguments) else MEMORY
+    memory = 0 if arguments.ngram and not drafting.coupled(arguments) else MEMORY
     drafter = drafting.drafter(arguments, target, [0.0, 1.0], slots, memory)
 
     import uvicorn  # an optional dependency

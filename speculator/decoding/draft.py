@@ -35,7 +35,7 @@ class Draft(TokenTree):
             their children. None for a chain.
         depth: length of the longest path; n for a chain.
         width: largest number of siblings.
-        base: the draft to which lookup paths were added. Its tokens come first, and `probs` belongs to it.
+        base: the draft to which lookup paths were added. Its tokens come first.
     """
 
     tokens: Tensor

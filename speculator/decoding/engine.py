@@ -117,7 +117,6 @@ class Engine:
             )
         self.target, self.drafter, self.chunk = target, drafter, chunk
         self._rule, self._capture = rule, capture
-        self.rule = rule or allowed[0]
         self.scheduler = Scheduler(slots)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
@@ -265,12 +264,17 @@ class Engine:
         self.commit(verified)
         return verified.report
 
+    @property
+    def rule(self) -> str:
+        """Accept rule of the next step; plain decoding is `match` without a draft."""
+        return MATCH if self.drafter is None else self._rule or self.drafter.rules[0]
+
     def draft(self, sequences: Sequences) -> tuple[Draft, Noise]:
         """Return the draft and the random numbers of the step."""
-        positions, size = self.cache.selected + 1, self.target.vocab_size
+        depth = self.drafter.num_speculative_tokens if self.drafter else 0
+        noise = Noise(self.sampling, self.cache.selected + 1, self.target.vocab_size, depth, coupled=self.rule == MATCH)
         if self.drafter is None:
-            return Draft.none(self.selected_pending), Noise(self.sampling, positions, size, 0, coupled=True)
-        noise = Noise(self.sampling, positions, size, self.drafter.num_speculative_tokens, self.rule == MATCH)
+            return Draft.none(self.selected_pending), noise
         return self.drafter.propose(self.selected_pending, noise, sequences), noise
 
     def verify(self, draft: Draft, noise: Noise) -> Verified:
@@ -288,7 +292,8 @@ class Engine:
         if noise.coupled:
             last, next_token = match(noise.samples(logits, draft), draft)
         else:  # n random numbers drew the draft, n more test it, another one samples
-            nodes = self.drafter.nodes if self.drafter else 0
+            assert self.drafter is not None
+            nodes = self.drafter.nodes
             u = noise.uniforms(2 * nodes + 1)
             last, residual = REJECTION_RULES[self.rule](self.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
@@ -454,7 +459,6 @@ class Engine:
         Completions do not change, except of sampled rows under a rule other than `match`.
         """
         assert self.drafter is not None
-        self.rule = self._rule or (shape or self.drafter).rules[0]
         if shape is self.drafter.shape:
             return
         self.drafter.reshape(shape)

@@ -94,13 +94,11 @@ class RowSampling:
         for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero"):
             getattr(self, name).copy_(getattr(other, name))
 
-    def scaled(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
+    def scaled(self, logits: Tensor) -> Tensor:  # [B, T, V] -> [B, T, V]
         """Divide by the temperature, then remove (-inf) by top-k, top-p and min-p, as transformers does.
 
         In float32 or wider. Rows at temperature 0 keep their logits.
         """
-        if logits.dim() == 2:
-            return self.scaled(logits[:, None])[:, 0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits / self.temperature.to(logits.dtype)
         size = logits.shape[-1]
@@ -234,8 +232,7 @@ def gumbel(
     """Independent standard Gumbel numbers as a function of (seed, position, token).
 
     The argmax of log p + gumbel is a sample from p. Two 32-bit keys of a row enter a 32-bit hash of the token, because
-    CPUs multiply 32-bit integers eight at a time. The noise is finite, and large values, which decide for rare tokens,
-    are the finest: probabilities are resolved down to 2^-32.
+    CPUs multiply 32-bit integers eight at a time.
     """
     key = _mix(_mix(seeds + _GUMBEL) + positions * _GAMMA)[..., None]
     first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
@@ -243,8 +240,13 @@ def gumbel(
     x = (x ^ (x >> 16)) * 2146121005 + second
     x = (x ^ (x >> 15)) * -2073254261
     x = (x ^ (x >> 16)) * 739982445
-    uniform = (((x ^ (x >> 15)) & 0x7FFFFFFF) + 0.5) * 2.0**-31
-    return -(-torch.log1p(-uniform.clamp_max(1 - 2.0**-24))).log()
+    return _gumbel_of((x ^ (x >> 15)) & 0x7FFFFFFF)
+
+
+def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
+    """Gumbel number of 31 random bits. It is finite, and large numbers, which decide for rare tokens, are the finest."""
+    uniform = ((bits + 0.5) * 2.0**-31).clamp_max(1 - 2.0**-24)
+    return -(-torch.log1p(-uniform)).log()
 
 
 def draw(

@@ -28,7 +28,7 @@ class LookupPath:
     """The path that n-gram lookup found, at most `length` tokens; 0: no draft. The head takes no part in it."""
 
     width, offered, levels = 1, 0, 0
-    rules: tuple[str, ...] = ("match", "block", "rejection")
+    rules: tuple[str, ...] = ("match",)
     capturable = True
     found: Found
 

@@ -217,10 +217,6 @@ class Controller:
         self._idle_steps = 0 if self._drafted else self._idle_steps + 1
         return shape
 
-    def skip(self) -> None:
-        """Forget the rows: the next step is not chosen here, so nothing can be learned from it."""
-        self._rows, self._drafted = {}, None
-
     def _best(self) -> tuple[Shape, Choice | None]:
         rows, count = self._rows.values(), len(self._rows)
         kinds = [request.sampling.greedy for request in self._rows]

@@ -66,17 +66,17 @@ class FixedTree:
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         rows = len(pending)
         form, levels = self._place(pending)
+        u = None if noise.coupled else noise.uniforms(self.nodes)
         logits = source.first(pending, sequences)  # [B, f, V] of the expanded tokens
         all_tokens: list[Tensor] = []
         all_probs: list[Tensor] = []
         drafted = 0
         for depth, (most, level) in enumerate(zip(self._most, levels, strict=True), start=1):
             parents, places, has_children, parents_of_these = level
-            if noise.coupled:
+            if u is None:
                 offered = noise.scores(logits, depth - 1).topk(most).indices  # [B, f, most]
             else:
                 probs = noise.sampling.probs(logits)
-                u = noise.uniforms(self.nodes)
                 own = u.new_zeros(rows, probs.shape[1] * most)
                 own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
                 offered = siblings(probs.flatten(0, 1), own.view(-1, most), False).view(rows, -1, most)

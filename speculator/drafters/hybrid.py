@@ -33,6 +33,7 @@ class Hybrid:
         found: the lookup paths for the rows of the next draft.
     """
 
+    rules: tuple[str, ...] = ("match",)
     found: Found
 
     def __init__(self, inner: Shape, length: int):
@@ -41,7 +42,6 @@ class Hybrid:
         self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
         self.width, self.offered = inner.width + 1, inner.offered
         check_nodes(self.nodes)
-        self.rules: tuple[str, ...] = ("match",)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hybrid) and (self.inner, self.length) == (other.inner, other.length)

@@ -53,8 +53,7 @@ class Chain:
         self.rules: tuple[str, ...] = ("match", "block", "rejection")
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        drawn = self.sampled and not noise.coupled
-        u = noise.uniforms(self.depth) if drawn else None
+        u = noise.uniforms(self.depth) if self.sampled and not noise.coupled else None
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         lengths = torch.ones_like(pending)
@@ -72,7 +71,7 @@ class Chain:
                 break
             going: Tensor | int = 1
             if self.min_confidence:
-                drawn_from = probs[-1] if drawn else logits.softmax(-1)
+                drawn_from = probs[-1] if probs else logits.softmax(-1)
                 confidence = confidence * drawn_from.gather(1, tokens[-1][:, None])[:, 0].float()
                 going = confidence >= self.min_confidence
                 if not going.any():
@@ -89,7 +88,7 @@ class Candidates:
         branches: children per token, level by level.
         replacement: draw siblings independently, instead of without replacement.
 
-    At temperature 0 the children are the likeliest tokens.
+    Under `match` the children are the best tokens by score (`Noise.scores`), at temperature 0 the likeliest ones.
     """
 
     capturable = True
@@ -105,15 +104,16 @@ class Candidates:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         count, so_far = len(pending), Draft.none(pending)
+        u = None if noise.coupled else noise.uniforms(self.nodes)
         logits = source.first(pending, sequences)  # [B, f, V]
         for level, children in enumerate(self.branches):
             before, width = so_far.tokens.shape[1], logits.shape[1]
             probs = None
-            if noise.coupled:
+            if u is None:
                 tokens = noise.scores(logits, level).topk(children).indices
             else:
                 probs = noise.sampling.probs(logits)
-                own = noise.uniforms(self.nodes)[:, before : before + width * children].reshape(count * width, children)
+                own = u[:, before : before + width * children].reshape(count * width, children)
                 tokens = siblings(probs.flatten(0, 1), own, self.replacement)
                 probs = probs.repeat_interleave(children, 1)
                 probs = probs if so_far.probs is None else torch.cat([so_far.probs, probs], 1)
