@@ -244,7 +244,7 @@ def gumbel(
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
-    """Gumbel number of 31 random bits. It is finite, and large numbers, which decide for rare tokens, are the finest."""
+    """Gumbel number of 31 random bits: finite, and finest where it is large, because that decides for rare tokens."""
     uniform = ((bits + 0.5) * 2.0**-31).clamp_max(1 - 2.0**-24)
     return -(-torch.log1p(-uniform)).log()
 

@@ -43,6 +43,12 @@ def test_the_noise_of_a_token_depends_on_nothing_else():
     assert torch.equal(among[1:2, :50], alone)
 
 
+def test_no_two_rows_have_the_same_noise():
+    """By keys of 32 bits some ten of 300,000 rows would."""
+    noise = gumbel(torch.arange(300_000), torch.zeros(300_000, dtype=torch.long), 4)
+    assert len(noise.unique(dim=0)) == len(noise)
+
+
 def test_rare_tokens_are_as_frequent_as_they_should_be():
     """Probabilities of 1e-4 to 1e-7 beside one near 1."""
     rare = torch.tensor([1e-4, 1e-5, 1e-6, 1e-7]).repeat_interleave(200)
@@ -97,9 +103,15 @@ def paths(p: torch.Tensor, q: torch.Tensor) -> list[list[int]]:
     return found
 
 
-def steps(shape, settings: Sampling, seeds: torch.Tensor, kind: type[Noise]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tokens of every row: of a step, and of a plain one after it where that gave only one; how many it gave."""
+def steps(
+    shape, settings: Sampling, seeds: torch.Tensor, kind: type[Noise], perfect: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tokens of every row: of a step, and of a plain one after it where that gave only one; how many it gave.
+
+    A `perfect` source has the target's own distribution.
+    """
     p, q = tables()
+    q = p if perfect else q
     rows, found = len(seeds), paths(p, q)
     sampling = RowSampling([settings], torch.device("cpu"))
     sampling.seeds = seeds
@@ -164,6 +176,15 @@ def test_coupled_candidates_accept_what_the_theory_says():
     ]
     assert kept[0] == pytest.approx((1 / ratios).sum().item(), abs=0.01)
     assert kept[1] > kept[0] + 0.05
+
+
+@pytest.mark.parametrize(
+    "shape", [Chain(2), Candidates((1, 1)), FixedTree([(0,), (0, 0)])], ids=["chain", "candidates", "fixed tree"]
+)
+def test_all_tokens_of_a_perfect_source_are_accepted(shape):
+    """Each depth has the noise of its own position, in the draft as in the target."""
+    _, kept = steps(shape, Sampling(0.8, top_p=0.9), torch.arange(1000), Noise, perfect=True)
+    assert (kept == 2).all()
 
 
 # ---- known-wrong variants
