@@ -71,8 +71,8 @@ class Chain:
                 break
             going: Tensor | int = 1
             if self.min_confidence:
-                drawn_from = probs[-1] if probs else logits.softmax(-1)
-                confidence = confidence * drawn_from.gather(1, tokens[-1][:, None])[:, 0].float()
+                own = noise.sampling.scaled(logits[:, None])[:, 0] if self.sampled else logits
+                confidence = confidence * own.softmax(-1).gather(1, tokens[-1][:, None])[:, 0].float()
                 going = confidence >= self.min_confidence
                 if not going.any():
                     break

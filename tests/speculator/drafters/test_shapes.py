@@ -21,10 +21,10 @@ class Fixed:
         return self.logits
 
 
-def drafted(chain):
-    greedy = RowSampling([Sampling(), Sampling()], CPU)
+def drafted(chain, settings=Sampling(), coupled=True):  # noqa: B008 (frozen)
+    sampling = RowSampling([settings, settings], CPU)
     pending = torch.zeros(2, dtype=torch.long)
-    return chain.draft(Fixed(), pending, Noise(greedy, pending, 3, chain.depth, coupled=True), [[0], [0]])
+    return chain.draft(Fixed(), pending, Noise(sampling, pending, 3, chain.depth, coupled), [[0], [0]])
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,11 @@ def test_a_chain_ends_behind_the_token_that_makes_it_unsure(least, lengths):
     draft = drafted(Chain(4, min_confidence=least))
     assert draft.lengths.tolist() == lengths
     assert draft.tokens.shape[1] == max(lengths)
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_the_confidence_is_that_of_the_distribution_that_is_sampled(coupled):
+    """At temperature 0.5 the probability 0.9 becomes 0.988, and 0.4 becomes 0.47."""
+    draft = drafted(Chain(4, min_confidence=0.85), Sampling(0.5), coupled)
+    assert draft.tokens[0].tolist() == [0] * 4
+    assert draft.lengths.tolist() == [4, 1]
