@@ -67,14 +67,15 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
 
 def loss_per_token(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
-) -> Tensor:  # [C, V_d] -> [C]
-    """The configured mix of losses of each token."""
+) -> tuple[Tensor, Tensor | None]:  # [C, V_d] -> [C] twice
+    """The configured mix of losses of each token, and its overlap if a loss needs that."""
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
     if weights.cross_entropy:
         loss = loss + weights.cross_entropy * cross_entropy(log_q, labels)
     if target is None:
-        return loss
+        return loss, None
+    accepted = None
     divergence = kl(log_q, target, weights.kl_temperature) if weights.kl or weights.lk else None
     if weights.kl:
         loss = loss + weights.kl * divergence
@@ -85,7 +86,7 @@ def loss_per_token(
         if weights.lk:  # the hybrid of 2602.23881: divergence while little is accepted, then acceptance
             share = torch.exp(-weights.lk_eta * accepted.detach())
             loss = loss + weights.lk * (share * divergence + (1 - share) * (1 - accepted))
-    return loss
+    return loss, accepted
 
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
@@ -135,7 +136,8 @@ class ChunkedLoss:
             torch.is_grad_enabled(),
         )
         objective, loss, hits, overlap = _Chunked.apply(call, *(x for xs in features for x in xs), *matrices)
-        return TokenLosses(objective, loss, hits, None if call.train or not self.needs_target else overlap)
+        known = self.needs_target and (not call.train or self.weights.total_variation or self.weights.lk)
+        return TokenLosses(objective, loss, hits, overlap if known else None)
 
 
 class _Call(NamedTuple):
@@ -173,7 +175,8 @@ class _Chunked(torch.autograd.Function):
         d_features = [[torch.zeros_like(x) for x in xs] if train else [] for xs in features]
         # A frozen matrix gets no gradient: that buffer would be as large as the vocabulary is.
         d_matrices = [torch.zeros_like(x) if train and need else None for x, need in zip(matrices, needed, strict=True)]
-        loss, accepted = (torch.zeros(steps, kept, device=device, dtype=matrices[0].dtype) for _ in range(2))
+        exact = torch.promote_types(matrices[0].dtype, torch.float32)  # a target's matrix may be bfloat16
+        loss, accepted = (torch.zeros(steps, kept, device=device, dtype=exact) for _ in range(2))
         hits = torch.zeros(steps, kept, dtype=torch.long, device=device)
         chunk = call.loss.chunk or chunk_tokens(device.type, call.loss.vocab_size)
         for start in range(0, kept, chunk):
@@ -188,7 +191,8 @@ class _Chunked(torch.autograd.Function):
                 terms = [product(x, cast[j]) for x, j in zip(xs, which, strict=True)]
                 z = sum(terms[1:], terms[0]).to(loss.dtype).requires_grad_(train)
                 with torch.set_grad_enabled(train):
-                    each = loss_per_token(z, labels[i, span], target, options) * counted
+                    each, shared = loss_per_token(z, labels[i, span], target, options)
+                    each = each * counted
                     total = (each * call.weights[i, span]).sum()
                 loss[i, span] = each.detach()
                 hits[i, span] = (z.argmax(-1) == labels[i, span]).long()
@@ -199,8 +203,10 @@ class _Chunked(torch.autograd.Function):
                         d_x[span] = product(d_z, cast[j].T).to(d_x.dtype)
                         if (d_matrix := d_matrices[j]) is not None:
                             _add_outer(d_matrix, d_z, x)
-                elif target is not None:
-                    accepted[i, span] = overlap(z.log_softmax(-1), target.p) * counted
+                elif target is not None and shared is None:
+                    shared = overlap(z.log_softmax(-1), target.p)
+                if shared is not None:
+                    accepted[i, span] = shared.detach() * counted
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
         ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
         ctx.mark_non_differentiable(loss, hits, accepted)
@@ -237,4 +243,6 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
         figures |= {f"head{i}/{name}": mean for i, mean in enumerate(means)}
         if name == "prefix_accuracy":
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)
+        if name == "prefix_overlap":
+            figures["forecast_acceptance_length_sampled"] = 1 + sum(means)
     return figures

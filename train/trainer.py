@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +40,14 @@ class Collator:
     Args:
         config: config of the head.
         rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
+
+    Attributes:
+        epoch: number of times that the rows were read before.
     """
 
     def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None):
         self.config, self.rejected_token_weight = config, rejected_token_weight
+        self.epoch = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
@@ -51,7 +57,9 @@ class Collator:
             return torch.tensor([values + [0] * (length - len(values)) for values in lists])
 
         input_ids, documents = column("input_ids", 0), column("document_ids", 0)
-        targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1))
+        # By a row's own tokens, so that a seed depends neither on the batch nor on where a run was resumed.
+        seeds = [crc32(array("q", [self.epoch, *row["input_ids"]])) for row in rows]
+        targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1), seeds)
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
@@ -102,6 +110,7 @@ class SpeculatorTrainer(Trainer):
         self.pace = Pace(self.args.device, token_at_peak)
         self.add_callback(self.pace)
         self.add_callback(StopWhenAsked(self))
+        self.add_callback(CountEpochs(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
@@ -183,7 +192,10 @@ class SpeculatorTrainer(Trainer):
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        collator: Any = self.data_collator
+        epoch, collator.epoch = collator.epoch, 0  # the same training positions in every evaluation
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        collator.epoch = epoch
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")
         # The loss as trained on; the library would average the batches' means.
@@ -248,6 +260,16 @@ class ResumeLogging(TrainerCallback):
         self.trainer._tr_loss += self.since_log["loss"]
         self.trainer._globalstep_last_logged = self.since_log["step"]
         self.trainer._sums["train"] = self.since_log["sums"]
+
+
+class CountEpochs(TrainerCallback):
+    """Tells the collator the epoch, before its rows are read."""
+
+    def __init__(self, trainer: SpeculatorTrainer):
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.data_collator.epoch = int(state.epoch)
 
 
 class StopWhenAsked(TrainerCallback):

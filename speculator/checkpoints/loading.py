@@ -63,7 +63,7 @@ def load_drafter(
 
 
 def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator:
-    """Give a head its target's embedding and default auxiliary layers, after a check of the sizes; return the head."""
+    """Give a head its target's matrices and default auxiliary layers, after a check of the sizes; return the head."""
     config = head.config
     if config.emb_dim != target.hidden_size:
         raise UserError(
@@ -74,6 +74,7 @@ def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator
             f"{name} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
         )
 
-    head.bind(target.config, whole(target.model.get_input_embeddings().weight))
+    model = target.model
+    head.bind(target.config, whole(model.get_input_embeddings().weight), model.get_output_embeddings())
     target.aux_layers.check(head.aux_layers, target.name)
     return head

@@ -34,7 +34,8 @@ from speculator.checkpoints.eagle3 import (
 )
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
-from speculator.heads.eagle3.config import DEFAULT_AUX_LAYERS, Eagle3SpeculatorConfig
+from speculator.heads.attention import DEFAULT_AUX_LAYERS
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.target.gguf import is_gguf
 

@@ -3,6 +3,8 @@
 from transformers import AutoConfig, AutoModel
 
 from speculator.heads.base import Speculator, SpeculatorConfig
+from speculator.heads.dspark.config import DSparkSpeculatorConfig
+from speculator.heads.dspark.model import DSparkSpeculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.heads.lstm.config import LSTMSpeculatorConfig
@@ -23,9 +25,12 @@ def register(name: str, head: type[Speculator]) -> None:
 register("mlp", MLPSpeculator)
 register("lstm", LSTMSpeculator)
 register("eagle3", Eagle3Speculator)
+register("dspark", DSparkSpeculator)
 
 __all__ = [
     "ARCHITECTURES",
+    "DSparkSpeculator",
+    "DSparkSpeculatorConfig",
     "Eagle3Speculator",
     "Eagle3SpeculatorConfig",
     "LSTMSpeculator",

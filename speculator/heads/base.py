@@ -95,8 +95,9 @@ class SpeculatorConfig(PreTrainedConfig):
         input_ids: Tensor,  # [B, L]
         document_ids: Tensor,  # [B, L]
         loss_mask: Tensor,  # [B, L]
+        seeds: Sequence[int],
     ) -> dict[str, Tensor]:
-        """Choose the training positions of a batch of rows.
+        """Choose the training positions of a batch of rows; `seeds` has a number for each row, a new one every epoch.
 
         Returns "labels" in the shape that `forward` expects, IGNORE where there is nothing to predict; their number
         normalises the loss. Further tensors (such as sampled anchors) reach `forward` as `TrainingBatch.targets`.
@@ -192,6 +193,7 @@ class Speculator(PreTrainedModel, ABC):
         self,
         target: PreTrainedConfig,
         embedding: Tensor,  # [V, D] the target's, not copied
+        output: nn.Linear,  # D -> V, the target's
     ) -> None:
         """Take what the head needs from the target to run, given its text config."""
 

@@ -47,7 +47,7 @@ class TokenLosses(NamedTuple):
     objective: Tensor  # scalar: the weighted sum of the losses; the only part with a gradient
     loss: Tensor  # [N, K]; 0 where a label is IGNORE
     hits: Tensor  # [N, K] 1 where the likeliest token is the label
-    overlap: Tensor | None  # [N, K] chance that a sampled draft is accepted; only without gradients
+    overlap: Tensor | None  # [N, K] chance that a sampled draft is accepted; None if it was not computed
 
 
 class TokenLoss(Protocol):

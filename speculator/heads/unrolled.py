@@ -16,6 +16,7 @@ Losses are laid out by u, so that each distribution is computed once and used by
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ class UnrolledConfig(SpeculatorConfig):
     def min_training_length(self) -> int:
         return self.n_predict + 2
 
-    def training_targets(self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    def training_targets(
+        self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
+    ) -> dict[str, Tensor]:
         return {"labels": align(input_ids, document_ids, loss_mask, self.n_predict)}
 
 
@@ -105,7 +108,9 @@ class UnrolledHead(Speculator):
             "prefix_accuracy": (hits.cumprod(0).sum((1, 2)), count),
         }
         if measured.overlap is not None:
-            metrics["overlap"] = (measured.overlap.sum(1), count)
+            overlap = by_t(measured.overlap)
+            metrics["overlap"] = (overlap.sum((1, 2)), count)
+            metrics["prefix_overlap"] = (overlap.cumprod(0).sum((1, 2)), count)
         return metrics
 
     def logits(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import Sequences
+from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import DraftingSource
-from speculator.heads.eagle3.layer import attend
 from speculator.target.kv_cache import bucketed
 
 if TYPE_CHECKING:

@@ -32,10 +32,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from speculator.errors import UserError
-from speculator.heads.eagle3.config import Eagle3SpeculatorConfig, default_aux_layers
+from speculator.heads.attention import Norm, Rope, default_aux_layers
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Source
 from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
-from speculator.heads.eagle3.layer import Layer, Norm, Rope
+from speculator.heads.eagle3.layer import Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
 
@@ -91,7 +92,7 @@ class Eagle3Speculator(UnrolledHead):
 
     # --- what it shares with its target
 
-    def bind(self, target: PreTrainedConfig, embedding: Tensor) -> None:
+    def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
         """Fill in the default auxiliary layers, and share the target's embedding if the head has none of its own."""
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         width = embedding.shape[1]

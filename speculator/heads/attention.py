@@ -1,0 +1,196 @@
+"""What heads with attention layers share: the shape that they take from the target, rope, norms, MLP and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from speculator.errors import UserError
+from speculator.heads.base import SpeculatorConfig
+
+DEFAULT_AUX_LAYERS = 3
+"""Number of auxiliary layers of a head that names none."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Rope types that do not depend on the text's length."""
+
+
+def default_aux_layers(layers: int) -> list[int]:
+    """Auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3."""
+    if layers < 7:
+        raise UserError(f"a target of {layers} layers has no default aux_layers, which need 7: name them")
+    return [2, layers // 2, layers - 3]
+
+
+class AttentionConfig(SpeculatorConfig):
+    """Shape of a head that attends to the target's auxiliary hidden states.
+
+    Args:
+        inner_dim: inner size of the MLP.
+        num_attention_heads: H.
+        num_key_value_heads: K, a divisor of H.
+        head_dim: d.
+        rms_norm_eps: epsilon of all norms.
+        rope_parameters: as in a Llama config.
+        max_position_embeddings: as in a Llama config; rope may depend on it.
+        aux_layers: target layers to read, ascending, each as the number of layers before it; None for
+            `default_aux_layers`.
+    """
+
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    aux_layers: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads}")
+        if self.aux_layers is not None and (
+            not self.aux_layers or self.aux_layers[0] < 0 or sorted(set(self.aux_layers)) != self.aux_layers
+        ):
+            raise ValueError(f"aux_layers {self.aux_layers} are not distinct layers in ascending order")
+        super().__post_init__(**kwargs)
+        kind = self.rope_parameters["rope_type"] if self.rope_parameters else "none"
+        if kind not in ROPES:
+            raise ValueError(f"rope of type {kind}; known: {', '.join(ROPES)}")
+
+    def describe(self) -> str:
+        layers = " ".join(map(str, self.aux_layers)) if self.aux_layers else "by the target's depth"
+        return (
+            f"{self.n_predict} steps, {self.num_attention_heads} heads of {self.head_dim} over "
+            f"{self.num_key_value_heads}, aux layers {layers}"
+        )
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layers or range(DEFAULT_AUX_LAYERS))
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, **changes: Any) -> AttentionConfig:
+        """Build a config with the target's sizes, heads and rope; `changes` override them.
+
+        The rope is that of the target's full-attention layers. It is a plain one if the target's depends on the text's
+        length, covers a part of each head, or is absent.
+        """
+        heads = target.num_attention_heads
+        inner = getattr(target, "intermediate_size", None)
+        rope = getattr(target, "rope_parameters", None) or {}
+        rope = rope.get("full_attention") or rope
+        if rope.get("rope_type") not in ROPES or rope.get("partial_rotary_factor", 1) != 1:
+            rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or cls.default_theta}
+        shape = {
+            "vocab_size": target.vocab_size,
+            "emb_dim": target.hidden_size,
+            "inner_dim": inner if isinstance(inner, int) else 3 * target.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+            # vars: some families raise in getattr, because their layers differ.
+            "head_dim": vars(target).get("head_dim") or target.hidden_size // heads,
+            "rms_norm_eps": getattr(target, "rms_norm_eps", None) or cls.rms_norm_eps,
+            "rope_parameters": dict(rope),
+            "max_position_embeddings": target.max_position_embeddings,
+        }
+        layers = target.num_hidden_layers
+        if "aux_layers" not in changes:
+            shape["aux_layers"] = default_aux_layers(layers)
+        made = cls(**{**shape, **changes})
+        if made.aux_layers and made.aux_layers[-1] >= layers:
+            raise UserError(f"aux_layers {made.aux_layers}: a target of {layers} layers has 0 to {layers - 1}")
+        return made
+
+
+class Rope:
+    """Cosines and sines of positions, by transformers' own frequencies."""
+
+    def __init__(self, config: AttentionConfig):
+        self.config = config
+        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [...] -> [..., 1, d] twice
+        if positions.device not in self._frequencies:
+            frequencies, scaling = self._from_config()
+            self._frequencies[positions.device] = frequencies.to(positions.device), scaling
+        frequencies, scaling = self._frequencies[positions.device]
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        angles = positions[..., None, None].to(exact) * frequencies.to(exact)
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+    def _from_config(self) -> tuple[Tensor, float]:  # [d / 2]
+        size, rope = self.config.head_dim, dict(self.config.rope_parameters or {})
+        if rope["rope_type"] == "default":
+            return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
+        llama = LlamaConfig(
+            head_dim=size, rope_parameters=rope, max_position_embeddings=self.config.max_position_embeddings
+        )
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
+
+
+class Norm(nn.RMSNorm):
+    """RMS norm computed in the weight's dtype, which differs from the input's under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of attention, [..., `width`] -> [..., heads, d] and back to [..., D]."""
+
+    def __init__(self, config: AttentionConfig, width: int, bias: bool, qk_norm: bool):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.size, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.size, config.emb_dim, bias=bias)
+        if qk_norm:
+            self.q_norm = Norm(self.size, config.rms_norm_eps)
+            self.k_norm = Norm(self.size, config.rms_norm_eps)
+        self.normed = qk_norm
+
+    def query(self, u: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., W] -> [..., H, d]
+        query = self.q_proj(u).unflatten(-1, (self.heads, self.size))
+        return rotate(self.q_norm(query) if self.normed else query, rope)
+
+    def key_value(self, u: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # [..., K, d] twice
+        key, value = (proj(u).unflatten(-1, (self.kv_heads, self.size)) for proj in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(key) if self.normed else key, rope), value
+
+
+class MLP(nn.Module):
+    def __init__(self, config: AttentionConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
+        self.up_proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
+        self.down_proj = nn.Linear(config.inner_dim, config.emb_dim, bias=False)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y))
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
+    """Apply rotary position embedding, in halves as Llama does."""
+    cos, sin = rope
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def attend(
+    query: Tensor,  # [B, f, H, d]
+    keys: Tensor,  # [B, K, M, d]
+    values: Tensor,  # [B, K, M, d]
+    seen: Tensor,  # [B, f, M]
+) -> Tensor:  # [B, f, H, d]
+    """Grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
+    batch, rows, heads, size = query.shape
+    shared = keys.shape[1]
+    stacked = query.view(batch, rows, shared, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = seen.repeat(1, heads // shared, 1)[:, None]
+    out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    return out.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,99 @@
+"""Config of block drafters (`speculator.heads.dspark.model`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from speculator.heads.attention import AttentionConfig
+from speculator.heads.training import IGNORE
+from speculator.target.packed import document_starts
+
+
+class DSparkSpeculatorConfig(AttentionConfig):
+    """Shape of a `DSparkSpeculator`; see also `AttentionConfig`.
+
+    Args:
+        n_predict: G, tokens that one pass drafts.
+        num_hidden_layers: number of layers.
+        markov_rank: r, rank of the bias by the token before; 0 for none, as in DFlash.
+        sample_from_anchor: the anchor's slot predicts the first token, as in DSpark; else the first mask's, as in
+            DFlash, and a block has G + 1 slots.
+        is_causal: a slot attends to the slots before it only; else to all.
+        confidence_head: predict the chance that each drafted token is accepted.
+        mask_token_id: a token that text never contains; None for the last one of the vocabulary.
+        anchors: blocks that are trained in each row, drawn anew in every epoch.
+    """
+
+    model_type = "dspark_speculator"
+
+    n_predict: int = 7
+    num_hidden_layers: int = 5
+    markov_rank: int = 256
+    sample_from_anchor: bool = True
+    is_causal: bool = False
+    confidence_head: bool = True
+    mask_token_id: int | None = None
+    anchors: int = 512
+
+    def __post_init__(self, **kwargs):
+        for name, least in (("num_hidden_layers", 1), ("markov_rank", 0), ("anchors", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.mask_token_id is None:
+            self.mask_token_id = self.vocab_size - 1
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is not in 0..{self.vocab_size - 1}, the vocabulary")
+        super().__post_init__(**kwargs)
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block: the anchor and the masks after it."""
+        return self.n_predict + (not self.sample_from_anchor)
+
+    @property
+    def cached_values(self) -> int:
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    @property
+    def min_training_length(self) -> int:
+        return self.n_predict + 2
+
+    def describe(self) -> str:
+        parts = [
+            f"{self.num_hidden_layers} layers",
+            super().describe(),
+            f"Markov rank {self.markov_rank}",
+            "the anchor's slot drafts" if self.sample_from_anchor else "the anchor's slot drafts nothing",
+            *(name for name in ("is_causal", "confidence_head") if getattr(self, name)),
+            f"mask {self.mask_token_id}",
+        ]
+        return ", ".join(parts)
+
+    def training_targets(
+        self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Draw anchors a; slot k = 1..G of a block predicts x[a+k].
+
+        Returns "anchors" [B, A], ascending positions in each row, and "labels" [B, A, G]: IGNORE from the first token
+        on that is not in the loss mask or belongs to another document.
+        """
+        count, length = input_ids.shape
+        learned = loss_mask.bool()
+        end = length - 1 - document_starts(document_ids.flip(1)).flip(1)  # [B, L] last position of each document
+        possible = learned[:, :-1] & learned[:, 1:] & (document_ids[:, 1:] == document_ids[:, :-1])
+        anchors = torch.zeros(count, min(self.anchors, length - 1), dtype=torch.long)
+        drawn = torch.zeros_like(anchors, dtype=torch.bool)
+        for row, seed in enumerate(seeds):
+            places = possible[row].nonzero()[:, 0]
+            order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
+            chosen = places[order[: anchors.shape[1]]].sort().values
+            anchors[row, : len(chosen)], drawn[row, : len(chosen)] = chosen, True
+        rows = torch.arange(count)[:, None, None]
+        places = anchors[:, :, None] + torch.arange(1, self.n_predict + 1)
+        inside = (places <= end[rows, anchors[:, :, None]]) & drawn[:, :, None]
+        places = places.clamp_max(length - 1)
+        live = (inside & learned[rows, places]).long().cumprod(-1).bool()
+        return {"anchors": anchors, "labels": input_ids[rows, places].masked_fill(~live, IGNORE)}

@@ -1,0 +1,112 @@
+"""The drafting form of block drafters: one pass over a block, then a bias per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.drafter import Sequences
+from speculator.heads.attention import attend
+from speculator.heads.cache import HeadCache
+from speculator.heads.drafting import DraftingSource
+from speculator.target.kv_cache import bucketed
+
+if TYPE_CHECKING:
+    from speculator.heads.dspark.model import DSparkSpeculator
+
+
+class DSparkSource(DraftingSource):
+    """Each layer's keys and values of every row's text. Those of a block are written after them and overwritten later.
+
+    Attributes:
+        cache: keys and values of the text before the pending token.
+    """
+
+    cache: HeadCache
+    _capacity: int
+
+    def __init__(self, head: DSparkSpeculator):
+        self.head = head
+        self._levels = 0  # deepest draft so far
+        self._spare = head.config.block_size  # positions that a step may write after a row's text
+
+    def reserve(self, depth: int, offered: int) -> None:
+        self._levels = max(self._levels, min(depth, self.head.n_predict))
+        spare = max(self._spare, depth + 1)
+        if spare > self._spare:
+            self._spare = spare
+            if hasattr(self, "cache"):
+                self.grow(self._capacity)
+
+    def open(self, slots: int, capacity: int) -> DSparkSource:
+        opened, config = copy(self), self.head.config
+        size = config.num_key_value_heads, capacity + self._spare, config.head_dim
+        opened.cache = HeadCache(config.num_hidden_layers, slots, *size, self.head.fc.weight)
+        opened._capacity = capacity
+        return opened
+
+    def grow(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.cache.grow(capacity + self._spare)
+        self.version += 1
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.cache.move(source, destination, longest)
+
+    @torch.no_grad()
+    def _read(self, cache: HeadCache, hidden: Tensor, counts: Tensor) -> None:  # [B, T, nD], [B]
+        """Append the text positions that hold these auxiliary hidden states, `counts` of each row."""
+        positions = cache.lengths[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
+        context = self.head.context(hidden.to(self.head.dtype))
+        for index, (keys, values) in enumerate(self.head.key_values(context, positions)):
+            cache.write(index, keys, values, positions)
+        cache.lengths += counts
+
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        part = self.cache.select(start, start + len(counts), 0)
+        part.lengths.copy_(torch.tensor(begins))
+        self._read(part, hidden, torch.tensor(counts, device=hidden.device))
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self._read(self.cache.select(0, len(counts), 0), hidden, counts)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return [self.cache.lengths]
+
+    @torch.no_grad()
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
+        head, size = self.head, self.head.config.block_size
+        longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as the target's cache has it
+        cache = self.cache.select(0, len(pending), longest)
+        extent = min(longest + size, cache.keys.shape[3])
+        slots = torch.arange(size, device=pending.device)
+        positions = cache.lengths[:, None] + slots  # [B, size]
+        last = slots if head.config.is_causal else slots.new_full((size,), size - 1)
+        seen = torch.arange(extent, device=pending.device) <= (cache.lengths[:, None] + last)[..., None]
+        rope = head.rope(positions, head.dtype)
+        h = head.block(pending)
+        for index, layer in enumerate(head.layers):
+            query, keys, values = layer.enter(h, rope)
+            cache.write(index, keys, values, positions)
+            attended = attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
+            h = layer.leave(h, attended)
+        self._logits = head.output(head.drafting_slots(h)[:, : self._levels])  # [B, levels, V_d]
+        return self._biased(0, pending[:, None])
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._biased(level, tokens)
+
+    @torch.no_grad()
+    def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
+        """Logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
+        logits = self._logits[:, level : level + 1].expand(-1, tokens.shape[1], -1)
+        if (markov := self.head.markov_head) is not None:
+            logits = logits + markov.markov_w2(markov.markov_w1(tokens))
+        return self.head.to_full_vocabulary(logits)

@@ -1,0 +1,322 @@
+"""DSpark (arXiv 2607.05147): a block of tokens drafted in one pass, and a bias by the token before each.
+
+With D the width, a an anchor (the newest token of the text), G the drafted tokens:
+
+    c[t] = rms(fc(cat(aux_hidden at t)); hidden_norm)       for the positions t < a of the text
+    h    = embed([x[a], MASK, .., MASK])                    slot j has rope position a + j
+    h    = h + o_proj(attention(q(y), k([c ; y]), v([c ; y]))),  y = rms(h; input_layernorm)
+    h    = h + down(silu(gate(z)) * up(z)),                      z = rms(h; post_attention_layernorm)
+    U    = lm_head(rms(h; norm))                            the target's own, as is the embedding
+    logits of x[a+k] = U[k] + markov_w2(markov_w1[x[a+k-1]])
+    confidence       = w [h[k] ; markov_w1[x[a+k-1]]] + b   the logit of the chance that x[a+k] is accepted
+
+Each of the layers is one of Qwen 3; c goes to all of them as it is. A slot attends to the whole block (`is_causal`: to
+the slots up to itself). U[k] is that of slot k - 1 (`sample_from_anchor`) or of slot k. For G = 3:
+
+    slot                     0       1       2       3
+    input                    x[a]    MASK    MASK    MASK
+    sample_from_anchor       x[a+1]  x[a+2]  x[a+3]
+    else (DFlash)            -       x[a+1]  x[a+2]  x[a+3]
+
+This file has the training form, blocks at many anchors of a text. `drafting.py` has the drafting form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from speculator.errors import UserError
+from speculator.heads.attention import MLP, Attention, Norm, Rope, attend, default_aux_layers
+from speculator.heads.base import Speculator
+from speculator.heads.dspark.config import DSparkSpeculatorConfig
+from speculator.heads.dspark.drafting import DSparkSource
+from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch
+from speculator.heads.unrolled import draft_ids
+from speculator.target.linear import pack_linears
+from speculator.target.packed import document_starts
+from speculator.target.sharding import whole
+
+_SCORES = {"cpu": 2**20}
+_SCORES_ON_GPU = 2**26
+"""Attention scores that are computed at a time in training, by kind of device."""
+KeyValue = tuple[Tensor, Tensor]
+
+
+class Layer(nn.Module):
+    """A layer of Qwen 3, in the parts before and after attention."""
+
+    def __init__(self, config: DSparkSpeculatorConfig):
+        super().__init__()
+        self.input_layernorm = Norm(config.emb_dim, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.emb_dim, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.emb_dim, bias=False, qk_norm=True)
+        self.mlp = MLP(config)
+
+    def enter(self, h: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries [..., H, d], keys and values [..., K, d] of the slots' states [..., D]."""
+        y = self.input_layernorm(h)
+        return self.self_attn.query(y, rope), *self.self_attn.key_value(y, rope)
+
+    def leave(self, h: Tensor, attended: Tensor) -> Tensor:  # [..., D], [..., H, d] -> [..., D]
+        h = h + self.self_attn.o_proj(attended.flatten(-2))
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class MarkovHead(nn.Module):
+    """A bias of the next token's logits by the token before it, of low rank."""
+
+    def __init__(self, config: DSparkSpeculatorConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.output_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    def __init__(self, config: DSparkSpeculatorConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.emb_dim + config.markov_rank, 1)
+
+
+class DSparkSpeculator(Speculator):
+    """Attention layers that draft a block in one pass; module names follow the `dspark` layout."""
+
+    config_class = DSparkSpeculatorConfig
+    config: DSparkSpeculatorConfig
+
+    def __init__(self, config: DSparkSpeculatorConfig):
+        super().__init__(config)
+        size = config.emb_dim
+        self.fc = nn.Linear(config.num_aux_layers * size, size, bias=False)
+        self.hidden_norm = Norm(size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(size, config.rms_norm_eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.rope = Rope(config)
+        self._shared: list[Any] = []  # a list, so that they are not this module's weights
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, MarkovHead):
+            nn.init.zeros_(module.markov_w2.weight)
+
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        return tuple(self.config.aux_layers or ())
+
+    def drafting_source(self) -> DSparkSource:
+        return DSparkSource(self)
+
+    # --- what it shares with its target
+
+    def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
+        """Fill in the default auxiliary layers, and share the target's embedding and output matrix."""
+        self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
+        self.share(embedding, output)
+
+    def share(
+        self,
+        embedding: Tensor,  # [V, D]
+        output: nn.Linear,  # D -> V
+    ) -> None:
+        """Use these matrices, which are neither trained nor saved, and copied only for a draft vocabulary."""
+        weight = whole(output.weight)
+        rows = self.draft_rows(weight)
+        if rows is not output.weight or output.bias is not None:
+            output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+            output.weight = nn.Parameter(rows.detach(), requires_grad=False)
+            pack_linears(output)
+        self._shared = [embedding.detach(), output]
+
+    def _of_target(self, index: int) -> Any:
+        if not self._shared:
+            raise UserError("the head uses its target's embedding and output matrix, and was given none")
+        return self._shared[index]
+
+    def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
+        return nn.functional.embedding(tokens, self._of_target(0)).to(self.fc.weight.dtype)
+
+    @property
+    def output(self) -> nn.Linear:  # D -> V_d
+        """The target's output matrix, or its rows of the draft vocabulary."""
+        return self._of_target(1)
+
+    # --- what both forms compute
+
+    def context(self, aux_hidden: Tensor) -> Tensor:  # [..., nD] -> [..., D]
+        """Compute c, which all layers attend to."""
+        return self.hidden_norm(self.fc(aux_hidden))
+
+    def key_values(self, context: Tensor, positions: Tensor) -> list[KeyValue]:  # [..., D], [...] -> N x [..., K, d]
+        """Compute each layer's keys and values of the text."""
+        rope = self.rope(positions, context.dtype)
+        return [layer.self_attn.key_value(context, rope) for layer in self.layers]
+
+    def block(self, anchors: Tensor) -> Tensor:  # [...] -> [..., block_size, D]
+        """Embed the slots of blocks that begin with these tokens."""
+        slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
+        slots[..., 1:] = self.config.mask_token_id
+        return self.embed(slots)
+
+    def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
+        """Select the slots that predict tokens, and apply the last norm."""
+        return self.norm(h[..., self.config.block_size - self.n_predict :, :])
+
+    # --- training: blocks at many anchors of a text
+
+    def blocks(
+        self,
+        states: Tensor,  # [B, S, nD] auxiliary hidden states
+        tokens: Tensor,  # [B, S]
+        documents: Tensor,  # [B, S]
+        rows: Tensor,  # [n] row of each anchor, ascending
+        anchors: Tensor,  # [n] position of each anchor in its row, ascending within the row
+    ) -> Tensor:  # [n, G, D]
+        """Compute what the output matrix reads in every slot that predicts a token."""
+        length, size = tokens.shape[1], self.config.block_size
+        context = self.context(states)
+        positions = torch.arange(length, device=tokens.device)
+        text = self.key_values(context, positions.expand(tokens.shape))
+        starts = document_starts(documents)[rows, anchors]
+        kind = tokens.device.type
+        most = _SCORES.get(kind, _SCORES_ON_GPU) // (self.config.num_attention_heads * length * size)
+        made = []
+        for row, count in enumerate(rows.bincount(minlength=len(tokens)).tolist()):
+            before = sum(len(part) for part in made)
+            for chunk in torch.arange(before, before + count, device=tokens.device).split(max(1, most)):
+                own = [(key[row], value[row]) for key, value in text]
+                made.append(self._chunk(tokens[row], own, starts[chunk], anchors[chunk]))
+        return torch.cat(made)
+
+    def _chunk(self, tokens: Tensor, text: list[KeyValue], starts: Tensor, anchors: Tensor) -> Tensor:  # [C, G, D]
+        """Compute the blocks at some anchors of one row: [S], N x [S, K, d], [C], [C]."""
+        count, size = len(anchors), self.config.block_size
+        first, last = int(starts[0]), int(anchors[-1])
+        places = torch.arange(first, last, device=tokens.device)
+        seen_text = (places < anchors[:, None]) & (places >= starts[:, None])  # [C, T]
+        within = torch.ones(size, size, dtype=torch.bool, device=tokens.device)
+        if self.config.is_causal:
+            within = within.tril()
+        seen = torch.cat(
+            [
+                seen_text.repeat_interleave(size, 0),
+                torch.block_diag(*within.expand(count, -1, -1)).bool(),
+            ],
+            1,
+        )[None]  # [1, C * size, T + C * size]
+        rope = self.rope((anchors[:, None] + torch.arange(size, device=tokens.device)).flatten(), self.dtype)
+        h = self.block(tokens[anchors]).flatten(0, 1)  # [C * size, D]
+        for layer, (text_keys, text_values) in zip(self.layers, text, strict=True):
+            query, key, value = layer.enter(h, rope)
+            keys = torch.cat([text_keys[first:last], key]).transpose(0, 1)[None]
+            values = torch.cat([text_values[first:last], value]).transpose(0, 1)[None]
+            h = layer.leave(h, attend(query[None], keys, values, seen)[0])
+        return self.drafting_slots(h.unflatten(0, (count, size)))
+
+    def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
+        """Return the objective and the metrics of each slot."""
+        every, length = batch.labels, batch.input_ids.shape[1]
+        trained = (every[..., 0] != IGNORE).nonzero()
+        if not len(trained):
+            trained = trained.new_zeros(1, 2)  # DDP needs a gradient for every weight
+        rows, columns = trained.T
+        anchors, labels = batch.targets["anchors"][rows, columns], every[rows, columns]  # [n], [n, G]
+        features = self.blocks(batch.states, batch.input_ids, batch.document_ids, rows, anchors)
+        places = anchors[:, None] + torch.arange(self.n_predict, device=rows.device)
+        places = places.clamp_max(length - 1)  # beyond the row there is no label
+        before = batch.input_ids[rows[:, None], places]
+        live = labels != IGNORE
+        weights = loss.step_weights(self.n_predict).to(features.device).expand(labels.shape)
+        if batch.token_weights is not None:
+            following = (places + 1).clamp_max(length - 1)
+            weights = weights * batch.token_weights[rows[:, None], following]
+        terms = [(features[live], self.output.weight)]
+        markov = None
+        if self.markov_head is not None:
+            markov = self.markov_head.markov_w1(before[live])
+            terms.append((markov, self.markov_head.markov_w2.weight))
+        hidden = batch.hidden[rows[:, None], places][live]
+        measured = loss(
+            [terms], draft_ids(labels[live], self.draft_tokens)[None], hidden, weights[live][None], self.draft_tokens
+        )
+
+        def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [n, G]
+            whole = x.new_zeros(labels.shape)
+            whole[live] = x[0]
+            return whole
+
+        count, hits = live.sum(0), by_slot(measured.hits)
+        metrics = {
+            "loss": (by_slot(measured.loss).sum(0), count),
+            "accuracy": (hits.sum(0), count),
+            "prefix_accuracy": (hits.cumprod(1).sum(0), count),
+        }
+        objective = measured.objective
+        if measured.overlap is not None:
+            overlap = by_slot(measured.overlap)
+            metrics["overlap"] = (overlap.sum(0), count)
+            metrics["prefix_overlap"] = (overlap.cumprod(1).sum(0), count)
+        if self.confidence_head is not None:
+            inputs = features[live] if markov is None else torch.cat([features[live], markov], -1)
+            accepted = measured.hits if measured.overlap is None else measured.overlap
+            error = nn.functional.binary_cross_entropy_with_logits(
+                self.confidence_head.proj(inputs)[:, 0], accepted[0].to(features.dtype), reduction="none"
+            )
+            metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(0), count)
+            objective = objective + (error * weights[live]).sum()
+        return {"objective": (objective * self.n_predict, count.sum()), **metrics}
+
+    # --- export
+
+    @torch.no_grad()
+    def logits(
+        self,
+        states: Tensor,  # [B, S, nD]
+        tokens: Tensor,  # [B, S + G]
+        embedding: Tensor,  # [V, D]
+        output: Tensor,  # [V, D]
+    ) -> Tensor:  # [B, S, G, V]
+        """Compute the logits of blocks at every position 1..S, teacher-forced, with these matrices of the target."""
+        shared, self._shared = self._shared, []
+        matrix = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
+        matrix.weight = nn.Parameter(output)
+        self.share(embedding, matrix)
+        try:
+            count, length = states.shape[:2]
+            documents = torch.zeros_like(tokens)
+            padded = nn.functional.pad(states, (0, 0, 0, tokens.shape[1] - length))
+            anchors = torch.arange(1, length + 1, device=tokens.device).repeat(count)
+            rows = torch.arange(count, device=tokens.device).repeat_interleave(length)
+            features = self.blocks(padded, tokens, documents, rows, anchors)
+            places = (anchors[:, None] + torch.arange(self.n_predict, device=rows.device)).clamp_max(
+                tokens.shape[1] - 1
+            )
+            logits = self.output(features)
+            if self.markov_head is not None:
+                logits = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens[rows[:, None], places]))
+            return self.to_full_vocabulary(logits).unflatten(0, (count, length))
+        finally:
+            self._shared = shared
+
+    def probe(self) -> tuple[Tensor, ...]:
+        hidden, tokens = super().probe()
+        config = self.config
+        aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(config.num_aux_layers)], -1)
+        # Random matrices with overlapping rows: whole ones may take gigabytes.
+        noise = torch.randn(config.vocab_size + config.emb_dim - 1, generator=torch.Generator().manual_seed(1))
+        matrix = noise.to(self.device, self.dtype).unfold(0, config.emb_dim, 1)
+        return aux_hidden, tokens, matrix, matrix
