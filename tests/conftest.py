@@ -42,6 +42,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from speculator.checkpoints.loading import bind
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.device import processor
@@ -51,7 +52,7 @@ from speculator.drafters.controller import Choice
 from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.tuning import TUNED
-from speculator.heads import ARCHITECTURES, Speculator
+from speculator.heads import ARCHITECTURES, DSparkSpeculator, DSparkSpeculatorConfig, Speculator
 from speculator.target.model import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
@@ -149,6 +150,34 @@ def tiny_head(
     if draft_tokens:
         head.draft_tokens.copy_(torch.tensor(draft_tokens))
     return head
+
+
+def tiny_block_head(
+    target: Target, n_predict: int = 3, draft_tokens: list[int] | None = None, **shape: Any
+) -> Speculator:
+    """Make a block drafter with random weights, as after training, that uses a target's matrices."""
+    shape = {
+        "num_hidden_layers": 2,
+        "markov_rank": 8,
+        "aux_layers": [0, 1],
+        "mask_token_id": 0,
+        "inner_dim": 16,
+        **shape,
+    }
+    size = draft_tokens and len(draft_tokens)
+    torch.manual_seed(1)
+    config = DSparkSpeculatorConfig.for_target(target.config, n_predict=n_predict, draft_vocab_size=size, **shape)
+    head = DSparkSpeculator(config)
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.5)
+    if draft_tokens:
+        head.draft_tokens.copy_(torch.tensor(draft_tokens))
+    return bind(head.to(target.device, target.dtype).eval(), target)
+
+
+DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
+"""What makes a block drafter a DFlash head."""
 
 
 def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:

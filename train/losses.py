@@ -122,6 +122,7 @@ class ChunkedLoss:
         hidden: Tensor,
         weights: Tensor,
         draft_tokens: Tensor | None = None,
+        predictors: Tensor | None = None,
     ) -> TokenLosses:
         features = [[x.contiguous() for x, _ in terms] for terms in logits]  # products of strided views are slow
         matrices = list({id(matrix): matrix for terms in logits for _, matrix in terms}.values())
@@ -132,6 +133,7 @@ class ChunkedLoss:
             labels,
             weights.to(labels.device).expand(labels.shape),
             draft_tokens,
+            predictors,
             [[order[id(matrix)] for _, matrix in terms] for terms in logits],
             torch.is_grad_enabled(),
         )
@@ -149,10 +151,11 @@ class _Call(NamedTuple):
     """
 
     loss: ChunkedLoss
-    hidden: Tensor  # [K, D]
+    hidden: Tensor  # [K or fewer, D]
     labels: Tensor  # [N, K]
     weights: Tensor  # [N, K]
     draft_tokens: Tensor | None  # [V_d]
+    predictors: Tensor | None  # [K]
     matrix_of: list[list[int]]
     train: bool
 
@@ -183,8 +186,7 @@ class _Chunked(torch.autograd.Function):
             span = slice(start, start + chunk)
             target = None
             if call.loss.needs_target:
-                logits = call.loss.logits(call.hidden[span])
-                target = target_probs(logits, options.kl_temperature, call.draft_tokens)
+                target = _target(call, span)
             for i, which in enumerate(call.matrix_of):
                 counted = labels[i, span] != IGNORE
                 xs = [x[span].to(dtype) for x in features[i]]
@@ -219,6 +221,18 @@ class _Chunked(torch.autograd.Function):
         count = len(gradients) - ctx.missing.count(False)
         d_matrices = iter(gradients[count:])
         return None, *gradients[:count], *(None if missing else next(d_matrices) for missing in ctx.missing)
+
+
+def _target(call: _Call, span: slice) -> TargetProbs:
+    """Return the target's distribution for each label of a chunk; a hidden state is processed once."""
+
+    def probs(hidden: Tensor) -> TargetProbs:
+        return target_probs(call.loss.logits(hidden), call.loss.weights.kl_temperature, call.draft_tokens)
+
+    if call.predictors is None:
+        return probs(call.hidden[span])
+    distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
+    return TargetProbs(*(x[of_label] for x in probs(call.hidden[distinct])))
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]

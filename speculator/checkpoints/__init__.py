@@ -7,6 +7,7 @@ from pathlib import Path
 from speculator.checkpoints import files
 from speculator.checkpoints.arctic import ARCTIC
 from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
+from speculator.checkpoints.block_drafters import DFLASH, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
@@ -32,7 +33,7 @@ __all__ = [
     "tensor_shapes",
 ]
 
-SERVER_LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS)
+SERVER_LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS, SPECULATORS_BLOCK, DSPARK, DFLASH)
 FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 
 

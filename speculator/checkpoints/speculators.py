@@ -8,7 +8,7 @@ own only if `embed_requires_grad` says that it was trained.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -105,7 +105,7 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
     """Return the tensors to store, the embedding included."""
     weight = head.embedding_weight
     if weight is None:
-        weight = base_embedding(head.config)
+        weight = base_matrix(head.config, "embedding")
     return {**with_d2t(head), EMBEDDING: weight.to(head.device, head.dtype)}
 
 
@@ -124,11 +124,12 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
     return tensors
 
 
-def base_embedding(config: Any) -> Tensor:  # [V, D]
-    """Read the target's embedding from its own files on this machine; nothing else is read."""
+def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  # [V, D]
+    """Read the target's embedding or output matrix from its own files on this machine; nothing else is read."""
     name = config.base_model_name_or_path
     known = base_config(name)
-    where = f"the speculators layout stores the target's embedding, but {name or 'the base model'}"
+    what = "embedding" if which == "embedding" else "output matrix"
+    where = f"the layout stores the target's {what}, but {name or 'the base model'}"
     refuse(
         (known is None, f"{where} is not on this machine: --base_model names a folder or a model in the hub's cache"),
         (is_gguf(name), f"{where} is a GGUF file: --base_model names the same model in safetensors"),
@@ -137,8 +138,8 @@ def base_embedding(config: Any) -> Tensor:  # [V, D]
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(known)
-    embedding = model.get_input_embeddings().weight
-    tensor_name = next(name for name, weight in model.named_parameters() if weight is embedding)
+    part = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
+    tensor_name = next(name for name, weight in model.named_parameters() if weight is part.weight)
     found = _tensor(folder, {tensor_name, tensor_name.removeprefix(f"{model.base_model_prefix}.")})
     if found is None:
         raise UserError(f"{where} has no {tensor_name} in safetensors files in {folder}")

@@ -64,4 +64,5 @@ class TokenLoss(Protocol):
         hidden: Tensor,  # [K, D] target states that predict the labels
         weights: Tensor,  # [N, 1] or [N, K] how many times each label counts in the objective
         draft_tokens: Tensor | None = None,  # [V_d] token of each row; None: the whole vocabulary
+        predictors: Tensor | None = None,  # [K] row of `hidden` that predicts each label, equal ones side by side
     ) -> TokenLosses: ...

@@ -31,7 +31,9 @@ def overfit(
     head_class = ARCHITECTURES[architecture]
     used = row.unique()  # ascending
     drafted = len(used) if pruned else None
-    own = {"aux_layers": [0, 1]} if architecture == "eagle3" else {}
+    own = {"aux_layers": [0, 1]} if architecture in ("eagle3", "dspark") else {}
+    if architecture == "dspark":
+        own |= {"num_hidden_layers": 1, "markov_rank": 8, "mask_token_id": 0}
     config = head_class.config_class.for_target(
         target.config, inner_dim=64, n_predict=3, draft_vocab_size=drafted, **own
     )
@@ -40,11 +42,12 @@ def overfit(
         assert drafted < VOCAB
         head.draft_tokens.copy_(used)
     documents = torch.zeros_like(row)
-    labels = config.training_targets(row, documents, torch.ones_like(row))["labels"].roll(shift, dims=-1)
+    targets = config.training_targets(row, documents, torch.ones_like(row), [0])
+    targets["labels"] = targets["labels"].roll(shift, dims=1 if architecture == "dspark" else -1)
     with target.aux_layers.recorded(head.aux_layers) as states:
         hidden = target.hidden(row)
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), VOCAB)
-    batch = TrainingBatch(row, documents, hidden, states(hidden), {"labels": labels})
+    batch = TrainingBatch(row, documents, hidden, states(hidden), targets)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(300):
         optimiser.zero_grad()

@@ -23,7 +23,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
             DFlash, and a block has G + 1 slots.
         is_causal: a slot attends to the slots before it only; else to all.
         confidence_head: predict the chance that each drafted token is accepted.
-        mask_token_id: a token that text never contains; None for the last one of the vocabulary.
+        mask_token_id: a token that text never contains; -1 for the last one of the vocabulary.
         anchors: blocks that are trained in each row, drawn anew in every epoch.
     """
 
@@ -35,14 +35,14 @@ class DSparkSpeculatorConfig(AttentionConfig):
     sample_from_anchor: bool = True
     is_causal: bool = False
     confidence_head: bool = True
-    mask_token_id: int | None = None
+    mask_token_id: int = -1
     anchors: int = 512
 
     def __post_init__(self, **kwargs):
         for name, least in (("num_hidden_layers", 1), ("markov_rank", 0), ("anchors", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.mask_token_id is None:
+        if self.mask_token_id == -1:
             self.mask_token_id = self.vocab_size - 1
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is not in 0..{self.vocab_size - 1}, the vocabulary")

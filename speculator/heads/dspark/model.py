@@ -24,6 +24,7 @@ This file has the training form, blocks at many anchors of a text. `drafting.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,6 +88,10 @@ class DSparkSpeculator(Speculator):
 
     config_class = DSparkSpeculatorConfig
     config: DSparkSpeculatorConfig
+
+    layers: Any  # of `Layer`
+    markov_head: Any
+    confidence_head: Any
 
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__(config)
@@ -169,7 +174,7 @@ class DSparkSpeculator(Speculator):
     def block(self, anchors: Tensor) -> Tensor:  # [...] -> [..., block_size, D]
         """Embed the slots of blocks that begin with these tokens."""
         slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
-        slots[..., 1:] = self.config.mask_token_id
+        slots[..., 1:].fill_(self.config.mask_token_id)
         return self.embed(slots)
 
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
@@ -195,10 +200,11 @@ class DSparkSpeculator(Speculator):
         kind = tokens.device.type
         most = _SCORES.get(kind, _SCORES_ON_GPU) // (self.config.num_attention_heads * length * size)
         made = []
-        for row, count in enumerate(rows.bincount(minlength=len(tokens)).tolist()):
-            before = sum(len(part) for part in made)
-            for chunk in torch.arange(before, before + count, device=tokens.device).split(max(1, most)):
-                own = [(key[row], value[row]) for key, value in text]
+        ends = rows.bincount(minlength=len(tokens)).cumsum(0).tolist()
+        for row, (begin, end) in enumerate(pairwise([0, *ends])):
+            own = [(key[row], value[row]) for key, value in text]
+            for start in range(begin, end, max(1, most)):
+                chunk = slice(start, min(start + max(1, most), end))
                 made.append(self._chunk(tokens[row], own, starts[chunk], anchors[chunk]))
         return torch.cat(made)
 
@@ -239,27 +245,34 @@ class DSparkSpeculator(Speculator):
         places = anchors[:, None] + torch.arange(self.n_predict, device=rows.device)
         places = places.clamp_max(length - 1)  # beyond the row there is no label
         before = batch.input_ids[rows[:, None], places]
-        live = labels != IGNORE
-        weights = loss.step_weights(self.n_predict).to(features.device).expand(labels.shape)
+        # Slots that predict the same token, side by side: the target's distribution is computed once for them.
+        live = (labels != IGNORE).flatten().nonzero()[:, 0]
+        predictors = (rows[:, None] * length + places).flatten()[live]
+        predictors, order = predictors.sort()
+        live = live[order]
+        weights = loss.step_weights(self.n_predict).to(features.device).expand(labels.shape).flatten()[live]
         if batch.token_weights is not None:
             following = (places + 1).clamp_max(length - 1)
-            weights = weights * batch.token_weights[rows[:, None], following]
-        terms = [(features[live], self.output.weight)]
+            weights = weights * batch.token_weights[rows[:, None], following].flatten()[live]
+        features = features.flatten(0, 1)[live]
+        terms = [(features, self.output.weight)]
         markov = None
         if self.markov_head is not None:
-            markov = self.markov_head.markov_w1(before[live])
+            markov = self.markov_head.markov_w1(before.flatten()[live])
             terms.append((markov, self.markov_head.markov_w2.weight))
-        hidden = batch.hidden[rows[:, None], places][live]
         measured = loss(
-            [terms], draft_ids(labels[live], self.draft_tokens)[None], hidden, weights[live][None], self.draft_tokens
+            [terms],
+            draft_ids(labels.flatten()[live], self.draft_tokens)[None],
+            batch.hidden.flatten(0, 1),
+            weights[None],
+            self.draft_tokens,
+            predictors,
         )
 
         def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [n, G]
-            whole = x.new_zeros(labels.shape)
-            whole[live] = x[0]
-            return whole
+            return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape)
 
-        count, hits = live.sum(0), by_slot(measured.hits)
+        count, hits = (labels != IGNORE).sum(0), by_slot(measured.hits)
         metrics = {
             "loss": (by_slot(measured.loss).sum(0), count),
             "accuracy": (hits.sum(0), count),
@@ -271,13 +284,13 @@ class DSparkSpeculator(Speculator):
             metrics["overlap"] = (overlap.sum(0), count)
             metrics["prefix_overlap"] = (overlap.cumprod(1).sum(0), count)
         if self.confidence_head is not None:
-            inputs = features[live] if markov is None else torch.cat([features[live], markov], -1)
+            inputs = features if markov is None else torch.cat([features, markov], -1)
             accepted = measured.hits if measured.overlap is None else measured.overlap
             error = nn.functional.binary_cross_entropy_with_logits(
                 self.confidence_head.proj(inputs)[:, 0], accepted[0].to(features.dtype), reduction="none"
             )
             metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(0), count)
-            objective = objective + (error * weights[live]).sum()
+            objective = objective + (error * weights).sum()
         return {"objective": (objective * self.n_predict, count.sum()), **metrics}
 
     # --- export

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, Oracle, alternating_drafter, tiny_head, tiny_model
+from conftest import CONFIGS, Oracle, alternating_drafter, tiny_block_head, tiny_head, tiny_model
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM
 
@@ -67,6 +67,8 @@ NAMES = [
     "pruned-tree",
     "exit-tree",
     "eagle3-tree",
+    "block-chain",
+    "block-tree",
     "ngram",
     "hybrid-fixed-tree",
     "auto-eagle3",
@@ -98,6 +100,7 @@ def make_drafter(name: str, target: Target):
         "head": tiny_head,
         "lstm": lambda: tiny_head(architecture="lstm"),
         "eagle3": lambda: tiny_head(architecture="eagle3"),
+        "block": lambda: tiny_block_head(target),
         "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
     }
     return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
@@ -504,7 +507,7 @@ def on_gpu(monkeypatch) -> Target:
     "name",
     [
         *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"),
-        *("eagle3-chain", "eagle3-tree", "ngram", "hybrid-fixed-tree", "auto-eagle3"),
+        *("eagle3-chain", "eagle3-tree", "block-chain", "block-tree", "ngram", "hybrid-fixed-tree", "auto-eagle3"),
     ],
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS)

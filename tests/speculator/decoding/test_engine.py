@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import Oracle, tiny_head, tiny_model
+from conftest import Oracle, tiny_block_head, tiny_head, tiny_model
 from transformers import AutoModelForCausalLM
 
 from speculator import (
@@ -222,6 +222,7 @@ DRAFTERS = {
     ),
     "ngram": lambda target: NgramDrafter(),
     "eagle3": lambda target: HeadDrafter(tiny_head(architecture="eagle3").double()),
+    "block": lambda target: HeadDrafter(tiny_block_head(target)),
     "hybrid": lambda target: HybridDrafter(chain(), NgramDrafter()),
     "exit-tree": lambda target: EarlyExitDrafter(target, 1, Tree((3, 2, 2), 4)),
 }

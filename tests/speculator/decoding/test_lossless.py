@@ -5,7 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, MisstatedHead, Oracle, ScriptedLookup, alternating_drafter, tiny_head, tiny_model
+from conftest import (
+    CONFIGS,
+    DFLASH,
+    VOCAB,
+    MisstatedHead,
+    Oracle,
+    ScriptedLookup,
+    alternating_drafter,
+    tiny_block_head,
+    tiny_head,
+    tiny_model,
+)
 from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,12 +70,21 @@ def drafters(target: Target | None = None) -> dict:
     made |= {f"model-{name}": DraftModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
     attention = tiny_head(architecture="eagle3").to(dtype)
     made |= {f"attention-{name}": HeadDrafter(attention, SHAPES[name]) for name in ATTENTION}
+    block, dflash = tiny_block_head(target), tiny_block_head(target, **DFLASH)
+    made |= {f"block-{name}": HeadDrafter(block, SHAPES[name]) for name in ATTENTION}
+    made |= {f"dflash-{name}": HeadDrafter(dflash, SHAPES[name]) for name in ("chain", "greedy-chain", "tree")}
     few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
-    pruned = {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
+    few_of_block = tiny_block_head(target, draft_tokens=DRAFT_TOKENS)
+    pruned = {"pruned-block-chain": HeadDrafter(few_of_block, SHAPES["chain"])}
+    pruned |= {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
     early = {f"exit-{name}": EarlyExitDrafter(target, 1, SHAPES[name]) for name in ("chain", "tree")}
     lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
-    both = {f"mixed-{name}": HybridDrafter(made[name], lookup) for name in ("head-chain", "attention-candidates")}
+    both = {
+        f"mixed-{name}": HybridDrafter(made[name], lookup)
+        for name in ("head-chain", "attention-candidates", "block-chain")
+    }
     auto = {"auto": alternating_drafter(tiny_head().to(dtype)), "auto-attention": alternating_drafter(attention)}
+    auto |= {"auto-block": alternating_drafter(block)}
     return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early, **both, **auto}
 
 
@@ -79,6 +99,9 @@ GREEDY = [
     "lstm-chain",
     "lstm-tree",
     "attention-tree",
+    "block-chain",
+    "block-tree",
+    "dflash-tree",
     "model-chain",
     "model-tree",
     "ngram",
@@ -88,8 +111,9 @@ GREEDY = [
     "mixed-head-chain",
     "auto",
     "auto-attention",
+    "auto-block",
 ]
-FEW = ["none", "head-tree", "attention-tree", "exit-tree", "mixed-head-chain"]
+FEW = ["none", "head-tree", "attention-tree", "block-tree", "exit-tree", "mixed-head-chain"]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +198,9 @@ def test_every_warper_keeps_the_distribution(name, sampling):
 
 
 CHAINS = [
-    *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain")),
+    *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain", "block-chain")),
     *(("rejection", name) for name in ("head-chain", "head-cautious-chain", "attention-chain", "pruned-chain")),
+    *(("rejection", name) for name in ("block-chain", "dflash-chain", "dflash-greedy-chain", "pruned-block-chain")),
 ]
 
 
@@ -201,7 +226,7 @@ def test_small_batches_follow_the_enumerated_distribution(name, batch):
     assert sampled_p_value(name, WARPERS[1], rows=500 * batch, batch=batch) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates"])
+@pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates", "block-chain"])
 def test_a_second_turn_follows_the_enumerated_distribution(name):
     """Slots are reused for a prompt with a common prefix, after the head has read draft tokens."""
     engine = Engine(Target(tiny_model(scale=2.0), None), drafters()[name], slots=500)
@@ -220,6 +245,20 @@ def test_a_second_turn_follows_the_enumerated_distribution(name):
 
 def test_a_draft_distribution_that_is_not_the_drawn_one_is_seen():
     assert sampled_p_value(MisstatedHead(tiny_head()), WARPERS[0], rule="block") < 1e-6
+
+
+class Marginals(HeadDrafter):
+    """A known-wrong block drafter: states the distribution of a token without its bias by the token before."""
+
+    def propose(self, pending, noise, texts):
+        draft = super().propose(pending, noise, texts)
+        draft.probs = noise.sampling.probs(self.source._logits)
+        return draft
+
+
+def test_a_block_that_states_its_marginals_is_seen():
+    head = tiny_block_head(Target(tiny_model(scale=2.0), None))
+    assert sampled_p_value(Marginals(head), WARPERS[0], rule="block") < 1e-6
 
 
 class ShiftedDistribution(HeadDrafter):

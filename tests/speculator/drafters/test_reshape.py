@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import tiny_head, tiny_model
+from conftest import tiny_block_head, tiny_head, tiny_model
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, Target, generate
 
@@ -12,10 +12,10 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 SHAPES = [Chain(1), Chain(3), FixedTree([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3"])
+@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
 def test_texts_and_drafts_are_as_if_it_had_always_drafted_so(architecture):
     target = Target(tiny_model().double(), tokenizer=None)
-    head = tiny_head(3, architecture).double()
+    head = tiny_block_head(target) if architecture == "dspark" else tiny_head(3, architecture).double()
     shapes = [*SHAPES, *([Chain(6)] if architecture == "eagle3" else [])]
     expected = generate(target, None, PROMPTS, max_new_tokens=60).tokens
     draw = random.Random(0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import DFLASH
 from torch import nn
 
-from speculator.decoding.sampling import Noise, Sampling
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
-from speculator.heads.training import IGNORE
+from speculator.heads.training import IGNORE, TrainingBatch
+from train.config import LossConfig
+from train.losses import ChunkedLoss
 
 V, D, L = 32, 16, 24
 
@@ -48,7 +49,7 @@ def trained(made, states, tokens, documents, anchors) -> torch.Tensor:  # [A, G,
 
 SHAPES = {
     "dspark": {},
-    "dflash": {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False},
+    "dflash": DFLASH,
     "causal": {"is_causal": True},
     "one layer": {"num_hidden_layers": 1},
 }
@@ -71,3 +72,129 @@ def test_a_draft_has_the_logits_of_training(shape, chunks):
         found.append(source.next(level, tokens[:, anchor + level][:, None], torch.zeros(1, 1, dtype=torch.long)))
     expected = trained(made, states, tokens, torch.zeros_like(tokens), torch.tensor([4, anchor]))[1]
     torch.testing.assert_close(torch.cat(found, 1)[0], expected, atol=1e-10, rtol=0)
+
+
+def drafted(made, states, tokens, anchor: int) -> torch.Tensor:  # [V]
+    source = made.drafting_source()
+    source.reserve(3, 3)
+    source = source.open(1, L)
+    source.prefill(0, [tokens[0, :anchor].tolist()], [0], states[:, :anchor], [anchor])
+    return source.first(tokens[:, anchor], [tokens[0, : anchor + 1].tolist()])[0, 0]
+
+
+def test_a_head_that_is_run_in_the_other_layout_drafts_something_else():
+    tokens, states = text()
+    one, other = head(), head(sample_from_anchor=False)
+    other.load_state_dict(one.state_dict())
+    assert (drafted(one, states, tokens, 9) - drafted(other, states, tokens, 9)).abs().max() > 0.1
+
+
+def test_a_block_sees_its_document_before_the_anchor_and_itself():
+    made, (tokens, states) = head(), text()
+    documents = (torch.arange(L) >= 6).long()[None]
+    anchors = torch.tensor([3, 9, 10, 20])
+    before = trained(made, states, tokens, documents, anchors)
+
+    def changed(position: int) -> list[bool]:
+        other = states.clone()
+        other[0, position] += 1
+        differ = (trained(made, other, tokens, documents, anchors) - before).abs().amax((1, 2))
+        return (differ > 1e-9).tolist()
+
+    assert changed(2) == [True, False, False, False]
+    assert changed(6) == [False, True, True, True]
+    assert changed(9) == [False, False, True, True]  # the anchor's own state is not there yet when it drafts
+    assert changed(20) == [False, False, False, False]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_causal_slot_sees_no_later_slot(causal):
+    """The last slot's place in the rope is part of its key: with more slots the first ones change, or not."""
+    tokens, states = text()
+    short, long = (head(is_causal=causal, n_predict=count, markov_rank=0) for count in (2, 3))
+    long.load_state_dict(short.state_dict())
+    long._shared = short._shared
+    differ = (drafted(short, states, tokens, 9) - drafted(long, states, tokens, 9)).abs().max()
+    assert (differ < 1e-9) == causal
+
+
+def targets_of(config, mask, documents=None, seed=0):
+    row = torch.arange(100, 100 + len(mask))[None]
+    documents = torch.zeros_like(row) if documents is None else torch.tensor([documents])
+    made = config.training_targets(row, documents, torch.tensor([mask]), [seed])
+    live = made["labels"][0, :, 0] != IGNORE
+    labels = [[token - 100 for token in block if token != IGNORE] for block in made["labels"][0][live].tolist()]
+    return dict(zip(made["anchors"][0][live].tolist(), labels, strict=True))
+
+
+def test_a_block_is_trained_up_to_the_end_of_the_answer_and_of_the_document():
+    config = head(anchors=50).config
+    assert targets_of(config, [0, 0, 1, 1, 1, 1, 0, 1, 1]) == {2: [3, 4, 5], 3: [4, 5], 4: [5], 7: [8]}
+    assert targets_of(config, [1] * 6, [0, 0, 0, 0, 1, 1]) == {0: [1, 2, 3], 1: [2, 3], 2: [3], 4: [5]}
+
+
+def test_anchors_are_drawn_anew_by_the_seed_and_only_by_it():
+    config = head(anchors=5).config
+    drawn = [list(targets_of(config, [1] * 40, seed=seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(len(set(anchors)) == 5 and anchors == sorted(anchors) for anchors in drawn)
+
+
+def test_a_batch_without_labels_has_gradients_of_zero():
+    made, (tokens, states) = head().train(), text(2)
+    labels = torch.full((2, 4, 3), IGNORE)
+    batch = TrainingBatch(
+        tokens, torch.zeros_like(tokens), torch.randn(2, L, D, dtype=torch.float64), states,
+        {"labels": labels, "anchors": torch.zeros(2, 4, dtype=torch.long)},
+    )  # fmt: skip
+    loss = ChunkedLoss(made.output, LossConfig(total_variation=1.0), V)
+    total, count = made(batch, loss)["objective"]
+    total.backward()
+    assert count == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in made.parameters())
+
+
+def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one():
+    """Cross-entropy, total variation and the confidence's error, weighted by place; against a plain implementation."""
+    made, (tokens, states) = head().train(), text(2)
+    documents = torch.zeros_like(tokens)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = mask[1, 15] = 0
+    targets = made.config.training_targets(tokens, documents, mask, [1, 2])
+    hidden = torch.randn(2, L, D, dtype=torch.float64)
+    weights = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7)
+    metrics = made(TrainingBatch(tokens, documents, hidden, states, targets), ChunkedLoss(made.output, weights, V, 7))
+
+    total = torch.zeros((), dtype=torch.float64)
+    prefix = torch.zeros(3, dtype=torch.float64)
+    for row in range(2):
+        for anchor, labels in zip(targets["anchors"][row], targets["labels"][row], strict=True):
+            if labels[0] == IGNORE:
+                continue
+            feature = made.blocks(
+                states[row : row + 1], tokens[row : row + 1], documents[:1], torch.tensor([0]), anchor[None]
+            )[0]
+            kept = 1.0
+            for k, label in enumerate(labels.tolist()):
+                if label == IGNORE:
+                    break
+                bias = made.markov_head.markov_w1(tokens[row, anchor + k])
+                log_q = (made.output(feature[k]) + made.markov_head.markov_w2(bias)).log_softmax(-1)
+                p = made.output(hidden[row, anchor + k]).softmax(-1)
+                distance = (p - log_q.exp()).abs().sum() / 2
+                c = made.confidence_head.proj(torch.cat([feature[k], bias]))[0].sigmoid()
+                aim = 1 - distance.detach()
+                error = -(aim * c.log() + (1 - aim) * (1 - c).log())
+                total = total + 0.7**k * (-0.1 * log_q[label] + 1.8 * distance + error)
+                kept = kept * aim
+                prefix[k] += kept
+    objective, count = metrics["objective"]
+    torch.testing.assert_close(objective, total * 3)
+    assert count == (targets["labels"] != IGNORE).sum()
+    torch.testing.assert_close(metrics["prefix_overlap"][0], prefix)
+    objective.backward()
+    ours = [weight.grad.clone() for weight in made.parameters()]
+    made.zero_grad()
+    (total * 3).backward()
+    for mine, theirs in zip(ours, made.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.grad)

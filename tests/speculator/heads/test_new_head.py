@@ -28,8 +28,10 @@ class LinearConfig(SpeculatorConfig):
     def min_training_length(self) -> int:
         return 3
 
-    def training_targets(self, input_ids, document_ids, loss_mask):
-        anchors = torch.randint(input_ids.shape[1] - 2, (len(input_ids), self.anchors))  # [B, A]
+    def training_targets(self, input_ids, document_ids, loss_mask, seeds):
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        size, most = (self.anchors,), input_ids.shape[1] - 2
+        anchors = torch.stack([torch.randint(most, size, generator=draw) for draw in draws])  # [B, A]
         learned = (loss_mask.gather(1, anchors + 1) * loss_mask.gather(1, anchors + 2)).bool()
         same_document = document_ids.gather(1, anchors) == document_ids.gather(1, anchors + 2)
         labels = input_ids.gather(1, anchors + 2).masked_fill(~(learned & same_document), IGNORE)
