@@ -35,6 +35,7 @@ from train.config import RunConfig, StageConfig, TargetConfig
 from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
+_OF_TARGET = ("aux_layers", "mask_token_id")  # options that fit the real target only
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
 _ROWS = {"train": 24, "validation": 6, "held-out": 6}
 _TEMPLATE = (
@@ -171,7 +172,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
             inner_dim=inner,
             draft_vocab_size=drafted,
             warm_start=None,
-            options={name: value for name, value in config.speculator.options.items() if name != "aux_layers"},
+            options={name: value for name, value in config.speculator.options.items() if name not in _OF_TARGET},
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),

@@ -95,7 +95,7 @@ def check_options(options: HeadOptions) -> SpeculatorConfig:
     """
     if options.warm_start:
         recognise(options.warm_start)
-    stand_in = LlamaConfig(num_hidden_layers=2**16)
+    stand_in = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
     return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
 
 

@@ -171,7 +171,7 @@ class Plan:
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
-        self.head_weights = head.weights_per_token
+        self.new_head = head
         self.writings = writings(config, target)
         self.stages: dict[str, StageConfig] = {
             name: stage for name in ("stage1", "stage2") if (stage := getattr(config, name)).max_steps
@@ -223,7 +223,7 @@ class Plan:
         chunk = chunk_tokens("cuda" if self.place.memory else "cpu", vocab)
         # The output matrix in bfloat16, its gradient in float32; 4 copies of p and 8 of q for one chunk of tokens.
         loss = 6 * self.largest + 4 * min(chunk, tokens) * (4 * vocab + 8 * drafted)
-        kept = tokens * self.head.activation_bytes
+        kept = tokens * self.head.activation_bytes(self.length(name))
         peak = (
             ("target's forward pass", forward)
             if forward > kept + loss
@@ -278,8 +278,9 @@ class Plan:
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
-        target, head = 2 * self.active + attention, 6 * self.head_weights
-        if self.config.loss.kl:
+        target, head = 2 * self.active + attention, 6 * self.new_head.weights_per_token(self.length(name))
+        loss = self.config.loss
+        if loss.kl or loss.total_variation or loss.lk:
             target += 2 * self.table  # the target's own distribution
         return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
 

@@ -80,9 +80,8 @@ class SpeculatorConfig(PreTrainedConfig):
         """Number of values that the head's memory keeps for every token of a row."""
         return 0
 
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes per training token kept for the backward pass, calibrated on a GPU for `train.py --plan`."""
+    def activation_bytes(self, length: int) -> int:
+        """Bytes per token of a row that are kept for the backward pass, for `train.py --plan`; calibrated on a GPU."""
         return 24 * self.n_predict * self.inner_dim
 
     @property
@@ -207,9 +206,8 @@ class Speculator(PreTrainedModel, ABC):
     def n_predict(self) -> int:
         return self.config.n_predict
 
-    @property
-    def weights_per_token(self) -> int:
-        """Weights that a training token is multiplied by, over all steps; operations follow from them."""
+    def weights_per_token(self, length: int) -> int:
+        """Weights that a token of a row of `length` is multiplied by in training; operations follow from them."""
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
 
     def draft_rows(

@@ -77,9 +77,8 @@ class RecurrentHead(UnrolledHead):
             return hidden
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
 
-    @property
-    def weights_per_token(self) -> int:
-        return super().weights_per_token * (self.n_predict if self.config.tie_weights else 1)
+    def weights_per_token(self, length: int) -> int:
+        return super().weights_per_token(length) * (self.n_predict if self.config.tie_weights else 1)
 
     @abstractmethod
     def embedding(self, index: int) -> nn.Embedding:  # V -> I

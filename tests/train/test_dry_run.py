@@ -23,7 +23,13 @@ from train.folder import claim, refuse_foreign
 from train.run import _run
 
 ROOT = Path(__file__).parents[2]
-LONG = ("llama-3.1-8b-instruct-eagle3", "qwen3-8b", "code")  # seven steps; the other two run in tests below
+LONG = (
+    "llama-3.1-8b-instruct-eagle3",
+    "llama-3.1-8b-instruct-dspark",
+    "qwen3-8b-dspark",
+    "qwen3-8b",
+    "code",
+)  # seven steps; the others run in tests below
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.soak] * (path.stem in LONG))
     for path in sorted((ROOT / "configs").glob("*.yaml"))

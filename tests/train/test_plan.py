@@ -65,14 +65,14 @@ def test_every_family_is_counted_without_its_weights(family):
     assert made.memory()["stage1"]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"dspark"}))  # test_dspark.py has its count
 def test_operations_of_a_head_follow_from_its_weights(architecture):
     """A step's matrices are used once per step, tied or not."""
     options = parse(["--speculator.architecture", architecture, "--speculator.n_predict", "3"]).speculator
     with torch.device("meta"):
         head = ARCHITECTURES[architecture](head_config(options, SMOLLM))
     outputs = 3 * head.config.output_size * head.output(0).weight.shape[1]
-    assert outputs < head.weights_per_token < 3 * sum(weight.numel() for weight in head.parameters())
+    assert outputs < head.weights_per_token(64) < 3 * sum(weight.numel() for weight in head.parameters())
 
 
 def test_a_token_is_multiplied_by_the_experts_that_it_is_sent_to():

@@ -61,6 +61,14 @@ class DSparkSpeculatorConfig(AttentionConfig):
     def min_training_length(self) -> int:
         return self.n_predict + 2
 
+    def slots_per_token(self, length: int) -> float:
+        """Slots of a training row of `length`, per token."""
+        return min(self.anchors, length) * self.block_size / length
+
+    def activation_bytes(self, length: int) -> int:  # measured on a CPU with bfloat16 products
+        layer = 40 * self.emb_dim + 12 * self.inner_dim + 30 * self.num_attention_heads * self.head_dim
+        return round(self.slots_per_token(length) * self.num_hidden_layers * layer)
+
     def describe(self) -> str:
         parts = [
             f"{self.num_hidden_layers} layers",

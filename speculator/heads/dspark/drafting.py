@@ -97,7 +97,7 @@ class DSparkSource(DraftingSource):
             cache.write(index, keys, values, positions)
             attended = attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
             h = layer.leave(h, attended)
-        self._logits = head.output(head.drafting_slots(h)[:, : self._levels])  # [B, levels, V_d]
+        self._logits = head.block_logits(head.drafting_slots(h)[:, : self._levels])  # [B, levels, V_d]
         return self._biased(0, pending[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:

@@ -123,6 +123,15 @@ class DSparkSpeculator(Speculator):
     def aux_layers(self) -> Sequence[int]:
         return tuple(self.config.aux_layers or ())
 
+    def weights_per_token(self, length: int) -> int:
+        text = self.fc.weight.numel()
+        layers = sum(part.weight.numel() for part in self.layers.modules() if isinstance(part, nn.Linear))
+        for layer in self.layers:
+            text += layer.self_attn.k_proj.weight.numel() + layer.self_attn.v_proj.weight.numel()
+        # The output matrix has no gradient: two products instead of three.
+        output = self.config.output_size * (2 * self.config.emb_dim // 3 + self.config.markov_rank)
+        return text + round(self.config.slots_per_token(length) * (layers + output))
+
     def drafting_source(self) -> DSparkSource:
         return DSparkSource(self)
 
@@ -176,6 +185,10 @@ class DSparkSpeculator(Speculator):
         slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
         slots[..., 1:].fill_(self.config.mask_token_id)
         return self.embed(slots)
+
+    def block_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V_d]
+        """Multiply by the target's output matrix, in the target's dtype."""
+        return self.output(features.to(self.output.weight.dtype)).to(features.dtype)
 
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
         """Select the slots that predict tokens, and apply the last norm."""
@@ -318,7 +331,7 @@ class DSparkSpeculator(Speculator):
             places = (anchors[:, None] + torch.arange(self.n_predict, device=rows.device)).clamp_max(
                 tokens.shape[1] - 1
             )
-            logits = self.output(features)
+            logits = self.block_logits(features)
             if self.markov_head is not None:
                 logits = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens[rows[:, None], places]))
             return self.to_full_vocabulary(logits).unflatten(0, (count, length))

@@ -55,8 +55,7 @@ class Eagle3SpeculatorConfig(UnrolledConfig, AttentionConfig):
     def cached_values(self) -> int:
         return 2 * self.num_key_value_heads * self.head_dim
 
-    @property
-    def activation_bytes(self) -> int:  # most activations are recomputed
+    def activation_bytes(self, length: int) -> int:  # most activations are recomputed
         return self.n_predict * (8 * self.emb_dim + 3 * self.inner_dim)
 
     def starts_from_target(self, requested: bool) -> bool:

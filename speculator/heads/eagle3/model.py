@@ -78,10 +78,9 @@ class Eagle3Speculator(UnrolledHead):
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
-    @property
-    def weights_per_token(self) -> int:
+    def weights_per_token(self, length: int) -> int:
         once = self.fc.weight.numel()
-        return once + self.n_predict * (super().weights_per_token - once)
+        return once + self.n_predict * (super().weights_per_token(length) - once)
 
     @property
     def aux_layers(self) -> Sequence[int]:

@@ -8,8 +8,7 @@ class LSTMSpeculatorConfig(RecurrentConfig):
 
     model_type = "lstm_speculator"
 
-    @property
-    def activation_bytes(self) -> int:
+    def activation_bytes(self, length: int) -> int:
         return 64 * self.n_predict * self.inner_dim
 
     def __post_init__(self, **kwargs):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import DFLASH
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch
@@ -198,3 +199,17 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one():
     (total * 3).backward()
     for mine, theirs in zip(ours, made.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.grad)
+
+
+def test_the_operations_of_a_training_row_are_counted():
+    """Against torch's own count of the products in a forward pass, without the attention's."""
+    made, (tokens, states) = head(anchors=8), text()
+    anchors = torch.arange(8, 16)
+    with FlopCounterMode(display=False) as counter:
+        features = made.blocks(states, tokens, torch.zeros_like(tokens), torch.zeros(8, dtype=torch.long), anchors)
+        made.markov_head.markov_w2(torch.randn(24, 4, dtype=torch.float64))
+        made.block_logits(features)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counts.items() if "mm" in str(operation))
+    frozen = 2 * features.numel() // D * V * D // 3  # no gradient: two products of three
+    assert 2 * L * made.weights_per_token(L) == pytest.approx(products - frozen, rel=0.02)
