@@ -21,6 +21,7 @@ from speculator.checkpoints import layout
 from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
+from speculator.heads.attention import DEFAULT_AUX_LAYERS
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 
@@ -226,11 +227,20 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     }
     sglang = [name for name, used in foreign.items() if used]
     eagle = sglang + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    llama = [name for name in ("fc_norm", "norm_output", "qk_norm", "attention_bias") if getattr(config, name)]
+    llama += ["sliding_window"] * (config.sliding_window is not None)
+    llama += [f"{config.num_aux_layers} auxiliary layers"] * (config.num_aux_layers != DEFAULT_AUX_LAYERS)
+    convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
     how = f"sglang serve --model-path {base} --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}"
     ignores = "silently ignores {}, so it drafts something else".format
     return [
         vllm(config, folder),
         Server("SGLang 0.5.23", not sglang, ignores(", ".join(sglang)) if sglang else how),
+        Server(
+            "llama.cpp 0.5",
+            not llama,
+            f"does not run {', '.join(llama)}" if llama else f"{convert} --spec-type draft-eagle3",
+        ),
         Server("SpecForge, EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
     ]
 

@@ -149,12 +149,19 @@ ATTENTION |= {f"stage2.{name}": ATTENTION.get(f"stage1.{name}", SETTINGS.get(f"s
 ATTENTION |= {f"stage2.generate.{name}": count for name, count in OWN_TEXT.items()}
 
 
-@pytest.fixture(scope="module")
-def attention(run, tmp_path_factory) -> Path:
-    """A finished run of an attention head; the target's own text is drafted by the head of stage 1."""
+BLOCK = ATTENTION | {
+    "speculator.architecture": "dspark",
+    "speculator.options": "{aux_layers: [0, 1], num_hidden_layers: 1, markov_rank: 8, anchors: 20}",
+    "loss.total_variation": 1.8,
+}
+
+
+@pytest.fixture(scope="module", params=[ATTENTION, BLOCK], ids=["eagle3", "dspark"])
+def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:
+    """A finished run of a head with attention; the target's own text is drafted by the head of stage 1."""
     folder = tmp_path_factory.mktemp("runs") / "attention"
-    assert run(folder, **ATTENTION) == 0
-    return folder
+    assert run(folder, **request.param) == 0
+    return folder, request.param
 
 
 class Killed(BaseException):
@@ -168,6 +175,7 @@ def test_an_attention_head_goes_on_bit_identically_in_either_stage(
     run, attention, tmp_path, monkeypatch, capfd, killed
 ):
     """Stopped in the middle of both stages, with a checkpoint of the last step or without."""
+    finished, settings = attention
     stopped = tmp_path / "stopped"
 
     def stop(calls: int) -> None:
@@ -187,20 +195,20 @@ def test_an_attention_head_goes_on_bit_identically_in_either_stage(
         stop(calls)
         if killed:
             with pytest.raises(Killed):
-                run(stopped, **ATTENTION)
+                run(stopped, **settings)
             assert sorted(checkpoint.numbered(stopped / stage)) == [4]
         else:
-            assert run(stopped, **ATTENTION) == 143
+            assert run(stopped, **settings) == 143
             assert f"resumes from {stopped}/{stage}/checkpoint-3" in capfd.readouterr().err
         monkeypatch.undo()
         if stage == "stage1":
             assert not (stopped / "stage2").exists()
-    assert run(stopped, **ATTENTION) == 0
+    assert run(stopped, **settings) == 0
     for name in ("stage1/checkpoint-8", "stage1/speculator", "stage2/checkpoint-8", "speculator"):
-        assert weights(stopped / name) == weights(attention / name), name
+        assert weights(stopped / name) == weights(finished / name), name
     for stage in ("stage1", "stage2"):
-        assert history(stopped / stage / "checkpoint-8") == history(attention / stage / "checkpoint-8")
-    losses = [entry["loss"] for entry in history(attention / "stage2" / "checkpoint-8") if "loss" in entry]
+        assert history(stopped / stage / "checkpoint-8") == history(finished / stage / "checkpoint-8")
+    losses = [entry["loss"] for entry in history(finished / "stage2" / "checkpoint-8") if "loss" in entry]
     assert losses
 
 
