@@ -93,6 +93,7 @@ def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_p
     flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
     flags += ["--speculator.initialise", "random"]
     options = {"mlp": ["{}", "{tie_weights: false}"], "eagle3": ["{aux_layers: [0, 1]}"]}
+    options["dspark"] = options["eagle3"]
     for own in options.get(architecture, ["{}"]):
         config = parse([*flags, "--speculator.options", own])
         rows = Dataset.from_dict({"input_ids": [[0, 1]]})
