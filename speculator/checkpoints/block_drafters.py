@@ -1,10 +1,10 @@
 """The layouts of block drafters: a flat Qwen 3 config of the layers for servers, and that of the `speculators` library.
 
 Embedding and output matrix are the target's and not stored, but for the rows of a draft vocabulary: those are stored as
-`lm_head`, and d2t holds the difference of each row's token and index. The auxiliary layers, the mask and the block size
-are written twice, in `dflash_config` and at top level, because servers look in different places. A layer is named by
-its output there: k - 1 for the k layers before a hidden state. The `speculators` library (0.9.0) has the same tensors
-and another config.json, whose auxiliary layers are k.
+`lm_head`, with d2t and t2d as in `eagle3`. The auxiliary layers, the mask and the block size are written twice, in
+`dflash_config` and at top level, because servers look in different places. A layer is named by its output there: k - 1
+for the k layers before a hidden state. The `speculators` library (0.9.0) has the same tensors and another config.json,
+whose auxiliary layers are k.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import Qwen3Config
 
 from speculator.checkpoints import layout
 from speculator.checkpoints.arctic import base_archs
-from speculator.checkpoints.eagle3 import EMBEDDING, draft_vocab_size
+from speculator.checkpoints.eagle3 import EMBEDDING, draft_vocab_size, with_d2t
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.checkpoints.speculators import VERSION, base_matrix
 from speculator.errors import UserError, refuse
@@ -206,12 +206,10 @@ def _kind(read: dict[str, Any]) -> str:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store; a draft vocabulary as d2t, with its rows of the target's output matrix."""
-    tensors = dict(head.state_dict())
-    tokens = tensors.pop("draft_tokens", None)
-    if tokens is not None:
-        tensors["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
-        rows = head.draft_rows(base_matrix(head.config, "output").to(tokens.device))
+    """Return the tensors to store; a draft vocabulary with its rows of the target's output matrix."""
+    tensors = with_d2t(head)
+    if head.draft_tokens is not None:
+        rows = head.draft_rows(base_matrix(head.config, "output").to(head.device))
         tensors[OUTPUT] = rows.to(head.dtype).contiguous()
     return tensors
 

@@ -22,6 +22,7 @@ from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.heads.attention import DEFAULT_AUX_LAYERS
+from speculator.heads.base import Speculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 
@@ -106,7 +107,7 @@ def draft_vocab_size(size: Any, vocab_size: int) -> Any:
     return None if size == vocab_size else size
 
 
-def with_d2t(head: Eagle3Speculator) -> dict[str, Tensor]:
+def with_d2t(head: Speculator) -> dict[str, Tensor]:
     """Return the head's tensors with its draft vocabulary as d2t and t2d."""
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)
