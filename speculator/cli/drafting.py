@@ -89,7 +89,7 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
     )
-    parser.add_argument("--min_confidence", type=float, help="end a chain when its joint probability falls below this")
+    parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
 
 
 def _numbers(text: str) -> list[int]:

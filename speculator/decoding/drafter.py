@@ -126,7 +126,21 @@ class Drafter:
 
 
 class LogitsSource(Protocol):
-    """A model that gives next-token logits along a draft, level by level."""
+    """A model that gives next-token logits along a draft, level by level.
+
+    Attributes:
+        independent: logits do not depend on the tokens drafted before, so that sampled tokens seldom fit together.
+    """
+
+    independent: bool = False
+
+    def confidence(
+        self,
+        level: int,
+        tokens: Tensor,  # [B] the newest level of a chain
+    ) -> Tensor | None:  # [B]
+        """Predicted chance that the token after each is accepted; None if the source predicts none."""
+        return None
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
         """Logits of the token after the pending one."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter, Sequences, Shape
+from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import UserError
@@ -17,7 +17,7 @@ from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(Drafter, LogitsSource):
     """Drafts with a second causal LM, which has its own KV cache and must share the target's tokenizer.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, Sequences, Shape
+from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import refuse
@@ -13,7 +13,7 @@ from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
 
-class EarlyExitDrafter(Drafter):
+class EarlyExitDrafter(Drafter, LogitsSource):
     """Drafts with the target's first layers, its final norm and its output matrix.
 
     The target's KV cache already holds the keys and values of these layers for the sequence. Drafting writes its own

@@ -40,8 +40,9 @@ class Chain:
     Args:
         length: the most tokens.
         sampled: above temperature 0, sample each token from the source's distribution instead of taking the likeliest.
-        min_confidence: stop after the token at which the joint probability falls below this. A drawn token is never
-            dropped, so the output stays exact. The host waits for the device once per token.
+        min_confidence: stop before a token if the source predicts that the draft is accepted up to it with less than
+            this chance; if it predicts nothing, after the token at which the joint probability falls below this. A
+            drawn token is never dropped, so the output stays exact. The host waits for the device once per token.
     """
 
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
@@ -53,7 +54,8 @@ class Chain:
         self.rules: tuple[str, ...] = ("match", "block", "rejection")
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        u = noise.uniforms(self.depth) if self.sampled and not noise.coupled else None
+        drawn = self.sampled and not noise.coupled and not source.independent
+        u = noise.uniforms(self.depth) if drawn else None
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         lengths = torch.ones_like(pending)
@@ -63,7 +65,7 @@ class Chain:
             if u is not None:
                 probs.append(noise.sampling.probs(logits))
                 tokens.append(draw(probs[-1], u[:, len(tokens)]))
-            elif self.sampled:
+            elif self.sampled and noise.coupled:
                 tokens.append(noise.scores(logits[:, None], len(tokens))[:, 0].argmax(-1))
             else:
                 tokens.append(logits.argmax(-1))
@@ -71,8 +73,11 @@ class Chain:
                 break
             going: Tensor | int = 1
             if self.min_confidence:
-                own = noise.sampling.scaled(logits[:, None])[:, 0] if self.sampled else logits
-                confidence = confidence * own.softmax(-1).gather(1, tokens[-1][:, None])[:, 0].float()
+                chance = source.confidence(len(tokens), tokens[-1])
+                if chance is None:
+                    own = noise.sampling.scaled(logits[:, None])[:, 0] if self.sampled else logits
+                    chance = own.softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
+                confidence = confidence * chance.float()
                 going = confidence >= self.min_confidence
                 if not going.any():
                     break

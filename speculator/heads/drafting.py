@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 class DraftingSource:
     """Next-token logits of a head, and the head's memory of every row.
 
-    `open`, `grow`, `move`, `prefill`, `commit`, `buffers`, `overlap` and `version` are those of `Drafter`; `first` and
-    `next` are those of `LogitsSource`. A head without memory that grows implements `first` and `next` of a
-    `LastHiddenSource`.
+    `open`, `grow`, `move`, `prefill`, `commit`, `buffers`, `overlap` and `version` are those of `Drafter`; `first`,
+    `next`, `confidence` and `independent` are those of `LogitsSource`. A head without memory that grows implements
+    `first` and `next` of a `LastHiddenSource`.
     """
 
     overlap: int = 0
     version: int = 0
+    independent: bool = False
+
+    def confidence(self, level: int, tokens: Tensor) -> Tensor | None:  # [B] -> [B]
+        return None
 
     def reserve(self, depth: int, offered: int) -> None:
         """Make room for drafts of up to this depth, chosen from up to `offered` drafted tokens."""

@@ -31,6 +31,7 @@ class DSparkSource(DraftingSource):
 
     def __init__(self, head: DSparkSpeculator):
         self.head = head
+        self.independent = head.markov_head is None
         self._levels = 0  # deepest draft so far
         self._spare = head.config.block_size  # positions that a step may write after a row's text
 
@@ -97,11 +98,21 @@ class DSparkSource(DraftingSource):
             cache.write(index, keys, values, positions)
             attended = attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
             h = layer.leave(h, attended)
-        self._logits = head.block_logits(head.drafting_slots(h)[:, : self._levels])  # [B, levels, V_d]
+        self._slots = head.drafting_slots(h)[:, : self._levels]  # [B, levels, D]
+        self._logits = head.block_logits(self._slots)  # [B, levels, V_d]
         return self._biased(0, pending[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         return self._biased(level, tokens)
+
+    @torch.no_grad()
+    def confidence(self, level: int, tokens: Tensor) -> Tensor | None:
+        if self.head.confidence_head is None:
+            return None
+        inputs = self._slots[:, level]
+        if (markov := self.head.markov_head) is not None:
+            inputs = torch.cat([inputs, markov.markov_w1(tokens)], -1)
+        return self.head.confidence_head.proj(inputs)[:, 0].sigmoid()
 
     @torch.no_grad()
     def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]

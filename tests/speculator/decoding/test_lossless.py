@@ -72,6 +72,7 @@ def drafters(target: Target | None = None) -> dict:
     made |= {f"attention-{name}": HeadDrafter(attention, SHAPES[name]) for name in ATTENTION}
     block, dflash = tiny_block_head(target), tiny_block_head(target, **DFLASH)
     made |= {f"block-{name}": HeadDrafter(block, SHAPES[name]) for name in ATTENTION}
+    made |= {"block-cautious-chain": HeadDrafter(block, Chain(3, min_confidence=0.5))}
     made |= {f"dflash-{name}": HeadDrafter(dflash, SHAPES[name]) for name in ("chain", "greedy-chain", "tree")}
     few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
     few_of_block = tiny_block_head(target, draft_tokens=DRAFT_TOKENS)
@@ -200,7 +201,8 @@ def test_every_warper_keeps_the_distribution(name, sampling):
 CHAINS = [
     *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain", "block-chain")),
     *(("rejection", name) for name in ("head-chain", "head-cautious-chain", "attention-chain", "pruned-chain")),
-    *(("rejection", name) for name in ("block-chain", "dflash-chain", "dflash-greedy-chain", "pruned-block-chain")),
+    *(("rejection", name) for name in ("block-chain", "block-cautious-chain", "dflash-chain", "pruned-block-chain")),
+    ("block", "block-cautious-chain"),
 ]
 
 
@@ -259,6 +261,21 @@ class Marginals(HeadDrafter):
 def test_a_block_that_states_its_marginals_is_seen():
     head = tiny_block_head(Target(tiny_model(scale=2.0), None))
     assert sampled_p_value(Marginals(head), WARPERS[0], rule="block") < 1e-6
+
+
+class CutAtTheToken(HeadDrafter):
+    """A known-wrong cut: drops a drawn token because of the token."""
+
+    def propose(self, pending, noise, texts):
+        draft = super().propose(pending, noise, texts)
+        likely = draft.probs.gather(2, draft.tokens[:, :, None])[:, :, 0] > 0.05
+        draft.lengths = likely.long().cumprod(1).sum(1)
+        return draft
+
+
+def test_a_draft_that_is_cut_by_the_token_itself_is_seen():
+    head = tiny_block_head(Target(tiny_model(scale=2.0), None))
+    assert sampled_p_value(CutAtTheToken(head), WARPERS[0], rule="rejection") < 1e-6
 
 
 class ShiftedDistribution(HeadDrafter):
