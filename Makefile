@@ -43,9 +43,9 @@ reference: $(reference_reports)
 # are skipped.
 SPECULATOR_SERVING ?= .venv-serving
 serving: .venv/installed
-	for part in speculators/installed vllm/installed vllm/plugin; do \
+	for part in speculators/installed vllm/installed vllm/plugin llama_cpp/server; do \
 		$(MAKE) --no-print-directory $(SPECULATOR_SERVING)/$$part || true; done
-	SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
+	REFERENCE_TARGET=$(REFERENCE_TARGET) SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
 
 # Remove packages that may come with another version of torch, which breaks the import; no test needs them.
 $(SPECULATOR_SERVING)/%/installed: tests/serving/%.txt
@@ -56,6 +56,18 @@ $(SPECULATOR_SERVING)/%/installed: tests/serving/%.txt
 
 $(SPECULATOR_SERVING)/vllm/plugin: $(SPECULATOR_SERVING)/vllm/installed $(wildcard integrations/vllm/*.toml integrations/vllm/*/*.py)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./integrations/vllm
+	touch $@
+
+# llama.cpp's sources come with its Python binding; building them takes a quarter of an hour.
+LLAMA_CPP = -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+	-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+$(SPECULATOR_SERVING)/llama_cpp/server: $(SPECULATOR_SERVING)/llama_cpp/installed
+	$(@D)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
+		--dest $(@D) llama-cpp-python==0.3.36
+	mkdir -p $(@D)/source
+	tar xzf $(@D)/llama_cpp_python-0.3.36.tar.gz --strip-components 1 -C $(@D)/source
+	PATH=$(abspath $(@D)/bin):$$PATH cmake -S $(@D)/source/vendor/llama.cpp -B $(@D)/source/build -G Ninja $(LLAMA_CPP)
+	PATH=$(abspath $(@D)/bin):$$PATH cmake --build $(@D)/source/build --target llama-server
 	touch $@
 
 test: .venv/installed

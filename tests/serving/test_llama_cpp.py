@@ -1,0 +1,204 @@
+"""llama.cpp serves our heads on a CPU: the text and every drafted token are ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DFLASH
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from speculator import Chain, HeadDrafter, Target
+from speculator.checkpoints import layout_of, save
+from speculator.checkpoints.loading import bind
+from speculator.decoding.engine import Engine
+from speculator.heads import (
+    DSparkSpeculator,
+    DSparkSpeculatorConfig,
+    Eagle3Speculator,
+    Eagle3SpeculatorConfig,
+    Speculator,
+)
+from speculator.heads.training import TrainingBatch
+from speculator.target.gguf import is_gguf
+from train.config import LossConfig
+from train.losses import ChunkedLoss
+
+DRAFTED, NEW, FIT = 4, 40, 8
+BLOCK = {"num_hidden_layers": 2, "markov_rank": 16, "mask_token_id": 4}
+FLAGS = {"fc_norm": False, "norm_output": False}
+KINDS = {
+    "dspark": (DSparkSpeculatorConfig, "dspark", BLOCK),
+    "fill-in dspark": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "sample_from_anchor": False}),
+    "causal dspark": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "is_causal": True}),
+    "dspark, draft vocabulary": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "draft_vocab_size": 2000}),
+    "dflash": (DSparkSpeculatorConfig, "dflash", {**BLOCK, **DFLASH}),
+    "eagle3": (Eagle3SpeculatorConfig, "eagle3", FLAGS),
+    "eagle3, norms": (
+        Eagle3SpeculatorConfig,
+        "eagle3",
+        {**FLAGS, "norm_before_fc": True, "norm_before_residual": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(requested) -> Path:
+    """Environment with llama.cpp's sources and its server."""
+    folder = Path(os.environ["SPECULATOR_SERVING"]).resolve() / "llama_cpp"
+    if not (folder / "server").exists():
+        pytest.skip(f"{folder} is missing or incomplete: `make serving` builds it from PyPI")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(llama_cpp, tmp_path_factory) -> Path:
+    """A small random Llama with SmolLM2's tokenizer, one of those that llama.cpp's converter knows."""
+    name = os.environ["REFERENCE_TARGET"]
+    try:
+        folder, file = (str(Path(name).parent), Path(name).name) if is_gguf(name) else (name, None)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
+    except OSError:
+        pytest.skip(f"{name} is not on this machine")
+    made = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **shape))
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=2 * weight.shape[1] ** -0.5)
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    convert(llama_cpp, made, made / "target.gguf")
+    return made
+
+
+def convert(llama_cpp: Path, folder: Path, output: Path, *more: object) -> None:
+    sources = llama_cpp / "source" / "vendor" / "llama.cpp"
+    command = [llama_cpp / "bin" / "python", sources / "convert_hf_to_gguf.py", folder, *more]
+    command += ["--outtype", "f32", "--outfile", output]
+    environment = {**os.environ, "PYTHONPATH": str(sources / "gguf-py")}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def fitted(head: Speculator, target: Target, prompt: list[int]) -> Speculator:
+    """Train on the target's own continuation, so that some drafts are accepted and some are not."""
+    row = torch.tensor([prompt + Engine(target).generate([prompt], max_new_tokens=NEW).tokens[0]])
+    documents = torch.zeros_like(row)
+    targets = head.config.training_targets(row, documents, torch.ones_like(row), [0])
+    with target.aux_layers.recorded(head.aux_layers) as states:
+        hidden = target.hidden(row)
+    batch = TrainingBatch(row, documents, hidden, states(hidden), targets)
+    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
+    optimiser = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], lr=5e-3)
+    for _ in range(FIT):
+        optimiser.zero_grad()
+        total, count = head.train()(batch, loss)["objective"]
+        (total / count).backward()
+        optimiser.step()
+    return head.eval().requires_grad_(False)
+
+
+def own_steps(target: Target, head: Speculator, prompt: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return the draft of each step, the number accepted, and the text."""
+    drafts: list[list[int]] = []
+
+    class Noting(HeadDrafter):
+        def propose(self, *given):
+            draft = super().propose(*given)
+            drafts.append(draft.tokens[0].tolist())
+            return draft
+
+    engine = Engine(target, Noting(head, Chain(DRAFTED)), slots=1)
+    made = engine.generate([prompt], max_new_tokens=NEW)
+    return drafts, [step.accepted for step in made.steps[0]], made.tokens[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
+    target = Target.load(str(base), dtype="float32")
+    prompt = target.tokenizer("The quick brown fox jumps over the lazy dog.")["input_ids"]
+    config_class, layout, changes = KINDS[kind]
+    torch.manual_seed(1)
+    about = {"base_model_name_or_path": str(base), "aux_layers": [2, 4, 5], "n_predict": DRAFTED}
+    config = config_class.for_target(target.config, **about, **changes)
+    head = bind(
+        {DSparkSpeculatorConfig: DSparkSpeculator, Eagle3SpeculatorConfig: Eagle3Speculator}[config_class](config),
+        target,
+    )
+    if head.draft_tokens is not None:
+        text = set(Engine(target).generate([prompt], max_new_tokens=NEW).tokens[0])
+        others = [token for token in range(target.vocab_size) if token not in text]
+        head.draft_tokens.copy_(torch.tensor(sorted([*text, *others[: len(head.draft_tokens) - len(text)]])))
+        head = bind(head, target)
+    for name, weight in head.named_parameters():
+        if weight.ndim == 1 and "norm" in name:
+            torch.nn.init.normal_(weight, mean=1.0, std=0.2)
+    head = fitted(head, target, prompt)
+    save(head, tmp_path / "head", layout_of(layout, head))
+    convert(llama_cpp, tmp_path / "head", tmp_path / "head.gguf", "--target-model-dir", base)
+
+    drafts, accepted, text = own_steps(target, head, prompt)
+    found = served(llama_cpp, base / "target.gguf", tmp_path / "head.gguf", layout, prompt, tmp_path / "log")
+    assert found["tokens"] == text
+    theirs, counts = drafts_of(tmp_path / "log")
+    whole = [i for i, draft in enumerate(theirs) if len(draft) == DRAFTED]  # the last ones are cut to what is asked for
+    assert len(whole) >= 5
+    equal = sum(theirs[i] == drafts[i] for i in whole)
+    report(f"{kind}: {equal} of {len(whole)} drafts are ours, {sum(counts)} of {sum(map(len, theirs))} tokens accepted")
+    assert equal == len(whole)
+    assert [counts[i] for i in whole] == accepted[: len(whole)]
+
+
+def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[int], log: Path) -> dict:
+    """Serve a target with a head, and return the answer to a greedy request."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"--spec-type draft-{kind} --spec-draft-n-max {DRAFTED} -t 1 -tb 1 -td 1 -tbd 1 -np 1 -c 512 -lv 5 -fa off"
+    caches = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32"
+    binary = llama_cpp / "source" / "build" / "bin" / "llama-server"
+    command = [binary, "-m", target, "-md", head, "--port", port, *flags.split(), *caches.split()]
+    with log.open("wb") as file:
+        server = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"{address}/health")
+                break
+            except OSError:
+                assert server.poll() is None, log.read_text(errors="replace")[-3000:]
+                time.sleep(0.5)
+        asked = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+        request = urllib.request.Request(
+            f"{address}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        return json.load(urllib.request.urlopen(request))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def drafts_of(log: Path) -> tuple[list[list[int]], list[int]]:
+    """Read the drafts and the numbers of accepted tokens from a server's log."""
+    drafts: list[list[int]] = []
+    counts: list[int] = []
+    draft: dict[int, int] = {}
+    for line in log.read_text(errors="replace").splitlines():
+        if found := re.search(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+)", line):
+            draft[int(found[1])] = int(found[2])
+        elif found := re.search(r"accepted\s+(\d+)/\s*(\d+) draft tokens", line):
+            drafts.append([draft[place] for place in sorted(draft)][: int(found[2])])
+            counts.append(int(found[1]))
+            draft = {}
+    return drafts, counts
