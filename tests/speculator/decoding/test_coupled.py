@@ -10,6 +10,7 @@ from enumeration import chi_square_p
 
 from speculator import Candidates, Chain, FixedTree, Sampling, Target, Tree, generate
 from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.sampling import Noise, RowSampling, _gumbel_of, gumbel, uniforms
 from speculator.decoding.verify import match
 from speculator.drafters.hybrid import Hybrid
@@ -72,7 +73,7 @@ def test_the_noise_is_finite_at_both_ends():
 # ---- the shapes, over many rows
 
 
-class Chained:
+class Chained(LogitsSource):
     """A source whose distribution of the next token depends on the last one alone."""
 
     def __init__(self, table):

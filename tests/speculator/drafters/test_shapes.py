@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from speculator import Chain, Sampling
+from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.sampling import Noise, RowSampling
 
 CPU = torch.device("cpu")
 
 
-class Fixed:
+class Fixed(LogitsSource):
     """The same two distributions at every level: row 0 is sure of its next token, row 1 is not."""
 
     logits = torch.tensor([[0.9, 0.1, 0.0], [0.4, 0.3, 0.3]]).log()[:, None]
