@@ -176,6 +176,16 @@ def tiny_block_head(
     return bind(head.to(target.device, target.dtype).eval(), target)
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""A rope like that of Llama 3.1, for short texts."""
+
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
 """What makes a block drafter a DFlash head."""
 

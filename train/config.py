@@ -40,7 +40,7 @@ class HeadOptions:
     """The draft head's architecture and shape."""
 
     architecture: str = "mlp"
-    """mlp (arXiv 2404.19124), lstm (Arctic's) or eagle3 (attention over three of the target's layers)."""
+    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers) or dspark (blocks)."""
     n_predict: PositiveInt = 4
     """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
     inner_dim: NonNegativeInt = 0

@@ -32,10 +32,10 @@ from speculator.errors import UserError, first_line
 from speculator.target.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
+from train.initialise import head_class
 from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
-_OF_TARGET = ("aux_layers", "mask_token_id")  # options that fit the real target only
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
 _ROWS = {"train": 24, "validation": 6, "held-out": 6}
 _TEMPLATE = (
@@ -163,6 +163,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
     )
     # Starting from the target's matrices needs the target's width: both are the stand-in's.
     inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
+    of_target = head_class(config.speculator).config_class.target_options
     drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
     return replace(
         config,
@@ -172,7 +173,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
             inner_dim=inner,
             draft_vocab_size=drafted,
             warm_start=None,
-            options={name: value for name, value in config.speculator.options.items() if name not in _OF_TARGET},
+            options={name: value for name, value in config.speculator.options.items() if name not in of_target},
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),

@@ -171,7 +171,7 @@ class Plan:
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
-        self.new_head = head
+        self.head_module = head
         self.writings = writings(config, target)
         self.stages: dict[str, StageConfig] = {
             name: stage for name in ("stage1", "stage2") if (stage := getattr(config, name)).max_steps
@@ -278,7 +278,7 @@ class Plan:
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
-        target, head = 2 * self.active + attention, 6 * self.new_head.weights_per_token(self.length(name))
+        target, head = 2 * self.active + attention, 6 * self.head_module.weights_per_token(self.length(name))
         loss = self.config.loss
         if loss.kl or loss.total_variation or loss.lk:
             target += 2 * self.table  # the target's own distribution

@@ -110,7 +110,7 @@ class SpeculatorTrainer(Trainer):
         self.pace = Pace(self.args.device, token_at_peak)
         self.add_callback(self.pace)
         self.add_callback(StopWhenAsked(self))
-        self.add_callback(CountEpochs(self))
+        self.add_callback(CountEpochs(self.data_collator))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
@@ -265,11 +265,11 @@ class ResumeLogging(TrainerCallback):
 class CountEpochs(TrainerCallback):
     """Tells the collator the epoch, before its rows are read."""
 
-    def __init__(self, trainer: SpeculatorTrainer):
-        self.trainer = trainer
+    def __init__(self, collator: Any):
+        self.collator = collator
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.data_collator.epoch = int(state.epoch)
+        self.collator.epoch = int(state.epoch)
 
 
 class StopWhenAsked(TrainerCallback):

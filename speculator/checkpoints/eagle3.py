@@ -15,18 +15,18 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from speculator.checkpoints import layout
 from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
-from speculator.heads.attention import DEFAULT_AUX_LAYERS
+from speculator.heads.attention import DEFAULT_AUX_LAYERS, AttentionConfig
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 
-SHAPE: dict[str, type] = {
+ATTENTION: dict[str, type] = {
     "vocab_size": int,
     "emb_dim": int,
     "inner_dim": int,
@@ -37,6 +37,10 @@ SHAPE: dict[str, type] = {
     "rms_norm_eps": float,
     "rope_parameters": dict,
     "max_position_embeddings": int,
+}
+"""Required fields of every head with attention layers."""
+SHAPE = {
+    **ATTENTION,
     "attention_bias": bool,
     "qk_norm": bool,
     "norm_before_residual": bool,
@@ -52,13 +56,11 @@ _STEPS = 7  # in EAGLE and SpecForge, which do not write it
 _LAYER, _OURS = "midlayer.", "layers.0."
 
 
-def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
-    """Return the layer as a complete transformers config, because some readers have no defaults."""
-    written = {
-        "model_type": "qwen3" if config.qk_norm else "llama",
+def layer_config(config: AttentionConfig, **more: Any) -> dict[str, Any]:
+    """Return a complete transformers config of attention layers, because some readers have no defaults."""
+    return {
         "hidden_size": config.emb_dim,
         "intermediate_size": config.inner_dim,
-        "num_hidden_layers": 1,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -67,37 +69,52 @@ def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": config.rope_parameters,
         "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
+        **more,
     }
+
+
+def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
+    """Return the layer as a transformers config."""
+    model_type = "qwen3" if config.qk_norm else "llama"
+    own = {"num_hidden_layers": 1, "attention_bias": config.attention_bias, "mlp_bias": False}
+    written = layer_config(config, model_type=model_type, **own)
     if config.sliding_window is None:
         return written
     return {**written, "layer_types": ["sliding_attention"], "sliding_window": config.sliding_window}
 
 
-def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return this library's fields from a config of the layer, with transformers' defaults for absent ones."""
-    kind = read.get("model_type", "llama")
-    kinds: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-    refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(kinds)}"))
+def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dict[str, Any]]:
+    """Return the layers as a transformers config, whose defaults replace absent fields, and this library's fields."""
+    kind = read.get("model_type", kinds[0])
+    refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(map(repr, kinds))}"))
     try:
-        layer: Any = kinds[kind](**{name: value for name, value in read.items() if name != "model_type"})
+        given = {name: value for name, value in read.items() if name != "model_type"}
+        layers: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**given)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{file}: {' '.join(str(error).split())}") from None
-    types, size = getattr(layer, "layer_types", None) or [], read.get("target_hidden_size")
+    size = read.get("target_hidden_size")
+    refuse(
+        (layers.hidden_act != "silu", f"{file}: hidden_act is {layers.hidden_act!r}; must be 'silu'"),
+        (size not in (None, layers.hidden_size), f"{file}: target_hidden_size is {size}, not {layers.hidden_size}"),
+    )
+    renamed = {"emb_dim": layers.hidden_size, "inner_dim": layers.intermediate_size}
+    same = ATTENTION.keys() - renamed.keys() - {"n_predict"}
+    return layers, {**{name: getattr(layers, name) for name in same}, **renamed}
+
+
+def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return this library's fields from a config of the layer, with transformers' defaults for absent ones."""
+    layer, shape = read_layers(read, file, "llama", "qwen3")
     refuse(
         (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
-        (layer.hidden_act != "silu", f"{file}: hidden_act is {layer.hidden_act!r}; must be 'silu'"),
         (getattr(layer, "mlp_bias", False), f"{file}: mlp_bias must be false"),
-        (size not in (None, layer.hidden_size), f"{file}: target_hidden_size is {size}, not {layer.hidden_size}"),
     )
-    same = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters")
+    types = getattr(layer, "layer_types", None) or []
     return {
-        **{name: getattr(layer, name) for name in (*same, "max_position_embeddings", "attention_bias")},
-        "emb_dim": layer.hidden_size,
-        "inner_dim": layer.intermediate_size,
-        "qk_norm": kind == "qwen3",
+        **shape,
+        "attention_bias": layer.attention_bias,
+        "qk_norm": layer.model_type == "qwen3",
         "sliding_window": layer.sliding_window if list(types) == ["sliding_attention"] else None,
     }
 
@@ -127,15 +144,20 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
         return tensors
     if offsets is None or mask is None:
         raise UserError(f"{where}: missing tensors: {'t2d' if mask is None else 'd2t'}")
-    integer = not offsets.is_floating_point() and offsets.dtype != torch.bool
-    refuse(
-        (offsets.shape != (rows,), f"{where}: d2t is {list(offsets.shape)}, config.json says {[rows]}"),
-        (not integer, f"{where}: d2t is {dtype_name(offsets.dtype)}, not int64"),
-    )
-    tokens = offsets.long() + torch.arange(rows)
+    tokens = tokens_of(where, offsets, rows)
     same = mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens)
     refuse((not same, f"{where}: d2t and t2d describe different draft vocabularies, or not in ascending order"))
     return tensors if config.draft_vocab_size is None else {**tensors, "draft_tokens": tokens}
+
+
+def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
+    """Return the token of each row."""
+    integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
+    refuse(
+        (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
+        (not integer, f"{where}: d2t is {dtype_name(d2t.dtype)}, not int64"),
+    )
+    return d2t.long() + torch.arange(rows)
 
 
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from speculator.checkpoints.eagle3 import (
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
 from speculator.heads.attention import DEFAULT_AUX_LAYERS
+from speculator.heads.base import SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.target.gguf import is_gguf
@@ -47,11 +48,6 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     layer = llama(config)
     if config.num_aux_layers != DEFAULT_AUX_LAYERS:
         layer["num_aux_hidden_states"] = config.num_aux_layers  # vLLM does not count the list in this layout
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
-    verifier = {
-        "name_or_path": config.base_model_name_or_path,
-        "architectures": base_archs(config).get("base_model_archs", []),
-    }
     return {
         "architectures": [SPECULATORS.architecture],
         "speculators_model_type": "eagle3",
@@ -63,13 +59,22 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
         "embed_requires_grad": config.own_embedding,
         "target_hidden_size": None,
         AUX_LAYERS: config.aux_layers,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": verifier,
-        },
+        "speculators_config": method(config, "eagle3"),
         "transformer_layer_config": layer,
+    }
+
+
+def method(config: SpeculatorConfig, algorithm: str) -> dict[str, Any]:
+    """Build `speculators_config`: how to draft, and for which target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {
+            "name_or_path": config.base_model_name_or_path,
+            "architectures": base_archs(config).get("base_model_archs", []),
+        },
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from speculator.errors import UserError
-from speculator.heads.base import SpeculatorConfig
+from speculator.heads.base import Speculator, SpeculatorConfig
 
 DEFAULT_AUX_LAYERS = 3
 """Number of auxiliary layers of a head that names none."""
@@ -47,6 +48,7 @@ class AttentionConfig(SpeculatorConfig):
     rope_parameters: dict | None = None
     max_position_embeddings: int = 2048
     aux_layers: list[int] | None = None
+    target_options: ClassVar[tuple[str, ...]] = ("aux_layers",)
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
@@ -103,6 +105,34 @@ class AttentionConfig(SpeculatorConfig):
         if made.aux_layers and made.aux_layers[-1] >= layers:
             raise UserError(f"aux_layers {made.aux_layers}: a target of {layers} layers has 0 to {layers - 1}")
         return made
+
+
+class AttentionHead(Speculator):
+    """Base of heads that attend to the target's auxiliary hidden states."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        return tuple(self.config.aux_layers or ())
+
+    def probe(self) -> tuple[Tensor, ...]:
+        """Return auxiliary hidden states, tokens, and a matrix in place of the target's."""
+        hidden, tokens = super().probe()
+        config = self.config
+        aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(config.num_aux_layers)], -1)
+        # A random matrix with overlapping rows: a whole one may take gigabytes.
+        noise = torch.randn(config.vocab_size + config.emb_dim - 1, generator=torch.Generator().manual_seed(1))
+        return aux_hidden, tokens, noise.to(self.device, self.dtype).unfold(0, config.emb_dim, 1)
 
 
 class Rope:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class SpeculatorConfig(PreTrainedConfig):
     base_model_fingerprint: str | None = None
     trained_length: int | None = None
     training_data: list[str] | None = None
+    target_options: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields whose values fit one target only, such as numbers of its layers."""
 
     def __post_init__(self, **kwargs):
         self.inner_dim = self.inner_dim or self.emb_dim

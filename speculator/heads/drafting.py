@@ -10,26 +10,22 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import take_at
-from speculator.decoding.drafter import Sequences
+from speculator.decoding.drafter import LogitsSource, Sequences
+from speculator.heads.cache import HeadCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class DraftingSource:
+class DraftingSource(LogitsSource):
     """Next-token logits of a head, and the head's memory of every row.
 
-    `open`, `grow`, `move`, `prefill`, `commit`, `buffers`, `overlap` and `version` are those of `Drafter`; `first`,
-    `next`, `confidence` and `independent` are those of `LogitsSource`. A head without memory that grows implements
-    `first` and `next` of a `LastHiddenSource`.
+    `open`, `grow`, `move`, `prefill`, `commit`, `buffers`, `overlap` and `version` are those of `Drafter`. A head
+    without memory that grows implements `first` and `next` of a `LastHiddenSource`.
     """
 
     overlap: int = 0
     version: int = 0
-    independent: bool = False
-
-    def confidence(self, level: int, tokens: Tensor) -> Tensor | None:  # [B] -> [B]
-        return None
 
     def reserve(self, depth: int, offered: int) -> None:
         """Make room for drafts of up to this depth, chosen from up to `offered` drafted tokens."""
@@ -68,6 +64,26 @@ class DraftingSource:
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
         raise NotImplementedError
+
+
+class CachedSource(DraftingSource):
+    """Base of sources with keys and values of every row's text.
+
+    Attributes:
+        cache: [slots] rows of `_capacity` tokens and `_spare` further positions, which a step may write.
+    """
+
+    cache: HeadCache
+    _capacity: int
+    _spare: int
+
+    def grow(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.cache.grow(capacity + self._spare)
+        self.version += 1
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        self.cache.move(source, destination, longest)
 
 
 class LastHiddenSource(DraftingSource):

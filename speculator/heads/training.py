@@ -50,6 +50,23 @@ class TokenLosses(NamedTuple):
     overlap: Tensor | None  # [N, K] chance that a sampled draft is accepted; None if it was not computed
 
 
+def step_metrics(
+    loss: Tensor,  # [N, ...]
+    hits: Tensor,  # [N, ...] 1 where the likeliest token is the label
+    overlap: Tensor | None,  # [N, ...]
+    count: Tensor,  # [N] labels of each draft position
+) -> dict[str, Metric]:
+    """Sum the figures of each draft position; those named "prefix" are products with the positions before."""
+
+    def total(x: Tensor) -> Metric:
+        return x.flatten(1).sum(1), count
+
+    metrics = {"loss": total(loss), "accuracy": total(hits), "prefix_accuracy": total(hits.cumprod(0))}
+    if overlap is not None:
+        metrics |= {"overlap": total(overlap), "prefix_overlap": total(overlap.cumprod(0))}
+    return metrics
+
+
 class TokenLoss(Protocol):
     """The configured mix of losses, computed chunk by chunk so that few logits exist at a time."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch
+from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
 
 
 class UnrolledConfig(SpeculatorConfig):
@@ -98,20 +98,13 @@ class UnrolledHead(Speculator):
             whole[:, kept] = x
             return torch.stack([row.view(batch_size, total)[:, i : i + length] for i, row in enumerate(whole)])
 
-        hits = by_t(measured.hits)
         count = (labels != IGNORE).sum(1)
-        metrics = {
+        overlap = None if measured.overlap is None else by_t(measured.overlap)
+        return {
             # Normalised by the labels of one step on average: all steps' labels are counted together.
             "objective": (measured.objective * steps, count.sum()),
-            "loss": (measured.loss.sum(1), count),
-            "accuracy": (hits.sum((1, 2)), count),
-            "prefix_accuracy": (hits.cumprod(0).sum((1, 2)), count),
+            **step_metrics(measured.loss, by_t(measured.hits), overlap, count),
         }
-        if measured.overlap is not None:
-            overlap = by_t(measured.overlap)
-            metrics["overlap"] = (overlap.sum((1, 2)), count)
-            metrics["prefix_overlap"] = (overlap.cumprod(0).sum((1, 2)), count)
-        return metrics
 
     def logits(
         self,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import LLAMA3
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -11,14 +12,6 @@ from speculator.checkpoints import layout_of, load_any, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 
 V, D, STEPS = 300, 64, 4
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 KINDS = {
     "3.1": {},
     "3": {"fc_norm": False, "norm_output": False, "draft_vocab_size": None},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DFLASH
+from conftest import DFLASH, LLAMA3
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,14 +12,6 @@ from speculator.checkpoints import layout_of, load_any, save
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 
 V, D, LENGTH = 300, 64, 40
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 KINDS = {
     "dspark": {},
     "one layer": {"num_hidden_layers": 1, "draft_vocab_size": 100},

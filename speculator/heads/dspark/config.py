@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
     confidence_head: bool = True
     mask_token_id: int = -1
     anchors: int = 512
+    target_options: ClassVar[tuple[str, ...]] = (*AttentionConfig.target_options, "mask_token_id")
 
     def __post_init__(self, **kwargs):
         for name, least in (("num_hidden_layers", 1), ("markov_rank", 0), ("anchors", 1)):

@@ -12,22 +12,15 @@ from torch import Tensor
 from speculator.decoding.drafter import Sequences
 from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
-from speculator.heads.drafting import DraftingSource
+from speculator.heads.drafting import CachedSource
 from speculator.target.kv_cache import bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.dspark.model import DSparkSpeculator
 
 
-class DSparkSource(DraftingSource):
-    """Each layer's keys and values of every row's text. Those of a block are written after them and overwritten later.
-
-    Attributes:
-        cache: keys and values of the text before the pending token.
-    """
-
-    cache: HeadCache
-    _capacity: int
+class DSparkSource(CachedSource):
+    """Each layer's keys and values of every row's text. Those of a block come after them and are overwritten later."""
 
     def __init__(self, head: DSparkSpeculator):
         self.head = head
@@ -37,9 +30,8 @@ class DSparkSource(DraftingSource):
 
     def reserve(self, depth: int, offered: int) -> None:
         self._levels = max(self._levels, min(depth, self.head.n_predict))
-        spare = max(self._spare, depth + 1)
-        if spare > self._spare:
-            self._spare = spare
+        if depth + 1 > self._spare:
+            self._spare = depth + 1
             if hasattr(self, "cache"):
                 self.grow(self._capacity)
 
@@ -49,14 +41,6 @@ class DSparkSource(DraftingSource):
         opened.cache = HeadCache(config.num_hidden_layers, slots, *size, self.head.fc.weight)
         opened._capacity = capacity
         return opened
-
-    def grow(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.cache.grow(capacity + self._spare)
-        self.version += 1
-
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        self.cache.move(source, destination, longest)
 
     @torch.no_grad()
     def _read(self, cache: HeadCache, hidden: Tensor, counts: Tensor) -> None:  # [B, T, nD], [B]
@@ -109,15 +93,12 @@ class DSparkSource(DraftingSource):
     def confidence(self, level: int, tokens: Tensor) -> Tensor | None:
         if self.head.confidence_head is None:
             return None
-        inputs = self._slots[:, level]
-        if (markov := self.head.markov_head) is not None:
-            inputs = torch.cat([inputs, markov.markov_w1(tokens)], -1)
-        return self.head.confidence_head.proj(inputs)[:, 0].sigmoid()
+        return self.head.confidence_logits(self._slots[:, level], tokens).sigmoid()
 
     @torch.no_grad()
     def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
         """Logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
         logits = self._logits[:, level : level + 1].expand(-1, tokens.shape[1], -1)
-        if (markov := self.head.markov_head) is not None:
-            logits = logits + markov.markov_w2(markov.markov_w1(tokens))
+        if self.head.markov_head is not None:
+            logits = logits + self.head.markov_head(tokens)
         return self.head.to_full_vocabulary(logits)

@@ -23,7 +23,6 @@ This file has the training form, blocks at many anchors of a text. `drafting.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,11 +31,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from speculator.errors import UserError
-from speculator.heads.attention import MLP, Attention, Norm, Rope, attend, default_aux_layers
-from speculator.heads.base import Speculator
+from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.drafting import DSparkSource
-from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch
+from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
 from speculator.heads.unrolled import draft_ids
 from speculator.target.linear import pack_linears
 from speculator.target.packed import document_starts
@@ -76,6 +74,9 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.output_size, bias=False)
 
+    def forward(self, tokens: Tensor) -> Tensor:  # [...] -> [..., V_d]
+        return self.markov_w2(self.markov_w1(tokens))
+
 
 class ConfidenceHead(nn.Module):
     def __init__(self, config: DSparkSpeculatorConfig):
@@ -83,7 +84,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.emb_dim + config.markov_rank, 1)
 
 
-class DSparkSpeculator(Speculator):
+class DSparkSpeculator(AttentionHead):
     """Attention layers that draft a block in one pass; module names follow the `dspark` layout."""
 
     config_class = DSparkSpeculatorConfig
@@ -108,20 +109,9 @@ class DSparkSpeculator(Speculator):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, MarkovHead):
+        super()._init_weights(module)
+        if isinstance(module, MarkovHead):
             nn.init.zeros_(module.markov_w2.weight)
-
-    @property
-    def aux_layers(self) -> Sequence[int]:
-        return tuple(self.config.aux_layers or ())
 
     def weights_per_token(self, length: int) -> int:
         text = self.fc.weight.numel()
@@ -190,6 +180,12 @@ class DSparkSpeculator(Speculator):
         """Multiply by the target's output matrix, in the target's dtype."""
         return self.output(features.to(self.output.weight.dtype)).to(features.dtype)
 
+    def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
+        """Predict whether the token after each of `tokens` is accepted, as a logit."""
+        if self.markov_head is not None:
+            features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
+        return self.confidence_head.proj(features)[..., 0]
+
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
         """Select the slots that predict tokens, and apply the last norm."""
         return self.norm(h[..., self.config.block_size - self.n_predict :, :])
@@ -227,17 +223,13 @@ class DSparkSpeculator(Speculator):
         first, last = int(starts[0]), int(anchors[-1])
         places = torch.arange(first, last, device=tokens.device)
         seen_text = (places < anchors[:, None]) & (places >= starts[:, None])  # [C, T]
-        within = torch.ones(size, size, dtype=torch.bool, device=tokens.device)
+        slots = torch.arange(size, device=tokens.device).repeat(count)
+        blocks = torch.arange(count, device=tokens.device).repeat_interleave(size)
+        seen_block = blocks[:, None] == blocks
         if self.config.is_causal:
-            within = within.tril()
-        seen = torch.cat(
-            [
-                seen_text.repeat_interleave(size, 0),
-                torch.block_diag(*within.expand(count, -1, -1)).bool(),
-            ],
-            1,
-        )[None]  # [1, C * size, T + C * size]
-        rope = self.rope((anchors[:, None] + torch.arange(size, device=tokens.device)).flatten(), self.dtype)
+            seen_block &= slots[:, None] >= slots
+        seen = torch.cat([seen_text.repeat_interleave(size, 0), seen_block], 1)[None]  # [1, C * size, T + C * size]
+        rope = self.rope(anchors[blocks] + slots, self.dtype)
         h = self.block(tokens[anchors]).flatten(0, 1)  # [C * size, D]
         for layer, (text_keys, text_values) in zip(self.layers, text, strict=True):
             query, key, value = layer.enter(h, rope)
@@ -257,22 +249,20 @@ class DSparkSpeculator(Speculator):
         features = self.blocks(batch.states, batch.input_ids, batch.document_ids, rows, anchors)
         places = anchors[:, None] + torch.arange(self.n_predict, device=rows.device)
         places = places.clamp_max(length - 1)  # beyond the row there is no label
-        before = batch.input_ids[rows[:, None], places]
         # Slots that predict the same token, side by side: the target's distribution is computed once for them.
         live = (labels != IGNORE).flatten().nonzero()[:, 0]
         predictors = (rows[:, None] * length + places).flatten()[live]
         predictors, order = predictors.sort()
         live = live[order]
+        before = batch.input_ids.flatten()[predictors]
         weights = loss.step_weights(self.n_predict).to(features.device).expand(labels.shape).flatten()[live]
         if batch.token_weights is not None:
             following = (places + 1).clamp_max(length - 1)
             weights = weights * batch.token_weights[rows[:, None], following].flatten()[live]
         features = features.flatten(0, 1)[live]
         terms = [(features, self.output.weight)]
-        markov = None
         if self.markov_head is not None:
-            markov = self.markov_head.markov_w1(before.flatten()[live])
-            terms.append((markov, self.markov_head.markov_w2.weight))
+            terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
         measured = loss(
             [terms],
             draft_ids(labels.flatten()[live], self.draft_tokens)[None],
@@ -282,27 +272,19 @@ class DSparkSpeculator(Speculator):
             predictors,
         )
 
-        def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [n, G]
-            return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape)
+        def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [G, n]
+            return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape).T
 
-        count, hits = (labels != IGNORE).sum(0), by_slot(measured.hits)
-        metrics = {
-            "loss": (by_slot(measured.loss).sum(0), count),
-            "accuracy": (hits.sum(0), count),
-            "prefix_accuracy": (hits.cumprod(1).sum(0), count),
-        }
+        count = (labels != IGNORE).sum(0)
+        overlap = None if measured.overlap is None else by_slot(measured.overlap)
+        metrics = step_metrics(by_slot(measured.loss), by_slot(measured.hits), overlap, count)
         objective = measured.objective
-        if measured.overlap is not None:
-            overlap = by_slot(measured.overlap)
-            metrics["overlap"] = (overlap.sum(0), count)
-            metrics["prefix_overlap"] = (overlap.cumprod(1).sum(0), count)
         if self.confidence_head is not None:
-            inputs = features if markov is None else torch.cat([features, markov], -1)
             accepted = measured.hits if measured.overlap is None else measured.overlap
             error = nn.functional.binary_cross_entropy_with_logits(
-                self.confidence_head.proj(inputs)[:, 0], accepted[0].to(features.dtype), reduction="none"
+                self.confidence_logits(features, before), accepted[0].to(features.dtype), reduction="none"
             )
-            metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(0), count)
+            metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(1), count)
             objective = objective + (error * weights).sum()
         return {"objective": (objective * self.n_predict, count.sum()), **metrics}
 
@@ -333,16 +315,11 @@ class DSparkSpeculator(Speculator):
             )
             logits = self.block_logits(features)
             if self.markov_head is not None:
-                logits = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens[rows[:, None], places]))
+                logits = logits + self.markov_head(tokens[rows[:, None], places])
             return self.to_full_vocabulary(logits).unflatten(0, (count, length))
         finally:
             self._shared = shared
 
     def probe(self) -> tuple[Tensor, ...]:
-        hidden, tokens = super().probe()
-        config = self.config
-        aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(config.num_aux_layers)], -1)
-        # Random matrices with overlapping rows: whole ones may take gigabytes.
-        noise = torch.randn(config.vocab_size + config.emb_dim - 1, generator=torch.Generator().manual_seed(1))
-        matrix = noise.to(self.device, self.dtype).unfold(0, config.emb_dim, 1)
+        aux_hidden, tokens, matrix = super().probe()
         return aux_hidden, tokens, matrix, matrix

@@ -14,7 +14,7 @@ from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import Sequences
 from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
-from speculator.heads.drafting import DraftingSource
+from speculator.heads.drafting import CachedSource
 from speculator.target.kv_cache import bucketed
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class DraftingForm:
         return head.to_full_vocabulary(head.lm_head(feature))
 
 
-class Eagle3Source(DraftingSource):
+class Eagle3Source(CachedSource):
     """Keys and values of every row, and the accepted positions that are not in them yet.
 
     Position t of the cache reads x[t+1]. So what a step accepted is read when the next draft begins, with the token
@@ -128,7 +128,6 @@ class Eagle3Source(DraftingSource):
 
     overlap = 1
     cache: DraftingCache
-    _capacity: int
     # Accepted positions that are not read yet.
     _aux_hidden: Tensor  # [slots, W, nD]
     _next: Tensor  # [slots, W] token after each position; the last one is filled in from the pending tokens
@@ -163,13 +162,8 @@ class Eagle3Source(DraftingSource):
         opened._counts = torch.zeros(slots, dtype=torch.long, device=device)
         return opened
 
-    def grow(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.cache.grow(capacity + self._spare)
-        self.version += 1
-
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        self.cache.move(source, destination, longest)
+        super().move(source, destination, longest)
         for x in (self._aux_hidden, self._next, self._counts):
             x[list(destination)] = x[list(source)]
 

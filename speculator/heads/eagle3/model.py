@@ -23,7 +23,7 @@ This file has the training form, all steps of all positions of a text. `drafting
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from speculator.errors import UserError
-from speculator.heads.attention import Norm, Rope, default_aux_layers
+from speculator.heads.attention import AttentionHead, Norm, Rope, default_aux_layers
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Source
 from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
@@ -45,7 +45,7 @@ _SCORES_ON_GPU = 2**25
 """Attention scores in memory at a time in training, by kind of device."""
 
 
-class Eagle3Speculator(UnrolledHead):
+class Eagle3Speculator(UnrolledHead, AttentionHead):
     """One attention layer over the target's auxiliary hidden states; module names follow the `speculators` layout."""
 
     config_class = Eagle3SpeculatorConfig
@@ -67,24 +67,9 @@ class Eagle3Speculator(UnrolledHead):
             self.create_embedding()
         self.post_init()
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-
     def weights_per_token(self, length: int) -> int:
         once = self.fc.weight.numel()
         return once + self.n_predict * (super().weights_per_token(length) - once)
-
-    @property
-    def aux_layers(self) -> Sequence[int]:
-        return tuple(self.config.aux_layers or ())
 
     def drafting_source(self) -> Eagle3Source:
         return Eagle3Source(self)
@@ -236,11 +221,3 @@ class Eagle3Speculator(UnrolledHead):
             return super().logits(hidden, tokens)
         finally:
             self._shared_embedding = shared
-
-    def probe(self) -> tuple[Tensor, ...]:
-        hidden, tokens = super().probe()
-        config = self.config
-        aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(config.num_aux_layers)], -1)
-        # A random embedding with overlapping rows: a whole one may take gigabytes.
-        noise = torch.randn(config.vocab_size + config.emb_dim - 1, generator=torch.Generator().manual_seed(1))
-        return aux_hidden, tokens, noise.to(self.device, self.dtype).unfold(0, config.emb_dim, 1)

@@ -1,5 +1,7 @@
 """A new architecture is one class and one registered name: it is trained, decoded with, saved and loaded."""
 
+from collections import Counter
+
 import pytest
 import torch
 from conftest import tiny_model
@@ -142,3 +144,22 @@ def test_an_unknown_architecture_or_option_is_one_line_with_the_nearest_valid_on
     ):
         with pytest.raises(UserError, match=near):
             new_head(RunConfig(speculator=options), target, Dataset.from_list([]))
+
+
+def test_every_epoch_has_new_seeds_and_every_evaluation_the_same(registered, target, tmp_path, monkeypatch):
+    """Four steps read all rows once; there are evaluations after two, four, six and eight."""
+    seen = []
+    chosen = LinearConfig.training_targets
+
+    def noted(self, *given):
+        seen.extend(given[-1])
+        return chosen(self, *given)
+
+    monkeypatch.setattr(LinearConfig, "training_targets", noted)
+    head = new_head(RunConfig(speculator=HeadOptions(architecture="toy", n_predict=1)), target, None)
+    trainer = trainer_of(head, target, tmp_path)
+    trainer.args.max_steps = 8
+    trainer.train()
+    times = Counter(seen)
+    # The evaluated four rows are among the eight: four times by evaluations, once in the first epoch.
+    assert sorted(times.values()) == [1] * 12 + [5] * 4
