@@ -71,8 +71,17 @@ def test_a_draft_has_the_logits_of_training(shape, chunks):
     found = [source.first(tokens[:, anchor], [tokens[0, : anchor + 1].tolist()])]
     for level in (1, 2):
         found.append(source.next(level, tokens[:, anchor + level][:, None], torch.zeros(1, 1, dtype=torch.long)))
-    expected = trained(made, states, tokens, torch.zeros_like(tokens), torch.tensor([4, anchor]))[1]
+    anchors, documents = torch.tensor([4, anchor]), torch.zeros_like(tokens)
+    expected = trained(made, states, tokens, documents, anchors)[1]
     torch.testing.assert_close(torch.cat(found, 1)[0], expected, atol=1e-10, rtol=0)
+    assert source.independent == (made.markov_head is None)
+    if made.confidence_head is not None:
+        features = made.blocks(states, tokens, documents, torch.zeros(2, dtype=torch.long), anchors)[1]
+        for level in (1, 2):
+            token = tokens[:, anchor + level]
+            chance = source.confidence(level, token)
+            inputs = torch.cat([features[level], made.markov_head.markov_w1(token)[0]])
+            torch.testing.assert_close(chance[0], made.confidence_head.proj(inputs)[0].sigmoid(), atol=1e-10, rtol=0)
 
 
 def drafted(made, states, tokens, anchor: int) -> torch.Tensor:  # [V]
