@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     )
     from speculator.errors import UserError
     from speculator.heads import (
+        DSparkSpeculator,
+        DSparkSpeculatorConfig,
+        Eagle3Speculator,
+        Eagle3SpeculatorConfig,
         LSTMSpeculator,
         LSTMSpeculatorConfig,
         MLPSpeculator,
@@ -57,6 +61,10 @@ _MODULES = {
     "decoding.engine": ["Engine", "generate"],
     "errors": ["UserError"],
     "heads": [
+        "DSparkSpeculator",
+        "DSparkSpeculatorConfig",
+        "Eagle3Speculator",
+        "Eagle3SpeculatorConfig",
         "LSTMSpeculator",
         "LSTMSpeculatorConfig",
         "MLPSpeculator",
