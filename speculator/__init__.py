@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         HeadDrafter,
         HybridDrafter,
         NgramDrafter,
-        Paths,
         Tree,
     )
     from speculator.errors import UserError
@@ -55,7 +54,6 @@ _MODULES = {
         "HybridDrafter",
         "DraftModelDrafter",
         "NgramDrafter",
-        "Paths",
         "Tree",
     ],
     "decoding.engine": ["Engine", "generate"],

@@ -18,7 +18,6 @@ from speculator.drafters import (
     HeadDrafter,
     HybridDrafter,
     NgramDrafter,
-    Paths,
     Tree,
 )
 from speculator.drafters.hybrid import Hybrid
@@ -28,7 +27,7 @@ from speculator.target.model import Target
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
 _CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
-_TREE = ("branches", "nodes", "paths", "replacement")
+_TREE = ("branches", "nodes", "replacement")
 
 
 def add_target_flags(parser: OneLineParser) -> None:
@@ -80,7 +79,6 @@ def add_flags(parser: OneLineParser) -> None:
         "--branches", type=_numbers, metavar="4,2,1", help="number of children of a drafted token, level by level"
     )
     parser.add_argument("--nodes", type=int, help="draft a tree of the N likeliest tokens among --branches")
-    parser.add_argument("--paths", type=int, help="draft the N likeliest paths among --branches")
     parser.add_argument(
         "--replacement",
         action="store_true",
@@ -202,13 +200,11 @@ def _given(arguments: argparse.Namespace, *names: str) -> str:
     return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
 
 
-def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Paths | Candidates:
+def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Candidates:
     """Shape of a head's or model's draft; a chain of `length` tokens by default."""
     if arguments.branches is None:
         length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
         return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
     if arguments.nodes is not None:
         return Tree(arguments.branches, arguments.nodes)
-    if arguments.paths is not None:
-        return Paths(arguments.branches, arguments.paths)
     return Candidates(arguments.branches, arguments.replacement)

@@ -7,7 +7,7 @@ from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import HybridDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.drafters.shapes import Candidates, Chain, Paths, Tree
+from speculator.drafters.shapes import Candidates, Chain, Tree
 
 __all__ = [
     "Candidates",
@@ -19,6 +19,5 @@ __all__ = [
     "HeadDrafter",
     "HybridDrafter",
     "NgramDrafter",
-    "Paths",
     "Tree",
 ]

@@ -1,10 +1,9 @@
-"""Shapes of a draft: chain, sampled candidates, tree of the likeliest, best paths. Any source gives the logits."""
+"""Shapes of a draft: chain, candidates, best-first tree. Any source gives the logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import prod
 from operator import mul
 
 import torch
@@ -186,42 +185,13 @@ class Tree:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         tokens, parents, scores = _expand(source, pending, self.branches, self.beam, noise, sequences)
-        keep = scores.topk(self.nodes).indices.sort(-1).values
-        return _selected(tokens, parents, keep, torch.full_like(pending, self.nodes), self)
-
-
-class Paths:
-    """The `paths` likeliest whole paths (2404.19124), merged into one tree by their common beginnings.
-
-    Args:
-        branches: the likeliest tokens that each head offers.
-        paths: candidates that go through the target.
-    """
-
-    capturable = True
-
-    def __init__(self, branches: Sequence[int], paths: int):
-        self.branches, self.paths = _checked(branches), paths
-        self.depth = self.levels = len(self.branches)
-        self.width = max(self.branches)
-        self.nodes = paths * self.depth
-        self.offered = sum(accumulate(self.branches, mul))
-        self.rules: tuple[str, ...] = ("match",)
-        check_nodes(self.nodes, self.offered)
-        if not 1 <= paths <= prod(self.branches):
-            raise UserError(f"{paths} paths: branches {self.branches} give 1..{prod(self.branches)}")
-
-    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        tokens, parents, scores = _expand(source, pending, self.branches, prod(self.branches), noise, sequences)
-        leaves = prod(self.branches)
-        keep = scores[:, -leaves:].topk(self.paths).indices + scores.shape[1] - leaves
-        on_path = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, keep, True)
-        for _ in range(self.depth - 1):
-            keep = parents.gather(1, keep)
-            on_path = on_path.scatter(1, keep, True)
-        index = torch.arange(tokens.shape[1], device=tokens.device)
-        order = torch.where(on_path, index, tokens.shape[1]).sort(-1).values[:, : self.nodes]
-        return _selected(tokens, parents, order.clamp(max=tokens.shape[1] - 1), on_path.sum(-1), self)
+        keep = scores.topk(self.nodes).indices.sort(-1).values  # [B, n], parents included
+        new_place = torch.arange(self.nodes, device=keep.device).expand_as(keep)
+        place = torch.zeros_like(tokens).scatter(1, keep, new_place)
+        kept = parents.gather(1, keep)
+        kept = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
+        lengths = torch.full_like(pending, self.nodes)
+        return Draft(tokens.gather(1, keep), lengths, None, kept, depth=self.depth, width=self.width)
 
 
 def _expand(
@@ -252,14 +222,6 @@ def _expand(
         offered += scores.shape[1]
         logits = source.next(level + 1, tokens.gather(1, chosen), chosen // children)
     return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
-
-
-def _selected(tokens: Tensor, parents: Tensor, keep: Tensor, lengths: Tensor, shape: Tree | Paths) -> Draft:
-    """Make the draft of the tokens at `keep` [B, n], which include their parents."""
-    place = torch.zeros_like(tokens).scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
-    kept = parents.gather(1, keep)
-    renamed = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
-    return Draft(tokens.gather(1, keep), lengths, None, renamed, depth=shape.depth, width=shape.width)
 
 
 def _checked(branches: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from conftest import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from speculator import Candidates, Chain, Engine, Paths, Sampling, Tree
+from speculator import Candidates, Chain, Engine, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
 from speculator.decoding.request import StopStrings
@@ -102,7 +102,6 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
         (["--num_speculative_tokens", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
         (["--min_confidence", "0.4", "--rule", "block"], Chain, {"depth": 3, "min_confidence": 0.4}),
         (["--branches", "3,2", "--nodes", "5", "--rule", "match"], Tree, {"branches": (3, 2), "nodes": 5}),
-        (["--branches", "3,2", "--paths", "2"], Paths, {"branches": (3, 2), "paths": 2}),
         (["--branches", "2,2", "--replacement"], Candidates, {"replacement": True}),
     ],
 )

@@ -28,7 +28,6 @@ from speculator import (
     HeadDrafter,
     HybridDrafter,
     NgramDrafter,
-    Paths,
     Sampling,
     Target,
     Tree,
@@ -54,7 +53,6 @@ SHAPES = {
     "chain": Chain(3),
     "greedy-chain": Chain(3, sampled=False),
     "tree": Tree((4, 3, 2), nodes=8),
-    "paths": Paths((4, 3, 2), paths=4),
     "candidates": Candidates((3, 2, 1)),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }

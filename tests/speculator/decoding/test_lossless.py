@@ -1,6 +1,7 @@
 """No drafter changes the target's output: greedy tokens are identical, sampled tokens keep the distribution."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculator import (
     Candidates,
     Chain,
+    Drafter,
     DraftModelDrafter,
     EarlyExitDrafter,
     Engine,
@@ -30,7 +32,6 @@ from speculator import (
     HeadDrafter,
     HybridDrafter,
     NgramDrafter,
-    Paths,
     Sampling,
     Target,
     Tree,
@@ -51,7 +52,6 @@ SHAPES = {
     "greedy-chain": Chain(3, sampled=False),
     "cautious-chain": Chain(3, min_confidence=0.3),
     "tree": Tree((4, 3, 2), nodes=8),
-    "paths": Paths((4, 3, 2), paths=4),
     "candidates": Candidates((3, 2, 1)),
     "candidates-replacement": Candidates((3, 2), replacement=True),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
@@ -59,34 +59,56 @@ SHAPES = {
 ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
 
 
-def drafters(target: Target | None = None) -> dict:
-    """Every source in every shape. The draft model is another random model than the target."""
+def factories(target: Target | None = None) -> dict[str, Callable[[], Drafter | None]]:
+    """How to make every source in every shape. The draft model is another random model than the target."""
     target = target or Target(tiny_model(), None)
     dtype = target.dtype
-    draft_model = Target(tiny_model("qwen3").to(dtype), None)
-    made = {f"head-{name}": HeadDrafter(tiny_head().to(dtype), shape) for name, shape in SHAPES.items()}
-    lstm = tiny_head(architecture="lstm").to(dtype)
-    made |= {f"lstm-{name}": HeadDrafter(lstm, SHAPES[name]) for name in ("chain", "tree")}
-    made |= {f"model-{name}": DraftModelDrafter(draft_model, draft_model, shape) for name, shape in SHAPES.items()}
-    attention = tiny_head(architecture="eagle3").to(dtype)
-    made |= {f"attention-{name}": HeadDrafter(attention, SHAPES[name]) for name in ATTENTION}
-    block, dflash = tiny_block_head(target), tiny_block_head(target, **DFLASH)
-    made |= {f"block-{name}": HeadDrafter(block, SHAPES[name]) for name in ATTENTION}
-    made |= {"block-cautious-chain": HeadDrafter(block, Chain(3, min_confidence=0.5))}
-    made |= {f"dflash-{name}": HeadDrafter(dflash, SHAPES[name]) for name in ("chain", "greedy-chain", "tree")}
-    few = tiny_head(draft_tokens=DRAFT_TOKENS).to(dtype)
-    few_of_block = tiny_block_head(target, draft_tokens=DRAFT_TOKENS)
-    pruned = {"pruned-block-chain": HeadDrafter(few_of_block, SHAPES["chain"])}
-    pruned |= {f"pruned-{name}": HeadDrafter(few, SHAPES[name]) for name in ("chain", "tree")}
-    early = {f"exit-{name}": EarlyExitDrafter(target, 1, SHAPES[name]) for name in ("chain", "tree")}
-    lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
-    both = {
-        f"mixed-{name}": HybridDrafter(made[name], lookup)
-        for name in ("head-chain", "attention-candidates", "block-chain")
+
+    def head(shape, **settings):
+        return lambda: HeadDrafter(tiny_head(**settings).to(dtype), shape)
+
+    def block(shape, **settings):
+        return lambda: HeadDrafter(tiny_block_head(target, **settings), shape)
+
+    def draft_model(shape):
+        def make():
+            model = Target(tiny_model("qwen3").to(dtype), None)
+            return DraftModelDrafter(model, model, shape)
+
+        return make
+
+    def early_exit(shape):
+        return lambda: EarlyExitDrafter(target, 1, shape)
+
+    made = {f"head-{name}": head(shape) for name, shape in SHAPES.items()}
+    made |= {f"lstm-{name}": head(SHAPES[name], architecture="lstm") for name in ("chain", "tree")}
+    made |= {f"model-{name}": draft_model(shape) for name, shape in SHAPES.items()}
+    made |= {f"attention-{name}": head(SHAPES[name], architecture="eagle3") for name in ATTENTION}
+    made |= {f"block-{name}": block(SHAPES[name]) for name in ATTENTION}
+    made |= {"block-cautious-chain": block(Chain(3, min_confidence=0.5))}
+    made |= {f"dflash-{name}": block(SHAPES[name], **DFLASH) for name in ("chain", "greedy-chain", "tree")}
+    pruned = {"pruned-block-chain": block(SHAPES["chain"], draft_tokens=DRAFT_TOKENS)}
+    pruned |= {f"pruned-{name}": head(SHAPES[name], draft_tokens=DRAFT_TOKENS) for name in ("chain", "tree")}
+    early = {f"exit-{name}": early_exit(SHAPES[name]) for name in ("chain", "tree")}
+
+    def mixed(name):
+        lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
+        return lambda: HybridDrafter(made[name](), lookup)
+
+    both = {f"mixed-{name}": mixed(name) for name in ("head-chain", "attention-candidates", "block-chain")}
+    auto = {
+        "auto": lambda: alternating_drafter(tiny_head().to(dtype)),
+        "auto-attention": lambda: alternating_drafter(tiny_head(architecture="eagle3").to(dtype)),
+        "auto-block": lambda: alternating_drafter(tiny_block_head(target)),
     }
-    auto = {"auto": alternating_drafter(tiny_head().to(dtype)), "auto-attention": alternating_drafter(attention)}
-    auto |= {"auto-block": alternating_drafter(block)}
-    return {"none": None, **made, "ngram": NgramDrafter(), **pruned, **early, **both, **auto}
+    return {"none": lambda: None, **made, "ngram": NgramDrafter, **pruned, **early, **both, **auto}
+
+
+def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
+    return factories(target)[name]()
+
+
+NAMES = list(factories())
 
 
 # ---- temperature 0
@@ -139,10 +161,10 @@ def test_greedy_text_is_what_transformers_generates(family, names):
         for prompt in PROMPTS
     ]
     target = Target(model, tokenizer=None)
-    for name, drafter in drafters(target).items():
-        if name in names:
-            for rows in (slice(0, 1), slice(0, 4)) if names is GREEDY or name == "none" else (slice(0, 4),):
-                assert generate(target, drafter, PROMPTS[rows], max_new_tokens=24).tokens == expected[rows], name
+    for name in names:
+        for rows in (slice(0, 1), slice(0, 4)) if names is GREEDY or name == "none" else (slice(0, 4),):
+            made = generate(target, make_drafter(name, target), PROMPTS[rows], max_new_tokens=24)
+            assert made.tokens == expected[rows], name
     for rows in (slice(0, 1), slice(0, 4)):
         for wrong, per_step in ((False, 4.0), (True, 1.0)):
             # 21 tokens: the prefill's and five whole steps of four.
@@ -167,7 +189,7 @@ def sampled_p_value(drafter, sampling, rule=None, rows: int = 12_000, batch: int
             probs[tokens[1:]] += probability
         _DISTRIBUTIONS[key] = probs
     target = Target(model, None)
-    drafter = drafters(target)[drafter] if isinstance(drafter, str) else drafter
+    drafter = make_drafter(drafter, target) if isinstance(drafter, str) else drafter
     counts: Counter = Counter()
     for start in range(0, rows, batch or rows):
         own = replace(sampling, seed=sampling.seed + start)
@@ -182,7 +204,7 @@ WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, 
 SLOW = ["mixed-attention-candidates", *(f"model-{name}" for name in SHAPES if name not in ("chain", "tree"))]
 SAMPLED = [
     pytest.param(number, name, marks=[pytest.mark.soak] if name in SLOW else [], id=name)
-    for number, name in enumerate(drafters())
+    for number, name in enumerate(NAMES)
     if "auto" not in name
 ]
 
@@ -231,7 +253,7 @@ def test_small_batches_follow_the_enumerated_distribution(name, batch):
 @pytest.mark.parametrize("name", ["head-chain", "attention-chain", "attention-candidates", "block-chain"])
 def test_a_second_turn_follows_the_enumerated_distribution(name):
     """Slots are reused for a prompt with a common prefix, after the head has read draft tokens."""
-    engine = Engine(Target(tiny_model(scale=2.0), None), drafters()[name], slots=500)
+    engine = Engine(Target(tiny_model(scale=2.0), None), make_drafter(name), slots=500)
     sampling, counts = WARPERS[1], Counter()
     for start in range(0, 2000, 500):
         engine.generate([PROMPTS[0][:3]] * 500, replace(sampling, seed=start), max_new_tokens=4)
@@ -355,10 +377,10 @@ def chi_square_of_pairs(seen, p_table) -> float:
 # ---- rows, cache and copies
 
 MAIN = [
-    *(name for name in drafters() if name not in GREEDY and "auto" not in name and "model-" not in name),
+    *(name for name in NAMES if name not in GREEDY and "auto" not in name and "model-" not in name),
     *("none", "head-tree", "attention-tree", "model-tree", "ngram", "auto-attention"),
 ]
-ALL = [name if name in MAIN else pytest.param(name, marks=pytest.mark.soak) for name in drafters()]
+ALL = [name if name in MAIN else pytest.param(name, marks=pytest.mark.soak) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -372,7 +394,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
     ]
     if name.startswith("auto"):
         settings = [replace(each, temperature=0.0) for each in settings]
-    drafter = drafters(target)[name]
+    drafter = make_drafter(name, target)
     together = generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
     alone = [
         generate(target, drafter, [prompt], [own], max_new_tokens=20).tokens[0]
@@ -384,7 +406,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, drafter in drafters().items() if drafter and drafter.rules[0] == "match"]
+    "name", [name for name, make in factories().items() if (drafter := make()) and drafter.rules[0] == "match"]
 )
 def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
     """Also of requests that wait for a slot beside others."""
@@ -394,7 +416,7 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
         generate(target, None, [prompt], [own], max_new_tokens=30).tokens[0]
         for prompt, own in zip(PROMPTS, settings, strict=True)
     ]
-    made = Engine(target, drafters(target)[name], slots=2).generate(PROMPTS, settings, max_new_tokens=30)
+    made = Engine(target, make_drafter(name, target), slots=2).generate(PROMPTS, settings, max_new_tokens=30)
     assert made.tokens == expected
     assert made.acceptance_length > 1
 
@@ -402,7 +424,7 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
 @pytest.mark.parametrize("name", ALL)
 def test_after_every_step_the_cache_is_that_of_the_text(name):
     target = Target(tiny_model("gemma3"), tokenizer=None)  # full and sliding layers
-    engine, texts = Engine(target, drafters(target)[name], slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
+    engine, texts = Engine(target, make_drafter(name, target), slots=len(PROMPTS)), [list(prompt) for prompt in PROMPTS]
     checked = 0
 
     def check(row: int, new: list[int], drafted: int) -> None:
@@ -461,7 +483,7 @@ def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
         counts.clear()
         with Copies() as dispatched:
             generation = generate(
-                target, drafters(target)[name], [PROMPTS[0]], Sampling(temperature), max_new_tokens=count
+                target, make_drafter(name, target), [PROMPTS[0]], Sampling(temperature), max_new_tokens=count
             )
         return counts["python"] + len(dispatched.names), len(generation.steps[0])
 

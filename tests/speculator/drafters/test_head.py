@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import VOCAB, tiny_head
 
-from speculator import FixedTree, HeadDrafter, Paths, Tree, UserError
+from speculator import FixedTree, HeadDrafter, Tree, UserError
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
@@ -32,8 +32,8 @@ def test_every_branch_of_a_tree_continues_its_own_state(architecture):
 
 def test_more_branches_than_draft_tokens_raise():
     head = tiny_head(draft_tokens=[2, 5, 7])
-    for shape in (Tree((3, 2), nodes=4), Paths((2, 3), paths=2), FixedTree([(0,), (1,), (2,)])):
+    for shape in (Tree((3, 2), nodes=4), FixedTree([(0,), (1,), (2,)])):
         HeadDrafter(head, shape)
-    for shape in (Tree((2, 4), nodes=4), Paths((4, 1), paths=2), FixedTree([(i,) for i in range(4)])):
+    for shape in (Tree((2, 4), nodes=4), FixedTree([(i,) for i in range(4)])):
         with pytest.raises(UserError, match="3 tokens"):
             HeadDrafter(head, shape)

@@ -14,7 +14,6 @@ from speculator import (
     FixedTree,
     HeadDrafter,
     HybridDrafter,
-    Paths,
     Sampling,
     Target,
     Tree,
@@ -83,7 +82,6 @@ def drafters(target: Target) -> dict[str, HybridDrafter]:
     inner = {
         "chain": HeadDrafter(head, Chain(2)),
         "tree": HeadDrafter(head, Tree((3, 2), 4)),
-        "paths": HeadDrafter(head, Paths((3, 2), 2)),
         "cautious-chain": HeadDrafter(head, Chain(3, min_confidence=0.3)),
         "fixed-tree": HeadDrafter(attention, tree),
         "model": model,
@@ -116,7 +114,7 @@ def test_a_mixed_draft_accepts_what_either_source_would():
     assert per_step(HybridDrafter(right, lookup), own=2) > 4
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "paths", "cautious-chain", "fixed-tree", "model"])
+@pytest.mark.parametrize("name", ["chain", "tree", "cautious-chain", "fixed-tree", "model"])
 def test_greedy_text_is_plain_decodings_and_a_row_is_what_it_is_alone(name):
     target = Target(tiny_model().double(), tokenizer=None)
     drafter, lonely = drafters(target)[name], []
