@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart reference test check serving soak
+.PHONY: quickstart reference test check docs serving soak
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
 
-# The reference run of docs/reference, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
+# The reference run of docs/lab/smollm2, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
 # Needs spec_bench.jsonl: https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl
 REFERENCE ?= runs/reference
 REFERENCE_TARGET ?= HuggingFaceTB/SmolLM2-135M-Instruct
@@ -78,9 +78,14 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
 	$(MAKE) test
 
-# Long tests of docs/reliability.md: under an hour on two cores. Run one part with `make soak PART=kills`.
+# The documentation's pages, in build/docs. A broken link or anchor is an error.
+docs: .venv/installed
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
+
+# Long tests of docs/lab/reliability: under an hour on two cores. Run one part with `make soak PART=kills`.
 soak: .venv/installed
 	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
 

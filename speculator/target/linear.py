@@ -1,7 +1,7 @@
 """Matrix products on a CPU by oneDNN: a few rows take about as long as one.
 
 Speculative decoding pays because verifying G+1 tokens reads the weights once, as a plain step does. torch's own product
-(MKL) takes two to three times as long for a few rows as for one on some processors (docs/benchmarks/linear.md). Each
+(MKL) takes two to three times as long for a few rows as for one on some processors (docs/lab/linear.md). Each
 weight therefore has a second copy in oneDNN's layout, multiplied by the operators that torch.compile generates. Small
 products, other dtypes and devices, and calls that need a gradient use torch's own product.
 """

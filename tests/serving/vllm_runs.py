@@ -4,7 +4,7 @@ Usage: vllm_runs.py INPUTS OUTPUT. INPUTS is JSON: target, engine (settings of v
 speculative_config, or null) and runs. A run is a list of requests that are submitted together: prompt (token ids),
 max_new_tokens, temperature and seed. OUTPUT gets for each run the texts, the drafts as [position of the target's last
 token, the next token, the draft], the accepted tokens per position, preemptions and prefix cache hits. `expand` in
-INPUTS replaces a faulty function of vLLM's CPU backend: see docs/vllm_cpu_temperature.md.
+INPUTS replaces a faulty function of vLLM's CPU backend: see docs/lab/vllm_cpu_temperature.md.
 """
 
 import functools

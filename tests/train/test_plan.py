@@ -41,7 +41,7 @@ SMOLLM = LlamaConfig(
     ],
 )
 def test_memory_is_within_15_percent_of_what_an_h100_measured(recipe, target, measured, flags):
-    """The figures of docs/benchmarks/h100.md, in GB."""
+    """The figures of docs/lab/h100.md, in GB."""
     made = Plan(parse(["--config", f"configs/{recipe}.yaml", *flags]), target, H100)
     assert sum(made.memory()["stage1"].values()) / 1e9 == pytest.approx(measured, rel=0.15)
 
@@ -52,7 +52,7 @@ def test_generating_is_within_15_percent_of_what_an_h100_measured():
 
 
 def test_mfu_is_close_to_that_of_counted_operations():
-    """docs/benchmarks/h100.md: 12,211 tokens/s are 32% of the peak."""
+    """docs/lab/h100.md: 12,211 tokens/s are 32% of the peak."""
     made = Plan(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100)
     assert 12_211 * made.seconds_per_token("stage1") == pytest.approx(0.32, abs=0.03)
 
