@@ -1,11 +1,16 @@
-"""Helpers of the tests with vLLM: the bundled target, runs of vLLM, and the steps of our decoder."""
+"""Helpers of the tests with other servers: the bundled target, half-trained heads, and the steps of our decoder."""
 
 import json
 from pathlib import Path
 
 import torch
 
-from speculator import HeadDrafter, generate
+from speculator import Chain, HeadDrafter, Target, generate
+from speculator.decoding.engine import Engine
+from speculator.heads import Speculator
+from speculator.heads.training import TrainingBatch
+from train.config import LossConfig
+from train.losses import ChunkedLoss
 
 TARGET = Path(__file__).parents[2] / "examples" / "stdlib_target"
 ENVIRONMENT = {
@@ -56,3 +61,40 @@ def our_steps(target, head, length: int, prompts: list[list[int]], counts: list[
 def per_position(steps: list[list[int]], length: int) -> list[int]:
     """Number of steps that accept each position of a draft."""
     return [sum(accepted > position for text in steps for accepted in text) for position in range(length)]
+
+
+def fitted(head: Speculator, target: Target, prompts: list[list[int]], new: int, steps: int = 8) -> Speculator:
+    """Train on the target's own continuations, so that some drafts are accepted and some are not."""
+    batches = []
+    for prompt, answer in zip(prompts, Engine(target).generate(prompts, max_new_tokens=new).tokens, strict=True):
+        row = torch.tensor([prompt + answer])
+        documents = torch.zeros_like(row)
+        targets = head.config.training_targets(row, documents, torch.ones_like(row), [0])
+        with target.aux_layers.recorded(head.aux_layers) as states:
+            hidden = target.hidden(row)
+        batches.append(TrainingBatch(row, documents, hidden, states(hidden), targets))
+    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
+    optimiser = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], lr=5e-3)
+    for step in range(steps):
+        optimiser.zero_grad()
+        total, count = head.train()(batches[step % len(batches)], loss)["objective"]
+        (total / count).backward()
+        optimiser.step()
+    return head.eval().requires_grad_(False)
+
+
+def own_steps(
+    target: Target, head: Speculator, drafted: int, prompt: list[int], new: int
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return the draft of each step, the number accepted, and the text."""
+    drafts: list[list[int]] = []
+
+    class Noting(HeadDrafter):
+        def propose(self, *given):
+            draft = super().propose(*given)
+            drafts.append(draft.tokens[0].tolist())
+            return draft
+
+    engine = Engine(target, Noting(head, Chain(drafted)), slots=1)
+    made = engine.generate([prompt], max_new_tokens=new)
+    return drafts, [step.accepted for step in made.steps[0]], made.tokens[0]

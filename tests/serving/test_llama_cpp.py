@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DFLASH
+from serving.shared import fitted, own_steps
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from speculator import Chain, HeadDrafter, Target
+from speculator import Target
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.decoding.engine import Engine
@@ -25,14 +26,10 @@ from speculator.heads import (
     DSparkSpeculatorConfig,
     Eagle3Speculator,
     Eagle3SpeculatorConfig,
-    Speculator,
 )
-from speculator.heads.training import TrainingBatch
 from speculator.target.gguf import is_gguf
-from train.config import LossConfig
-from train.losses import ChunkedLoss
 
-DRAFTED, NEW, FIT = 4, 40, 8
+DRAFTED, NEW = 4, 40
 BLOCK = {"num_hidden_layers": 2, "markov_rank": 16, "mask_token_id": 4}
 FLAGS = {"fc_norm": False, "norm_output": False}
 KINDS = {
@@ -90,39 +87,6 @@ def convert(llama_cpp: Path, folder: Path, output: Path, *more: object) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def fitted(head: Speculator, target: Target, prompt: list[int]) -> Speculator:
-    """Train on the target's own continuation, so that some drafts are accepted and some are not."""
-    row = torch.tensor([prompt + Engine(target).generate([prompt], max_new_tokens=NEW).tokens[0]])
-    documents = torch.zeros_like(row)
-    targets = head.config.training_targets(row, documents, torch.ones_like(row), [0])
-    with target.aux_layers.recorded(head.aux_layers) as states:
-        hidden = target.hidden(row)
-    batch = TrainingBatch(row, documents, hidden, states(hidden), targets)
-    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
-    optimiser = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], lr=5e-3)
-    for _ in range(FIT):
-        optimiser.zero_grad()
-        total, count = head.train()(batch, loss)["objective"]
-        (total / count).backward()
-        optimiser.step()
-    return head.eval().requires_grad_(False)
-
-
-def own_steps(target: Target, head: Speculator, prompt: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
-    """Return the draft of each step, the number accepted, and the text."""
-    drafts: list[list[int]] = []
-
-    class Noting(HeadDrafter):
-        def propose(self, *given):
-            draft = super().propose(*given)
-            drafts.append(draft.tokens[0].tolist())
-            return draft
-
-    engine = Engine(target, Noting(head, Chain(DRAFTED)), slots=1)
-    made = engine.generate([prompt], max_new_tokens=NEW)
-    return drafts, [step.accepted for step in made.steps[0]], made.tokens[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
     target = Target.load(str(base), dtype="float32")
@@ -143,11 +107,11 @@ def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
     for name, weight in head.named_parameters():
         if weight.ndim == 1 and "norm" in name:
             torch.nn.init.normal_(weight, mean=1.0, std=0.2)
-    head = fitted(head, target, prompt)
+    head = fitted(head, target, [prompt], NEW)
     save(head, tmp_path / "head", layout_of(layout, head))
     convert(llama_cpp, tmp_path / "head", tmp_path / "head.gguf", "--target-model-dir", base)
 
-    drafts, accepted, text = own_steps(target, head, prompt)
+    drafts, accepted, text = own_steps(target, head, DRAFTED, prompt, NEW)
     found = served(llama_cpp, base / "target.gguf", tmp_path / "head.gguf", layout, prompt, tmp_path / "log")
     assert found["tokens"] == text
     theirs, counts = drafts_of(tmp_path / "log")

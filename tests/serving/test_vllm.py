@@ -1,12 +1,15 @@
-"""EAGLE-3 heads in vLLM 0.32, in both layouts: greedy text and draft tokens equal ours."""
+"""EAGLE-3 heads in both layouts, and a DFlash head, in vLLM 0.32: greedy text and draft tokens equal ours."""
 
 import pytest
 import torch
-from serving.shared import TARGET, draft_from, vllm_runs
+from conftest import DFLASH
+from serving.shared import TARGET, draft_from, fitted, own_steps, vllm_runs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from speculator import Target
 from speculator.checkpoints import layout_of, save
-from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from speculator.checkpoints.loading import bind
+from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig, Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import DraftingForm
 
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
@@ -116,3 +119,33 @@ def test_text_and_draft_tokens_equal_ours(tmp_path, model, texts, layout, run_in
     assert same == drafted
     assert 0 < sum(accepted) < drafted
     assert all(abs(a - b) <= len(texts) for a, b in zip(accepted, per_position, strict=True))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_every_token_of_a_dflash_head_is_ours(tmp_path, texts, layers, run_in, report):
+    """The weights of `k_norm` stay 1: vLLM's CPU backend norms the text's keys of every layer by the first one's."""
+    target = Target.load(str(TARGET), dtype="float32")
+    torch.manual_seed(0)
+    changes = {"n_predict": LENGTH, "num_hidden_layers": layers, "mask_token_id": 3, **DFLASH}
+    config = DSparkSpeculatorConfig.for_target(target.config, base_model_name_or_path=str(TARGET), **changes)
+    head = bind(DSparkSpeculator(config), target)
+    for layer in head.layers:
+        layer.self_attn.k_norm.weight.requires_grad_(False)
+    head = fitted(head, target, [prompt for prompt, _ in texts], NEW, steps=40)
+    save(head, tmp_path / "head", layout_of("dflash", head))
+    runs = [[{"prompt": prompt, "max_new_tokens": NEW}] for prompt, _ in texts]
+    engine = {"max_model_len": 512, "max_num_seqs": 1, "enable_prefix_caching": False}
+    speculative = {"method": "dflash", "model": str(tmp_path / "head"), "num_speculative_tokens": LENGTH}
+    made = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine)
+    same = drafted = kept = 0
+    for (prompt, answer), theirs in zip(texts, made, strict=True):
+        drafts, accepted, text = own_steps(target, head, LENGTH, prompt, NEW)
+        assert theirs["texts"] == [text] == [answer]
+        kept += sum(accepted)
+        for mine, (*_, its) in zip(drafts, theirs["drafts"], strict=False):
+            same, drafted = same + sum(a == b for a, b in zip(mine, its, strict=True)), drafted + len(mine)
+    found = sum(sum(run["accepted"]) for run in made)
+    report(f"DFlash, {layers} layers: {same} of {drafted} tokens equal; accepted: vLLM {found}, ours {kept}")
+    assert same == drafted
+    assert 0 < kept < drafted
+    assert abs(found - kept) <= len(texts) * LENGTH  # the text may end inside the last step
