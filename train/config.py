@@ -117,6 +117,9 @@ class LossConfig:
     """How soon the LK hybrid turns from KL divergence to total variation."""
     head_decay: PositiveFloat = 1.0
     """Decay of the weight per draft position: position i has weight head_decay^i."""
+    d_pace: ClosedUnitInterval = 1.0
+    """Smoothing alpha of D-PACE (arXiv 2605.18810): each position is also weighted by how much it adds to the draft's
+    expected length, with chances (1 - alpha) q + alpha of its tokens; 1: off."""
 
 
 @dataclass

@@ -89,6 +89,15 @@ def loss_per_token(
     return loss, accepted
 
 
+def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]
+    """Weight of each step by its share in the expected length of the draft (2605.18810); 0 where it has no label.
+
+    P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, and w_j = sum_{m >= j} P_m.
+    """
+    reached = (live * ((1 - alpha) * q + alpha) + ~live).cumprod(0) * live
+    return reached.flip(0).cumsum(0).flip(0) * live
+
+
 def chunk_tokens(device: str, vocab_size: int) -> int:
     """Number of tokens whose logits are in memory at a time, by kind of device."""
     return max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
@@ -114,6 +123,36 @@ class ChunkedLoss:
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
         return torch.tensor([self.weights.head_decay**i for i in range(steps)])
+
+    @torch.no_grad()
+    @torch.no_grad()
+    def pace(
+        self,
+        logits: Sequence[Sequence[Term]],
+        labels: Tensor,
+        slots: Tensor,
+        shape: tuple[int, int],
+    ) -> Tensor | None:
+        if self.weights.d_pace == 1:
+            return None
+        steps, kept = labels.shape
+        q = torch.zeros(steps, kept, device=labels.device)
+        chunk = self.chunk or chunk_tokens(labels.device.type, self.vocab_size)
+        for i, terms in enumerate(logits):
+            dtype = _product_dtype(terms[0][1])
+            matrices = [matrix.to(dtype) for _, matrix in terms]
+            for start in range(0, kept, chunk):
+                span = slice(start, start + chunk)
+                z = _logits([x[span].contiguous().to(dtype) for x, _ in terms], matrices)
+                q[i, span] = cross_entropy(z.float().log_softmax(-1), labels[i, span]).neg().exp()
+        counted = labels != IGNORE
+        size = shape[0] * shape[1]
+        places = torch.where(counted, slots, size).flatten()  # labels to ignore share a place after the others
+        by_slot = q.new_zeros(size + 1).index_copy(0, places, (q * (labels >= 0)).flatten())
+        live = counted.new_zeros(size + 1).index_copy(0, places, counted.flatten())
+        by_slot, live = (x[:-1].view(shape).T for x in (by_slot, live))
+        weights = d_pace(by_slot, live, self.weights.d_pace).T.flatten()
+        return torch.where(counted, weights[slots], 0)
 
     def __call__(
         self,
@@ -172,8 +211,7 @@ class _Chunked(torch.autograd.Function):
         features = [[next(inputs) for _ in which] for which in call.matrix_of]
         needed = ctx.needs_input_grad[1 + count :]
         device = labels.device
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else matrices[0].dtype
+        dtype = _product_dtype(matrices[0])
         cast = [matrix.to(dtype) for matrix in matrices]
         d_features = [[torch.zeros_like(x) for x in xs] if train else [] for xs in features]
         # A frozen matrix gets no gradient: that buffer would be as large as the vocabulary is.
@@ -190,8 +228,7 @@ class _Chunked(torch.autograd.Function):
             for i, which in enumerate(call.matrix_of):
                 counted = labels[i, span] != IGNORE
                 xs = [x[span].to(dtype) for x in features[i]]
-                terms = [product(x, cast[j]) for x, j in zip(xs, which, strict=True)]
-                z = sum(terms[1:], terms[0]).to(loss.dtype).requires_grad_(train)
+                z = _logits(xs, [cast[j] for j in which]).to(loss.dtype).requires_grad_(train)
                 with torch.set_grad_enabled(train):
                     each, shared = loss_per_token(z, labels[i, span], target, options)
                     each = each * counted
@@ -221,6 +258,16 @@ class _Chunked(torch.autograd.Function):
         count = len(gradients) - ctx.missing.count(False)
         d_matrices = iter(gradients[count:])
         return None, *gradients[:count], *(None if missing else next(d_matrices) for missing in ctx.missing)
+
+
+def _product_dtype(matrix: Tensor) -> torch.dtype:
+    kind = matrix.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
+
+
+def _logits(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:  # [C, I] and [V, I] each -> [C, V]
+    terms = [product(x, matrix) for x, matrix in zip(features, matrices, strict=True)]
+    return sum(terms[1:], terms[0])
 
 
 def _target(call: _Call, span: slice) -> TargetProbs:

@@ -74,6 +74,16 @@ class TokenLoss(Protocol):
         """Weight of each draft position in the objective (`loss.head_decay`)."""
         ...
 
+    def pace(
+        self,
+        logits: Sequence[Sequence[Term]],
+        labels: Tensor,  # [N, K] as below
+        slots: Tensor,  # [N, K] index of each label in `shape`, flattened
+        shape: tuple[int, int],  # drafts, tokens of a draft
+    ) -> Tensor | None:  # [N, K]
+        """Weight of each label by its share in its draft's expected length (`loss.d_pace`); None if that is off."""
+        ...
+
     def __call__(
         self,
         logits: Sequence[Sequence[Term]],  # terms of each of N steps

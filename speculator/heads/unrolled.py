@@ -91,6 +91,11 @@ class UnrolledHead(Speculator):
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
             weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
+        drafts = batch_size * length
+        slots = torch.arange(drafts * steps, device=hidden.device).view(batch_size, length, steps)
+        slots = torch.stack([by_u(slots[..., i], i, 0)[kept] for i in range(steps)])
+        if (pace := loss.pace(logits, labels[:, kept], slots, (drafts, steps))) is not None:
+            weights = weights * pace
         measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens)
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]

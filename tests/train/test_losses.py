@@ -14,7 +14,7 @@ from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.heads.unrolled import UnrolledHead, align
 from train.config import LossConfig
-from train.losses import _CHUNK, ChunkedLoss, summarise
+from train.losses import _CHUNK, ChunkedLoss, d_pace, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
 S = L - N - 1
@@ -134,6 +134,24 @@ def test_chunked_loss_and_gradients_equal_the_naive_ones(name, tied, chunk):
 
 
 # ---- token weights
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_d_pace_weighs_a_step_by_its_share_in_the_expected_length(chunk):
+    """Of q = 0.2, 0.6 and alpha = 0.5, P = 0.6, 0.48: weights 1.08 and 0.48. Against all logits at once."""
+    weights = d_pace(torch.tensor([0.2, 0.6, 0.9]), torch.tensor([True, True, False]), 0.5)
+    torch.testing.assert_close(weights, torch.tensor([1.08, 0.48, 0.0]))
+    case = Case(tied=False)
+    sums = case.measure(LossConfig(cross_entropy=1, kl=0, d_pace=0.3), chunk)
+    live = case.labels.movedim(1, 0) != IGNORE
+    losses = torch.stack(
+        [hard(case.outputs[i](x), None, case.labels[:, i].clamp_min(0)) for i, x in enumerate(case.features)]
+    )
+    reached = (0.7 * (-losses.detach()).exp() + 0.3).masked_fill(~live, 1).cumprod(0) * live
+    expected = sum((reached[i:].sum(0) * losses[i] * live[i]).sum() for i in range(N))
+    torch.testing.assert_close(sums["objective"], expected, rtol=1e-6, atol=0)
+    for got, wanted in zip(case.gradients(sums["objective"]), case.gradients(expected), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [None, 4])

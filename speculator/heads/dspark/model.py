@@ -263,11 +263,13 @@ class DSparkSpeculator(AttentionHead):
         terms = [(features, self.output.weight)]
         if self.markov_head is not None:
             terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
+        ids = draft_ids(labels.flatten()[live], self.draft_tokens)[None]
+        pace = loss.pace([terms], ids, live[None], labels.shape)
         measured = loss(
             [terms],
-            draft_ids(labels.flatten()[live], self.draft_tokens)[None],
+            ids,
             batch.hidden.flatten(0, 1),
-            weights[None],
+            weights[None] if pace is None else weights * pace,
             self.draft_tokens,
             predictors,
         )

@@ -164,7 +164,8 @@ def test_a_batch_without_labels_has_gradients_of_zero():
     assert all(weight.grad is not None and not weight.grad.any() for weight in made.parameters())
 
 
-def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one():
+@pytest.mark.parametrize("alpha", [1, 0.5])
+def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one(alpha):
     """Cross-entropy, total variation and the confidence's error, weighted by place; against a plain implementation."""
     made, (tokens, states) = head().train(), text(2)
     documents = torch.zeros_like(tokens)
@@ -172,7 +173,7 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one():
     mask[0, :5] = mask[1, 15] = 0
     targets = made.config.training_targets(tokens, documents, mask, [1, 2])
     hidden = torch.randn(2, L, D, dtype=torch.float64)
-    weights = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7)
+    weights = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7, d_pace=alpha)
     metrics = made(TrainingBatch(tokens, documents, hidden, states, targets), ChunkedLoss(made.output, weights, V, 7))
 
     total = torch.zeros((), dtype=torch.float64)
@@ -184,7 +185,7 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one():
             feature = made.blocks(
                 states[row : row + 1], tokens[row : row + 1], documents[:1], torch.tensor([0]), anchor[None]
             )[0]
-            kept = 1.0
+            kept, reached, losses = 1.0, [1.0], []
             for k, label in enumerate(labels.tolist()):
                 if label == IGNORE:
                     break
@@ -195,9 +196,13 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one():
                 c = made.confidence_head.proj(torch.cat([feature[k], bias]))[0].sigmoid()
                 aim = 1 - distance.detach()
                 error = -(aim * c.log() + (1 - aim) * (1 - c).log())
-                total = total + 0.7**k * (-0.1 * log_q[label] + 1.8 * distance + error)
+                reached.append(reached[-1] * ((1 - alpha) * log_q[label].exp().item() + alpha))
+                losses.append(-0.1 * log_q[label] + 1.8 * distance)
+                total = total + 0.7**k * error
                 kept = kept * aim
                 prefix[k] += kept
+            for k, each in enumerate(losses):
+                total = total + 0.7**k * (1 if alpha == 1 else sum(reached[k + 1 :])) * each
     objective, count = metrics["objective"]
     torch.testing.assert_close(objective, total * 3)
     assert count == (targets["labels"] != IGNORE).sum()
