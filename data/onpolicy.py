@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from data.batches import Batches, awaited
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Generation, Step, check_prompts
+from speculator.decoding.request import Generation, check_prompts, rejection_marks
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
@@ -148,7 +148,7 @@ def generate_rows(
                 clocks["plain"] = _clock(made)
             whole = [step for row in made.steps for step in row if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
-            rejected = {"rejected": [_rejected(row) for row in made.steps]} if mark_rejected else {}
+            rejected = {"rejected": [rejection_marks(row) for row in made.steps]} if mark_rejected else {}
             seconds = made.prefill_seconds + made.decode_seconds
             work.write(piece, made.tokens, steps=steps, seconds=seconds, **clocks, **rejected)
         return work.finish(prompts, _summary)
@@ -190,15 +190,6 @@ def record_of(
         "rows": len(prompts),
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }
-
-
-def _rejected(steps: Sequence[Step]) -> list[int]:
-    """Mark each new token of a row with 1 if it replaced a rejected draft token; the prefill gives the first token."""
-    marks = [0]
-    for step in steps:
-        marks += [0] * step.emitted
-        marks[-1] = int(step.accepted < step.drafted and not step.cut)
-    return marks
 
 
 def _clock(made: Generation) -> list[float]:

@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetsError
 from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
 from speculator.errors import first_line
-from speculator.files import check_input, open_binary, parse_rows, read_rows
+from speculator.files import check_input, open_binary, parse_rows, read_json, read_rows
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Each split as a range of the documents' SHA-256 modulo 100."""
@@ -55,6 +55,8 @@ def read(location: str, max_package_bytes: int) -> Iterator[Document]:
     if not path.exists():
         name, config, split = hub_id(location)
         return _dataset_rows(hub_dataset(name, config, split), f"{name}:{config or ''}:{split}", location)
+    if (manifest := path / "manifest.json").is_file() and read_json(manifest).get("recorded"):
+        return _recorded(path / "rows")
     path = _rows_folder(path)
     return _datasets_folder(path) if _is_datasets_folder(path) else local_files(path)
 
@@ -74,9 +76,9 @@ def fingerprint(location: str) -> str:
 
 
 def _rows_folder(path: Path) -> Path:
-    """Return the rows inside a folder that `python -m data generate` wrote; other paths stay as they are."""
+    """Return the rows inside a folder of `data generate` or `serve --record`; other paths stay as they are."""
     rows = path / "rows"
-    return rows if (path / "manifest.json").is_file() and _is_datasets_folder(rows) else path
+    return rows if (path / "manifest.json").is_file() and rows.is_dir() else path
 
 
 # Local files
@@ -84,6 +86,14 @@ def _rows_folder(path: Path) -> Path:
 
 def _files_in(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def _recorded(folder: Path) -> Iterator[Document]:
+    """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest."""
+    count = sum(1 for file in _files_in(folder) for _ in read_rows(file))
+    for number, document in enumerate(local_files(folder) if count else ()):
+        bucket = 100 * number // count
+        yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
 
 
 def _suffix(file: Path) -> str:

@@ -9,6 +9,7 @@ import socket
 import sys
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -40,6 +41,16 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--api_key", help=f"key that requests under /v1 must send (default: ${KEY_VARIABLE}, else none)"
     )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the token ids of prompts and answers, to train on (default: nothing is recorded)",
+    )
+    parser.add_argument("--record_share", type=float, default=0.1, help="share of requests to record (default: 0.1)")
+    parser.add_argument(
+        "--record_max", type=float, default=10, metavar="GB", help="size at which the oldest shards go (default: 10)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,15 +70,22 @@ def run(arguments: argparse.Namespace) -> None:
     import uvicorn  # an optional dependency
 
     from speculator.server.app import create_app
+    from speculator.server.recorder import Recorder
     from speculator.server.worker import Worker
 
+    recorder = None
+    if arguments.record:
+        recorder = Recorder(arguments.record, target, arguments.record_share, 1e9 * arguments.record_max)
     worker = Worker(partial(Engine, target, drafter, slots=slots, rule=arguments.rule))
-    app = create_app(target, worker, name=arguments.target, api_key=key, max_queue=arguments.queue)
+    app = create_app(target, worker, name=arguments.target, api_key=key, max_queue=arguments.queue, recorder=recorder)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     print(f"serving {arguments.target} at {url}: {_memory(target, slots)}", file=sys.stderr)
     if arguments.host not in _LOOPBACK and not key:
         print("warning: anyone who reaches this address can use the server: there is no --api_key", file=sys.stderr)
+    if recorder:
+        line = f"recording {arguments.record_share:.0%} of the requests to {arguments.record}"
+        print(f"{line}, at most {arguments.record_max:g} GB; clients opt out with store: false", file=sys.stderr)
     sys.setswitchinterval(_SWITCH_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn handles it, then raises it again
     uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none")).run(sockets=[listening])
@@ -99,6 +117,10 @@ def _check(arguments: argparse.Namespace) -> str:
     refuse_below(arguments, max_num_seqs=1, queue=0)
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))  # else it wraps around
     refuse((arguments.max_model_len is not None and arguments.max_model_len < 2, "--max_model_len must be at least 2"))
+    refuse(
+        (not 0 < arguments.record_share <= 1, f"--record_share {arguments.record_share:g} is not in (0, 1]"),
+        (not arguments.record_max > 0, f"--record_max {arguments.record_max:g} is not above 0"),
+    )
     drafting.check(arguments)
     from_environment = arguments.api_key is None
     key = os.environ.get(KEY_VARIABLE, "") if from_environment else arguments.api_key

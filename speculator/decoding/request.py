@@ -43,6 +43,15 @@ def acceptance_length(steps: Iterable[Step]) -> float:
     return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
+def rejection_marks(steps: Iterable[Step]) -> list[int]:
+    """Mark each new token of a row with 1 if it replaced a rejected draft token; the prefill gives the first token."""
+    marks = [0]
+    for step in steps:
+        marks += [0] * step.emitted
+        marks[-1] = int(step.accepted < step.drafted and not step.cut)
+    return marks
+
+
 class StopStrings:
     """Tests whether a completion has just reached a stop string.
 

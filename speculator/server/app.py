@@ -19,6 +19,7 @@ from speculator.decoding.request import check_prompts
 from speculator.prompts import Prompt, continued
 from speculator.server.errors import HANDLED, APIError, answer_error
 from speculator.server.metrics import CountRequests, Metrics
+from speculator.server.recorder import Recorder
 from speculator.server.responses import ChatWriter, CompletionWriter
 from speculator.server.schema import ChatRequest, CompletionRequest, GenerationRequest, parse
 from speculator.server.worker import Job, StepOutput, Worker
@@ -28,7 +29,13 @@ _DEFAULT_TOKENS = 16  # OpenAI's default for completions; a chat without a limit
 
 
 def create_app(
-    target: Target, worker: Worker, *, name: str | None = None, api_key: str = "", max_queue: int = 256
+    target: Target,
+    worker: Worker,
+    *,
+    name: str | None = None,
+    api_key: str = "",
+    max_queue: int = 256,
+    recorder: Recorder | None = None,
 ) -> FastAPI:
     """Create the application; its lifespan starts and stops the worker.
 
@@ -38,8 +45,9 @@ def create_app(
         name: name of the model (default: the target's).
         api_key: key that requests under /v1 must send; empty: none.
         max_queue: requests that may wait for a slot; further ones are answered with 429.
+        recorder: records the answers of clients that do not opt out.
     """
-    routes = _Routes(target, worker, name or target.name, max_queue)
+    routes = _Routes(target, worker, name or target.name, max_queue, recorder)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,6 +56,8 @@ def create_app(
             yield
         finally:
             worker.stop()
+            if recorder:
+                recorder.close()
 
     async def check_key(http: Request) -> None:
         given = http.headers.get("authorization", "").encode()
@@ -77,8 +87,9 @@ def create_app(
 class _Routes:
     """Handlers of the routes."""
 
-    def __init__(self, target: Target, worker: Worker, name: str, max_queue: int):
+    def __init__(self, target: Target, worker: Worker, name: str, max_queue: int, recorder: Recorder | None):
         self.target, self.worker, self.name, self.max_queue = target, worker, name, max_queue
+        self.recorder = recorder
         self.max_body = max(1 << 20, 16 * target.context_length)
         self.metrics = Metrics(
             {
@@ -154,7 +165,9 @@ class _Routes:
         job = self._submit(request, ids, max_new_tokens)
         self.metrics.prompt_tokens.inc(sum(map(len, ids)))
         writer = writer_class(request, self.name, tokenizer, ids)
-        close = partial(self._close, job, began)
+        opted_out = request.store is False or http.headers.get("x-store", "").lower() == "false"
+        recorded = self.recorder is not None and not opted_out and self.recorder.chooses()
+        close = partial(self._close, job, writer, began, recorded)
         if request.stream:
             return _Events(self._events(job, writer, began), close)
         try:
@@ -226,12 +239,14 @@ class _Routes:
             if writer.answers[output.index].stopped:
                 job.requests[output.index].cancel()
 
-    def _close(self, job: Job, began: float) -> None:
-        """Cancel what is unfinished and count the answers."""
+    def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
+        """Cancel what is unfinished, count the answers, and record them if they are whole."""
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:
             self.metrics.count_answer(request)
+        if recorded and self.recorder and writer.done:
+            self.recorder.add(job.requests)
 
 
 class _Events(StreamingResponse):

@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 # Fields about the caller, which do not affect the text.
-_IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+_IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -57,6 +57,7 @@ class GenerationRequest(BaseModel):
     min_p: float | None = Field(None, ge=0, lt=1)
     max_tokens: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
+    store: bool | None = None
 
     @property
     def choices(self) -> int:

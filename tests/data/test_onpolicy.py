@@ -21,6 +21,7 @@ from data import batches, onpolicy
 from data.__main__ import main
 from data.onpolicy import generate_rows
 from speculator import Chain, Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
+from speculator.decoding.request import rejection_marks
 from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
@@ -92,7 +93,7 @@ def test_a_finished_folder_is_not_made_again(target, tmp_path, monkeypatch):
 def test_rejection_marks_by_hand():
     """A fully accepted draft, a rejected one, no draft, and one that the text's end cut after its accepted part."""
     steps = [Step(3, 3, 4), Step(3, 1, 2), Step(0, 0, 1), Step(3, 2, 2)]
-    assert onpolicy._rejected(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
+    assert rejection_marks(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
 
 
 def test_rejection_marks_match_the_steps_and_survive_a_kill(target, tmp_path, monkeypatch):

@@ -1,0 +1,112 @@
+"""Records answers as rows of token ids to train on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from speculator.decoding.request import Request, rejection_marks
+from speculator.errors import UserError
+from speculator.files import acquire, is_partial, make_folder, read_json, write_bytes, write_text
+from speculator.target.model import Target
+
+SHARD_ROWS = 256
+_SHARD_SECONDS = 60
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes a share of the answers to a folder that is a data source of `train.py`.
+
+        FOLDER/manifest.json          the target
+        FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or those of a minute
+
+    A row has the columns of `python -m data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
+    completion) and "rejected" (1 on tokens that replaced a rejected draft token). Nothing else is kept. A shard appears
+    with its last row, so a kill loses only the rows since the last shard.
+
+    Args:
+        folder: created if it does not exist. Only one server at a time records to it.
+        target: target of the answers.
+        share: share of the requests to record.
+        max_bytes: the oldest shards are deleted when all of them are larger.
+
+    Raises:
+        UserError: the folder holds something else or answers of another target, or another server records to it.
+    """
+
+    def __init__(self, folder: Path, target: Target, share: float, max_bytes: float):
+        self._rows_folder, self._share, self._max_bytes = folder / "rows", share, max_bytes
+        manifest = folder / "manifest.json"
+        facts = {"recorded": True, "target": target.name, "fingerprint": target.fingerprint}
+        if not manifest.exists():
+            if folder.exists() and not all(map(is_partial, folder.iterdir())):
+                raise UserError(f"--record {folder} holds other files: choose another folder")
+            make_folder(folder)
+            write_text(manifest, json.dumps(facts))
+        elif {**facts, "target": ""} != {**read_json(manifest), "target": ""}:
+            raise UserError(f"--record {folder} was not recorded with {target.name}: choose another folder")
+        make_folder(self._rows_folder)
+        self._lock = FileLock(folder / "lock")
+        acquire(self._lock, f"--record {folder}: another server records to it")
+        self._sizes: dict[Path, int] = {}
+        for file in sorted(self._rows_folder.iterdir()):
+            if is_partial(file):
+                file.unlink()
+            else:
+                self._sizes[file] = file.stat().st_size
+        self._rows: list[dict[str, Any]] = []
+        self._written = time.monotonic()
+        self._writer = ThreadPoolExecutor(1)  # compression and the disk must not hold up the event loop
+
+    def chooses(self) -> bool:
+        """Draw whether to record a request."""
+        return random.random() < self._share
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Record finished requests; the rows are written with their shard."""
+        for request in requests:
+            prompt, new = len(request.prompt), request.tokens
+            self._rows.append(
+                {
+                    "input_ids": [*request.prompt, *new],
+                    "loss_mask": [0] * prompt + [1] * len(new),
+                    "rejected": [0] * prompt + rejection_marks(request.steps),
+                }
+            )
+        if len(self._rows) >= SHARD_ROWS or time.monotonic() - self._written > _SHARD_SECONDS:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the last shard."""
+        self._flush()
+        self._writer.shutdown()
+        self._lock.release()
+
+    def _flush(self) -> None:
+        rows, self._rows, self._written = self._rows, [], time.monotonic()
+        if rows:
+            self._writer.submit(self._write, rows)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        """Write a shard and delete the oldest ones, in the writer's thread."""
+        last = max(self._sizes, default=None)
+        file = self._rows_folder / f"{int(last.name.partition('.')[0]) + 1 if last else 0:08d}.jsonl.gz"
+        try:
+            write_bytes(file, gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+            self._sizes[file] = file.stat().st_size
+            while sum(self._sizes.values()) > self._max_bytes:
+                oldest = min(self._sizes)
+                oldest.unlink(missing_ok=True)
+                del self._sizes[oldest]
+        except (UserError, OSError) as error:  # answers matter more than their record
+            _log.warning(f"{len(rows)} answers are not recorded: {error}")
