@@ -1,31 +1,122 @@
-"""Modules and files that the documentation names exist."""
+"""What the documentation names exists: links, modules, and every command with its flags."""
 
 import re
-from importlib.util import find_spec
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
+import pytest
+
+from speculator.errors import OneLineParser
+from train.command_line import parse
+
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+
+from generated import parser_of  # noqa: E402
+
+FILES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("examples/*/README.md"),
+    *ROOT.glob("integrations/*/*.md"),
+]
+PAGES = [file for file in FILES if "lab" not in file.parts]
+OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "sbatch", "tail", "vllm"}
+OTHER_FLAGS = {
+    *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip"),  # accelerate
+    *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
+    "--loss",  # a column of settings
+}
 
 
-def test_every_module_in_the_documentation_exists():
-    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    named = {
-        (file.name, module)
-        for file in files
-        for module in re.findall(r"python -m ((?:speculator|data|eval|train|benchmarks)\b(?:\.\w+)*)", file.read_text())
-    }
-    assert {module for _, module in named} >= {"speculator", "data", "eval", "benchmarks.step"}
-    missing = [(name, module) for name, module in sorted(named) if "NAME" not in module and not find_spec(module)]
-    assert not missing
+FENCE = re.compile(r"^```(.*)\n((?s:.*?))^```$", re.MULTILINE)
 
 
-def test_every_link_leads_to_a_file():
-    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+def commands(text: str) -> list[str]:
+    """Commands in the fenced blocks that name no language."""
+    blocks = [block for language, block in FENCE.findall(text) if not language]
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [command for line in lines if line for command in line.split(" && ")]
+
+
+def test_every_link_leads_to_a_file_and_a_heading():
     links = [
-        (file, link)
-        for file in files
-        for link in re.findall(r"\]\(([^)#\s]+)", file.read_text())
-        if not link.startswith(("http://", "https://"))
+        (file, *link) for file in FILES for link in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]+))?\)", file.read_text())
     ]
-    assert len(links) > 50
-    assert not [f"{file.name}: {link}" for file, link in links if not (file.parent / link).exists()]
+    assert len(links) > 100
+    broken = [f"{file.name}: {path}#{anchor}" for file, path, anchor in links if not leads(file, path, anchor)]
+    assert not broken
+
+
+def leads(file: Path, path: str, anchor: str) -> bool:
+    target = file.parent / path if path else file
+    if not target.exists() or not anchor:
+        return target.exists()
+    headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_is_accepted_by_its_parser(page: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(page.read_text()):
+        check(shlex.split(command, comments=True), monkeypatch)
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "train.py" in words:
+        before, flags = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
+        assert all(Path(word).exists() for word in before if word.endswith(".yaml"))
+        parse(flags)
+    elif words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+    elif words[:2] == ["pip", "install"]:
+        extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        assert set(re.findall(r"\w+", " ".join(re.findall(r"\[.*?\]", words[-1])))) <= set(extras)
+    elif words[0] == "speculator" or words[1:3] in (["-m", "speculator"], ["-m", "data"]):
+        name, *flags = words[1:] if words[0] == "speculator" else words[3:]
+        parser_of(f"{'data' if 'data' in words[:3] else 'speculator'} {name}").parse_args(flags)
+    elif words[1:3] == ["-m", "eval"]:
+        named = [] if words[3].startswith("-") else words[3:4]
+        parser_of(" ".join(["eval", *named])).parse_args(words[3 + len(named) :])
+    elif words[0] == "python":
+        run_to_the_parser(words[1:], monkeypatch)
+    else:
+        assert words[0] in OTHER_PROGRAMS, words
+
+
+class ParsedError(Exception):
+    """The flags were accepted."""
+
+
+def run_to_the_parser(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script, or a module after -m, until its flags are parsed."""
+    accept = OneLineParser.parse_args
+
+    def stop(parser, *arguments, **settings):
+        accept(parser, *arguments, **settings)
+        raise ParsedError
+
+    run, name = (runpy.run_module, words[1]) if words[0] == "-m" else (runpy.run_path, words[0])
+    with monkeypatch.context() as patched:
+        patched.setattr("argparse.ArgumentParser.parse_args", stop)
+        patched.setattr(sys, "argv", words[words[0] == "-m" :])
+        patched.syspath_prepend(Path(words[0]).parent)
+        with pytest.raises(ParsedError):
+            run(name, run_name="__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
+    prose = FENCE.sub("", page.read_text().partition("## Renamed")[0])
+    named = {flag for code in re.findall(r"`([^`]+)`", prose) for flag in re.findall(r"(?<!\S)--[a-z][\w.-]*\b", code)}
+    assert named - OTHER_FLAGS <= known_flags()
+
+
+def known_flags() -> set[str]:
+    names = [f"speculator {name}" for name in ("generate", "serve", "export", "inspect", "push")]
+    names += [f"data {name}" for name in ("prepare", "generate", "view")]
+    names += ["train.py", "eval", "eval tune", "eval lossless", "eval compare"]
+    return {flag for name in names for action in parser_of(name)._actions for flag in action.option_strings}
