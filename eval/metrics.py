@@ -154,7 +154,7 @@ def row(
     batch_size: int,
     trained_length: int | None,
 ) -> dict[str, Any]:
-    """The row of one decoder in report.json; docs/guides/evaluation.md explains the keys."""
+    """The row of one decoder in report.json; docs/reference/report.md explains the keys."""
     drafter, timed = decoder.drafter, measured.timed[decoder.key]
     rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     sequences = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
