@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Batches:
     Args:
         folder: created with the first batch, so that an earlier failure leaves nothing behind.
         record: settings that the rows depend on. The same settings resume the work, others raise an error.
-        rows: prompt indices of each batch.
+        rows: prompts of each batch, by their number.
         progress: show a progress bar over the main process's batches.
         title: title of the bar.
         group: processes that make the same batches because they share one target; the first of them writes.
@@ -143,19 +143,16 @@ class Batches:
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
         return left
 
-    def write(self, batch: int, continuations: list[list[int]], **facts: Any) -> None:
-        """Store the new tokens of a batch, in the order of its rows, and facts for the manifest.
-
-        The fact `rejected` becomes a column of the rows: 1 for each token that replaced a rejected draft token.
-        """
+    def write(self, batch: int, rows: list[list[dict[str, list[int]]]], **facts: Any) -> None:
+        """Store the rows that each prompt of a batch gave, in the order of the prompts, and facts for the manifest."""
         if self._group is not None and not self._group.leads:
             return
         self.begin()
-        write_text(self._file(batch), json.dumps({"continuations": continuations, **facts}))
-        self._tokens += sum(map(len, continuations))
+        write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
+        self._tokens += sum(sum(row["loss_mask"]) for made in rows for row in made)
         speed = self._tokens / max(time.monotonic() - self._start, 1e-9)
         self._bar.set_postfix_str(f"{self._tokens:,} tokens, {speed:.0f} tokens/s", refresh=False)
-        self._bar.update(len(continuations))
+        self._bar.update(len(rows))
 
     def begin(self) -> Path:
         """Create and lock the folder; return the folder for unfinished work, which is removed at the end.
@@ -170,18 +167,13 @@ class Batches:
             acquire(self._lock, f"{self.folder}: another run is writing it")
         return self._work
 
-    def finish(self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
+    def finish(self, summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
         """Wait for all batches, then write the rows in the order of the prompts, and the manifest.
 
         Args:
-            prompts: token ids of all prompts.
             summary: compute facts for the manifest from the facts of all batches.
-
-        Returns:
-            Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, and
-            "rejected" (0 on the prompt) if the batches have it.
         """
-        return self.conclude(lambda: self._assemble(prompts, summary))
+        return self.conclude(lambda: self._assemble(summary))
 
     def conclude(self, assemble: Callable[[], tuple[Iterable[dict], dict[str, Any]]]) -> Dataset:
         """Write the rows and the manifest, unless they exist, and remove the unfinished work.
@@ -201,26 +193,19 @@ class Batches:
             self._lock.release()
         return rows
 
-    def _assemble(
-        self, prompts: list[list[int]], summary: Callable[[list[dict]], dict[str, Any]]
-    ) -> tuple[Iterable[dict], dict[str, Any]]:
-        continuations: dict[int, array] = {}
-        rejected: dict[int, array] = {}
-        facts = []
-        for batch, rows in enumerate(self.rows):
+    def _assemble(self, summary: Callable[[list[dict]], dict[str, Any]]) -> tuple[Iterable[dict], dict[str, Any]]:
+        made: dict[int, list[dict[str, array]]] = {}
+        facts, tokens = [], 0
+        for batch, prompts in enumerate(self.rows):
             _wait_for(self._file(batch))
             content = read_json(self._file(batch))
-            continuations |= zip(rows, (array("i", tokens) for tokens in content.pop("continuations")), strict=True)
-            rejected |= zip(rows, (array("b", marks) for marks in content.pop("rejected", [])), strict=False)
+            for prompt, rows in zip(prompts, content.pop("rows"), strict=True):
+                made[prompt] = [{name: array("i", column) for name, column in row.items()} for row in rows]
+                tokens += sum(sum(row["loss_mask"]) for row in rows)
             facts.append(content)
-
-        def rows_in_order() -> Iterator[dict]:
-            for row, prompt in enumerate(prompts):
-                mask = [0] * len(prompt) + [1] * len(continuations[row])
-                columns = {"input_ids": [*prompt, *continuations[row]], "loss_mask": mask}
-                yield columns | ({"rejected": [0] * len(prompt) + list(rejected[row])} if rejected else {})
-
-        return rows_in_order(), {"tokens": sum(map(len, continuations.values())), **summary(facts)}
+        ordered = (row for prompt in sorted(made) for row in made[prompt])
+        rows_of_lists = ({name: column.tolist() for name, column in row.items()} for row in ordered)
+        return rows_of_lists, {"tokens": tokens, **summary(facts)}
 
     def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
         rows = iter(rows)

@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from data.conversations import Row
 from data.duplicates import NearDuplicates
 from data.onpolicy import Ends
 from speculator.chat import DATA_DAY, chat_text, chat_tokens
@@ -65,24 +66,6 @@ def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]
     return parts
 
 
-class Chat:
-    """Tokens of a chat so far, their loss mask, and marks on tokens that replaced a rejected draft token."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mask: list[int] = []
-        self.rejected: list[int] = []
-
-    def add(self, ids: list[int], has_loss: int, rejected: list[int] | None = None) -> None:
-        self.ids += ids
-        self.mask += [has_loss] * len(ids)
-        self.rejected += rejected or [0] * len(ids)
-
-    def row(self, mark_rejected: bool) -> dict[str, list[int]]:
-        row = {"input_ids": self.ids, "loss_mask": self.mask}
-        return row | ({"rejected": self.rejected} if mark_rejected else {})
-
-
 class UserTurns:
     """Prompts the target to write user turns, and drops the turns that can't be used.
 
@@ -128,7 +111,7 @@ class UserTurns:
             texts.append(text)
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
-    def prompt(self, chat: Chat) -> list[int]:
+    def prompt(self, chat: Row) -> list[int]:
         """Return the tokens of a chat up to where the user speaks."""
         if self._texts is None:
             return self._first
@@ -136,16 +119,16 @@ class UserTurns:
         text = (self._texts.again if chat.ids else self._texts.before).rstrip(" ")
         return chat.ids + self._continue(chat, text)
 
-    def has_room(self, chat: Chat) -> bool:
+    def has_room(self, chat: Row) -> bool:
         """Return whether another user turn fits the context."""
         return len(self.prompt(chat)) < self._max_context
 
-    def _continue(self, chat: Chat, text: str) -> list[int]:
+    def _continue(self, chat: Row, text: str) -> list[int]:
         """Tokenize the text that follows a chat, without an end token that the answer already has."""
         tokens = chat_tokens(text, self.tokenizer)
         return tokens[1:] if chat.ids and tokens[:1] == chat.ids[-1:] else tokens
 
-    def add(self, chat: Chat, tokens: list[int]) -> str | None:
+    def add(self, chat: Row, tokens: list[int]) -> str | None:
         """Add a user turn and the text that asks for the answer; return the reason if the turn is dropped."""
         text, ended = self._read(tokens)
         if self._texts is None:

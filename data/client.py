@@ -8,7 +8,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
+from data.conversations import Answering, Conversation
 from data.onpolicy import ON_POLICY, record_of
 from data.tally import log
 from speculator.chat import chat_text
@@ -36,23 +36,16 @@ _WARM = 0.5  # from this temperature on, two seeds should give different texts
 _UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError, asyncio.TimeoutError)
 
 
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """Token ids to continue; for a chat also the messages that they were rendered from."""
-
-    ids: list[int]
-    messages: list[dict] | None = None
-
-
 def fetch_rows(
     urls: str | Sequence[str],
     target: str,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[RenderedPrompt],
+    prompts: Sequence[Conversation],
     folder: str | Path,
     *,
     sampling: Sampling = ON_POLICY,
     max_new_tokens: int = 256,
+    max_prompt_tokens: int = sys.maxsize,
     concurrency: int = CONCURRENCY,
     seed: int = 0,
     progress: bool = True,
@@ -67,9 +60,9 @@ def fetch_rows(
         urls: base URLs of the servers, with or without /v1.
         target: name of the model, unless the server lists exactly one.
         tokenizer: the target's.
-        prompts: prompts to continue.
+        prompts: prompts to continue, and conversations to answer.
         folder: see `generate_rows`; completions are stored in batches of `concurrency` rows.
-        sampling, max_new_tokens, seed, progress: see `generate_rows`; row r requests the seed `seed + r`.
+        sampling, max_new_tokens, max_prompt_tokens, seed, progress: see `generate_rows`.
         concurrency: concurrent requests to each server.
 
     Raises:
@@ -83,37 +76,38 @@ def fetch_rows(
         (not bases, "no --server is given"),
         (len({*bases}) < len(bases), "--server names the same URL twice"),
     )
-    ids = [prompt.ids for prompt in prompts]
-    record = {"target": target, "drafter": "server", **record_of([sampling], seed, max_new_tokens, ids)}
+    record = {"target": target, "drafter": "server", **record_of([sampling], seed, max_new_tokens, prompts)}
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
     servers = [_Server(base, target, tokenizer, sampling, max_new_tokens) for base in bases]
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
         if batches := work.todo():
-            asyncio.run(_fetch(servers, work, {batch: rows[batch] for batch in batches}, prompts, seed, concurrency))
-        return work.finish(ids, _summary)
+            todo = {batch: rows[batch] for batch in batches}
+            asyncio.run(_fetch(servers, work, todo, prompts, max_prompt_tokens, seed, concurrency))
+        return work.finish(_summary)
 
 
 def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the rows of each server for the manifest."""
-    rows_by_server: Counter[str] = Counter()
+    """Count the answers of each server for the manifest."""
+    by_server: Counter[str] = Counter()
     for facts in batches:
-        rows_by_server.update(facts["servers"])
-    speed = {"speculative": None, "plain": None}
-    return {"servers": dict(rows_by_server), "acceptance_length": None, "tokens_per_second": speed}
+        by_server.update(facts["servers"])
+    answers, speed = {"servers": dict(by_server), "answers": by_server.total()}, {"speculative": None, "plain": None}
+    return {**answers, "acceptance_length": None, "tokens_per_second": speed}
 
 
 async def _fetch(
     servers: Sequence[_Server],
     work: Batches,
     batches: dict[int, list[int]],
-    prompts: Sequence[RenderedPrompt],
+    prompts: Sequence[Conversation],
+    max_prompt_tokens: int,
     seed: int,
     concurrency: int,
 ) -> None:
-    """Request all rows, and write each batch when its last row has arrived."""
+    """Request all answers, and write each batch when its last conversation has ended."""
     available = set(servers)
-    completions: dict[int, dict[int, list[int]]] = {batch: {} for batch in batches}
-    rows_by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
+    finished: dict[int, dict[int, Answering]] = {batch: {} for batch in batches}
+    by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
 
     def drop(server: _Server, error: Exception) -> None:
         fault = server.describe(error)
@@ -131,22 +125,27 @@ async def _fetch(
             drop(server, error)
 
     async def fetch(batch: int, row: int) -> None:
-        while True:
+        longest = min(max_prompt_tokens, *(server.longest for server in servers))
+        answering = Answering(prompts[row], servers[0].tokenizer, longest)
+        while answering.prompt is not None:
             server = await free_slots.get()
             if server not in available:
                 continue
-            try:
-                completion = await server.complete(row, prompts[row], seed + row)
+            try:  # one server answers all turns: it has the chat so far in its cache
+                while answering.prompt is not None:
+                    answer_seed = seed + answering.answers * len(prompts) + row
+                    tokens, ended = await server.complete(row, answering.prompt, prompts[row], answer_seed)
+                    answering.add(tokens, ended)
+                    by_server[batch][server.url] += 1
             except _UNAVAILABLE as error:
                 drop(server, error)
                 continue
             free_slots.put_nowait(server)
-            break
-        completions[batch][row] = completion
-        rows_by_server[batch][server.url] += 1
-        if len(completions[batch]) == len(batches[batch]):
-            finished = completions.pop(batch)
-            work.write(batch, [finished[row] for row in batches[batch]], servers=dict(rows_by_server.pop(batch)))
+        finished[batch][row] = answering
+        if len(finished[batch]) == len(batches[batch]):
+            made = finished.pop(batch)
+            rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
+            work.write(batch, rows, servers=dict(by_server.pop(batch)))
 
     try:
         await asyncio.gather(*map(probe, servers))
@@ -181,8 +180,9 @@ class _Server:
             self.client = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=_RETRIES)
         except Exception as error:  # httpx has its own error types for a wrong URL, proxy or certificate
             raise UserError(f"--server {self.url}: {first_line(error)}") from None
-        self._model, self._tokenizer, self._sampling, self._max_new_tokens = target, tokenizer, sampling, max_new_tokens
+        self._model, self.tokenizer, self._sampling, self._max_new_tokens = target, tokenizer, sampling, max_new_tokens
         self._end_tokens: dict[bool, int | None] = {}
+        self.longest = sys.maxsize
 
     def describe(self, error: Exception) -> str:
         """Return one line that names the server and what went wrong, without secrets."""
@@ -193,18 +193,21 @@ class _Server:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self._secrets)
 
-    async def probe(self, prompts: Sequence[RenderedPrompt], seed: int) -> None:
+    async def probe(self, prompts: Sequence[Conversation], seed: int) -> None:
         """Find the model's name, and check that two seeds give two texts for at least one prompt."""
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
-            self._model = models[0].id if len(models) == 1 else self._model
+            if len(models) == 1:
+                self._model = models[0].id
+                longest = getattr(models[0], "max_model_len", None)  # of vLLM and ours
+                self.longest = (longest or sys.maxsize) - self._max_new_tokens
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
         for chat in (False, True):
             messages = next((prompt.messages for prompt in prompts if bool(prompt.messages) == chat), None)
-            self._end_tokens[chat] = end_of_answer(self._tokenizer, messages)
+            self._end_tokens[chat] = end_of_answer(self.tokenizer, messages)
         for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
-            texts = [await self.complete(row, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
+            texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
             if texts[0] != texts[1] or self._sampling.temperature < _WARM:
                 return
         raise UserError(
@@ -212,15 +215,17 @@ class _Server:
             f"{self._sampling.temperature:g}"
         )
 
-    async def complete(self, row: int, prompt: RenderedPrompt, seed: int, max_tokens: int | None = None) -> list[int]:
-        """Return the new tokens of a row."""
+    async def complete(
+        self, row: int, ids: list[int], prompt: Conversation, seed: int, max_tokens: int | None = None
+    ) -> tuple[list[int], bool]:
+        """Return the tokens of the answer to `ids`, and whether it ended by itself."""
         sampling, max_tokens = self._sampling, max_tokens or self._max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
         try:
             request = self.client.completions.create(
                 model=self._model,
-                prompt=prompt.ids,
+                prompt=ids,
                 max_tokens=max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -229,7 +234,10 @@ class _Server:
             )
             answer = await asyncio.wait_for(request, _REQUEST_SECONDS)
             choice = answer.choices[0]
-            tokens = getattr(choice, "token_ids", None) or self._tokenize(prompt, choice.text, choice.finish_reason)
+            ended = choice.finish_reason == "stop"
+            tokens = getattr(choice, "token_ids", None) or self._tokenize(
+                ids, choice.text, ended, bool(prompt.messages)
+            )
         except _UNAVAILABLE:
             raise
         except openai.APIError as error:
@@ -238,17 +246,17 @@ class _Server:
             raise UserError(f"{self.url}: an answer that is not in the format of OpenAI's API") from None
         if not tokens:
             raise UserError(f"{self.url}: prompt {row + 1}: an empty completion")
-        return list(tokens)[:max_tokens]
+        return list(tokens)[:max_tokens], ended
 
-    def _tokenize(self, prompt: RenderedPrompt, text: str, finish_reason: str) -> list[int]:
+    def _tokenize(self, prompt: list[int], text: str, ended: bool, chat: bool) -> list[int]:
         """Tokenize the text of a completion, and append the end token that the server has removed."""
-        before = self._tokenizer.decode(prompt.ids, clean_up_tokenization_spaces=False)
-        tokens = self._tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
-        if tokens[: len(prompt.ids)] == prompt.ids:
-            tokens = tokens[len(prompt.ids) :]
+        before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        tokens = self.tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
+        if tokens[: len(prompt)] == prompt:
+            tokens = tokens[len(prompt) :]
         else:  # the text's first characters would merge with the prompt's last token
-            tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        end = self._end_tokens[bool(prompt.messages)] if finish_reason == "stop" else None
+            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end = self._end_tokens[chat] if ended else None
         return tokens if end is None else [*tokens, end]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from datasets import Dataset
 
 from data.batches import Batches
-from data.chat_turns import Chat, UserTurns
+from data.chat_turns import UserTurns
+from data.conversations import Row
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
 from data.sources import parse
 from speculator.decoding.sampling import Sampling
@@ -151,7 +152,7 @@ def self_rows(
         rejected = [row["rejected"][length:] if marked else [] for row, length in pairs]
         return [row["input_ids"][length:] for row, length in pairs], rejected
 
-    chats = active = [Chat() for _ in range(rows)]
+    chats = active = [Row() for _ in range(rows)]
     dropped: Counter[str] = Counter()
     while active and len(passes) < 2 * turns:
         prompts = [users.prompt(chat) for chat in active]
@@ -178,7 +179,7 @@ def self_rows(
     if previous:
         manifest = read_json(previous / "manifest.json")
         facts["before"] = {key: manifest[key] for key in ("rows", "tokens", "seconds")}
-    return work.conclude(lambda: ((chat.row(mark_rejected) for chat in written), facts))
+    return work.conclude(lambda: ((chat.columns(mark_rejected) for chat in written), facts))
 
 
 def summary(folder: Path) -> str:

@@ -1,10 +1,10 @@
-"""Generate rows with the target: it continues prompts, by speculative decoding if a draft head is given."""
+"""Generate rows with the target: it answers prompts and whole chats, by speculative decoding if a head is given."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from data.batches import Batches, awaited
+from data.conversations import Answering, Conversation
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Generation, check_prompts, rejection_marks
+from speculator.decoding.request import Request, check_prompts, rejection_marks
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
@@ -48,7 +49,7 @@ class Ends:
 def generate_rows(
     target: Target,
     drafter: Drafter | None,
-    prompts: list[list[int]],
+    prompts: Sequence[list[int] | Conversation],
     folder: str | Path,
     *,
     sampling: Sampling | Sequence[Sampling] = ON_POLICY,
@@ -56,34 +57,39 @@ def generate_rows(
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
     ends: Ends | None = None,
+    max_prompt_tokens: int | None = None,
     progress: bool = True,
     mark_rejected: bool = False,
     title: str = "generating",
 ) -> Dataset:
     """Continue prompts with the target, in the distribution of `sampling`, with any drafter.
 
-    Row r uses the seed `seed + r`. The engine decodes the rows in pieces, each in a fixed order and independent of the
-    others. So the rows do not depend on interruptions, nor on the number of processes if each has as many threads. The
-    same call resumes an unfinished folder, and returns the rows of a finished one.
+    Answer a of the r-th of R prompts uses the seed `seed + a R + r`. The engine decodes the prompts in pieces, each in
+    a fixed order and independent of the others. So the rows do not depend on interruptions, nor on the number of
+    processes if each has as many threads. The same call resumes an unfinished folder, and returns the rows of a
+    finished one.
 
     Args:
         target: the model. Processes that share one sharded target generate the same pieces.
         drafter: proposes tokens; None: plain decoding. An adaptive one uses the step costs that the folder records, so
             that a resumed run gives the same rows. With `mark_rejected` it always drafts, in its fastest shape.
-        prompts: token ids. The longest are decoded first, so that a lack of memory shows early.
+        prompts: token ids, or conversations, of which every answer is made, each after the answers before it. The
+            longest are decoded first, so that a lack of memory shows early.
         folder: the output, shared by all processes.
         sampling: temperature and filters; the seed is ignored. The rows cycle through several samplings.
-        max_new_tokens: largest number of new tokens. A row also ends with EOS, which it keeps, or with the context.
+        max_new_tokens: largest number of new tokens. An answer also ends with EOS, which it keeps, or with the context.
         batch_size: rows decoded together.
         seed: seed of the first row.
         ends: stop tokens and strings (default: the target's EOS).
+        max_prompt_tokens: a conversation ends when it is longer (default: when no answer fits the context).
         progress: show a progress bar with this title.
         mark_rejected: mark the tokens that replaced a rejected draft token.
 
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
-        of the prompts; with `mark_rejected` also "rejected", 1 on each token that replaced a rejected draft token.
-        manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones),
+        of the prompts, for a conversation one row or several (see `Answering`); with `mark_rejected` also "rejected", 1
+        on each token that replaced a rejected draft token.
+        manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones), "answers",
         "acceptance_length", "tokens_per_second" ("speculative" and "plain", without prefill, timed one after the other
         on the same few rows) and "seconds" (all rows and processes, with prefill). An adaptive drafter adds "costs",
         see `decoding.json`.
@@ -94,24 +100,28 @@ def generate_rows(
     """
     if target.group is None and _is_sharded(target.model):
         raise UserError(f"{target.name} is sharded: load it with Target.load, which knows the processes that share it")
-    check_prompts(target, prompts)
+    chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
+    check_prompts(target, [chat.ids for chat in chats])
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+    order = sorted(range(len(prompts)), key=lambda row: -chats[row].size)
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
     slots = min(batch_size, len(prompts))
-    longest = min(max(map(len, prompts)) + max_new_tokens, target.context_length)
+    longest = min(max(len(chat.ids) for chat in chats) + max_new_tokens, target.context_length)
+    most = min(max_prompt_tokens or target.context_length, target.context_length - max_new_tokens)
     stopping = asdict(ends) if ends else {}
-    settings = [replace(samplings[row % len(samplings)], seed=seed + row) for row in range(len(prompts))]
-    requests = list(zip(prompts, settings, strict=True))
     notes = None
+
+    def setting(row: int, answer: int = 0) -> Sampling:
+        return replace(samplings[row % len(samplings)], seed=seed + answer * len(prompts) + row)
+
     if isinstance(drafter, AdaptiveDrafter):
         stored = awaited(Path(folder), target.group) or {}
         notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in drafter.cost.entries]}
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
         if mark_rejected:
-            shape = drafter.fastest(all(setting.greedy for setting in settings), slots)
+            shape = drafter.fastest(all(each.greedy for each in samplings), slots)
             drafter = HeadDrafter(drafter.head, shape)
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
@@ -120,17 +130,20 @@ def generate_rows(
         "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
         "drafter": identity(drafter),
-        **record_of(samplings, seed, max_new_tokens, prompts),
+        **record_of(samplings, seed, max_new_tokens, chats),
         "batch_size": batch_size,
+        **({"max_prompt_tokens": most} if max_prompt_tokens else {}),
         **({"mark_rejected": True} if mark_rejected else {}),
         **({"ends": asdict(ends)} if ends else {}),
     }
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
-    def decode(engine: Engine, rows: list[int], count: int) -> Generation:
+    def clock(engine: Engine, rows: list[int], count: int) -> list[float]:
+        """Decode the first answers of some rows; return the number of tokens after the prefill's, and the seconds."""
         engine.forget()
-        inputs, how = zip(*(requests[row] for row in rows), strict=True)
-        return engine.generate(inputs, how, max_new_tokens=count, **stopping)
+        how = [setting(row) for row in rows]
+        made = engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
+        return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
 
     with Batches(Path(folder), record, pieces, progress, title, target.group, notes) as work:
         if notes and not work.finished:
@@ -140,18 +153,57 @@ def generate_rows(
             if piece in timed:
                 sample, count = pieces[piece][:slots], min(max_new_tokens, _TIMED_TOKENS)
                 for engine in (drafting, plain):  # the first pass through a shape allocates
-                    decode(engine, sample, 4)
-                clocks["speculative"] = _clock(decode(drafting, sample, count))
-                clocks["plain"] = _clock(decode(plain, sample, count))
-            made = decode(drafting, pieces[piece], max_new_tokens)
+                    clock(engine, sample, 4)
+                clocks["speculative"] = clock(drafting, sample, count)
+                clocks["plain"] = clock(plain, sample, count)
+            drafting.forget()
+            before, decoding = drafting.prefill_seconds + drafting.decode_seconds, drafting.decode_seconds
+            answering = [Answering(chats[row], target.tokenizer, most) for row in pieces[piece]]
+            made = _answer(drafting, answering, pieces[piece], setting, max_new_tokens, stopping)
             if drafter is None:
-                clocks["plain"] = _clock(made)
-            whole = [step for row in made.steps for step in row if not step.cut]
+                clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
+            whole = [step for each in made for step in each.steps if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
-            rejected = {"rejected": [rejection_marks(row) for row in made.steps]} if mark_rejected else {}
-            seconds = made.prefill_seconds + made.decode_seconds
-            work.write(piece, made.tokens, steps=steps, seconds=seconds, **clocks, **rejected)
-        return work.finish(prompts, _summary)
+            seconds = drafting.prefill_seconds + drafting.decode_seconds - before
+            rows = [[row.columns(mark_rejected) for row in each.rows] for each in answering]
+            work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), **clocks)
+        return work.finish(_summary)
+
+
+def _answer(
+    engine: Engine,
+    answering: list[Answering],
+    rows: list[int],
+    setting: Callable[[int, int], Sampling],
+    max_new_tokens: int,
+    stopping: dict[str, Any],
+) -> list[Request]:
+    """Decode every answer of some conversations, and return the requests.
+
+    The next answer of a conversation is first in the queue: its slot still has the conversation so far.
+    """
+    made: list[Request] = []
+
+    def ask(row: int, each: Answering) -> tuple[Request, int, Answering]:
+        how = setting(row, each.answers)
+        return engine.submit(each.prompt, how, max_new_tokens=max_new_tokens, **stopping), row, each
+
+    unfinished = [ask(row, each) for row, each in zip(rows, answering, strict=True)]
+    try:
+        while unfinished:
+            engine.step()
+            finished = [entry for entry in unfinished if entry[0].finish_reason]
+            unfinished = [entry for entry in unfinished if not entry[0].finish_reason]
+            for request, row, each in finished:
+                made.append(request)
+                each.add(request.tokens, request.finish_reason == "eos", rejection_marks(request.steps))
+                if each.prompt is not None:
+                    unfinished.append(ask(row, each))
+                    engine.waiting.rotate(1)
+    finally:  # an interrupt leaves no request behind
+        for request, *_ in unfinished:
+            request.cancel()
+    return made
 
 
 def identity(drafter: Drafter | None) -> str | None:
@@ -179,7 +231,7 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
 
 
 def record_of(
-    samplings: Sequence[Sampling], seed: int, max_new_tokens: int, prompts: list[list[int]]
+    samplings: Sequence[Sampling], seed: int, max_new_tokens: int, chats: Sequence[Conversation]
 ) -> dict[str, Any]:
     """Return the settings that the rows depend on, with any drafter or server."""
     settings = [settings_of(setting) for setting in samplings]
@@ -187,14 +239,9 @@ def record_of(
         "sampling": settings[0] if len(settings) == 1 else settings,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
-        "rows": len(prompts),
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "rows": len(chats),
+        "prompts": hashlib.sha256(json.dumps([[chat.ids, list(chat.later)] for chat in chats]).encode()).hexdigest(),
     }
-
-
-def _clock(made: Generation) -> list[float]:
-    """Return the number of decoded tokens, without those of the prefill, and the seconds of decoding."""
-    return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
 
 
 def _summary(batches: list[dict]) -> dict[str, Any]:
@@ -207,7 +254,8 @@ def _summary(batches: list[dict]) -> dict[str, Any]:
     return {
         "acceptance_length": emitted / steps if steps else None,
         "tokens_per_second": {"speculative": rate("speculative"), "plain": rate("plain")},
-        "seconds": sum(batch.get("seconds", 0.0) for batch in batches),
+        "seconds": sum(batch["seconds"] for batch in batches),
+        "answers": sum(batch["answers"] for batch in batches),
     }
 
 

@@ -1,4 +1,4 @@
-"""Take prompts from sources: parts of texts, chats up to an answer, tokens before the first one with loss."""
+"""Take prompts from sources: parts of texts, chats up to an answer or whole, tokens before the first one with loss."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from data.conversations import Conversation, split_at_answers
 from data.rendering import check_tokens, document_text, text_tokens
 from data.rows import RowError, SourceError
 from data.sources import interleave, streams
@@ -107,15 +108,52 @@ def prompts(
         SourceError: an unreadable source or row, or no prompt fits.
     """
     parts, weights = streams(sources, split, max_package_bytes, tally)
-    cut = [_prompts(stream, tokenizer, prompt_tokens, per_text, last_turn, tally or Tally()) for stream in parts]
-    mixed, left_out = interleave(cut, weights, lambda prompt: 1), 0
-    if room is None:
-        taken = list(islice(mixed, count))
-    else:
-        taken, left_out = room.take(", ".join(sources) + (f" ({split})" if split else ""), mixed, count)
-    found = TokenPrompts(ids for ids, _ in taken)
+    cut = [_prompts(part, tokenizer, prompt_tokens, per_text, last_turn, 1, tally or Tally()) for part in parts]
+    taken, left_out = _take(cut, weights, sources, split, count, room)
+    found = TokenPrompts(each.ids for each, _ in taken)
     found.left_out, found.ends = left_out, any(ends for _, ends in taken)
     return found
+
+
+def conversations(
+    sources: Sequence[str],
+    split: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    count: int,
+    *,
+    turns: int | None = None,
+    per_text: int = 1,
+    room: Room | None = None,
+    max_package_bytes: int = 2_000_000,
+    tally: Tally | None = None,
+) -> list[Conversation]:
+    """Return up to `count` prompts as `prompts` does, chats with what follows their first `turns` answers (all)."""
+    parts, weights = streams(sources, split, max_package_bytes, tally)
+    cut = [_prompts(part, tokenizer, prompt_tokens, per_text, False, turns, tally or Tally()) for part in parts]
+    taken, _ = _take(cut, weights, sources, split, count, room)
+    return [each for each, _ in taken]
+
+
+_Found = tuple[Conversation, bool]
+"""A prompt, and whether its answer ends by itself."""
+
+
+def _take(
+    cut: list[Iterator[_Found]],
+    weights: list[float],
+    sources: Sequence[str],
+    split: str | None,
+    count: int,
+    room: Room | None,
+) -> tuple[list[_Found], int]:
+    """Mix prompts by weight; return the first `count` that fit, and the number of those that don't."""
+    mixed = interleave(cut, weights, lambda prompt: 1)
+    if room is None:
+        return list(islice(mixed, count)), 0
+    name = ", ".join(sources) + (f" ({split})" if split else "")
+    taken, left_out = room.take(name, ((each[0].ids, each) for each in mixed), count)
+    return [each for _, each in taken], left_out
 
 
 def _prompts(
@@ -124,8 +162,9 @@ def _prompts(
     prompt_tokens: int,
     per_text: int,
     last_turn: bool,
+    turns: int | None,
     tally: Tally,
-) -> Iterator[tuple[list[int], bool]]:
+) -> Iterator[_Found]:
     first = list(islice(rows, 1))
     if first and "document_ids" in first[0]:
         first += islice(rows, _PACKED_HEAD)
@@ -139,15 +178,15 @@ def _prompts(
                 tally.add(error)
                 continue
         if "text" in row:
-            yield from ((ids, False) for ids in _line_prompts(row, tokenizer, prompt_tokens, per_text))
+            yield from ((Conversation(ids), False) for ids in _line_prompts(row, tokenizer, prompt_tokens, per_text))
         elif "messages" in row:
             try:
-                yield chat_tokens(_opening(row, tokenizer, last_turn), tokenizer), True
+                yield _chat(row, tokenizer, last_turn, turns), True
             except RowError as error:
                 tally.add(error)
         elif "prompt" in row:
             if ids := text_tokens([row["prompt"]], tokenizer)[0]:
-                yield ids, True
+                yield Conversation(ids), True
         elif "document_ids" in row and not packed_text:
             parts = groupby(zip(row["document_ids"], row["input_ids"], row["loss_mask"], strict=True), lambda c: c[0])
             for _, ids, mask in [list(zip(*part, strict=True)) for _, part in parts][1:]:
@@ -173,21 +212,21 @@ def _line_prompts(
             yield ids
 
 
-def _opening(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, last_turn: bool) -> str:
-    """Render a chat up to the first answer, or up to the answer to the user's last turn."""
-    roles = [message["role"] for message in row["messages"]]
+def _chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, last_turn: bool, turns: int | None) -> Conversation:
+    """Cut a chat after the user's last turn, or at its answers."""
+    messages, roles = row["messages"], [message["role"] for message in row["messages"]]
+    opening, later = split_at_answers(messages, turns)
     if last_turn and "user" in roles:
-        count = len(roles) - roles[::-1].index("user")
-    else:
-        count = roles.index("assistant") if "assistant" in roles else len(roles)
-    if "user" not in roles[:count]:
+        opening, later = messages[: len(roles) - roles[::-1].index("user")], []
+    if "user" not in (message["role"] for message in opening):
         raise RowError(row["where"], "a chat without a user turn before the answer")
-    return document_text(row, tokenizer, count, ask=True)
+    text = document_text(row, tokenizer, len(opening), ask=True)
+    return Conversation(chat_tokens(text, tokenizer), opening, later, row.get("tools"))
 
 
-def _before_loss(ids: list[int], mask: list[int], prompt_tokens: int) -> Iterator[tuple[list[int], bool]]:
+def _before_loss(ids: list[int], mask: list[int], prompt_tokens: int) -> Iterator[_Found]:
     """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
     if 1 in mask and not mask[0]:
-        yield ids[: mask.index(1)], True
+        yield Conversation(ids[: mask.index(1)]), True
     elif len(ids) >= prompt_tokens:
-        yield ids[:prompt_tokens], False
+        yield Conversation(ids[:prompt_tokens]), False

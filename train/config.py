@@ -165,7 +165,9 @@ class GenerateConfig:
     prompt_tokens: PositiveInt = 64
     """Tokens of each prompt cut from text; chat prompts are taken whole."""
     max_new_tokens: PositiveInt = 192
-    """New tokens per prompt."""
+    """New tokens per answer."""
+    turns: PositiveInt | Literal["all"] = "all"
+    """Answers to write in each chat: all, each after the answers before it, or the first few."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Sampling temperatures, used in turn (0: greedy); name those that the head will draft at."""
     top_k: int = 0

@@ -18,10 +18,11 @@ from accelerate import PartialState
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from data.conversations import Conversation
 from data.magpie import only_self
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
-from data.prompts import Room, TokenPrompts, prompts
+from data.prompts import Room, conversations
 from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate, render
@@ -134,7 +135,7 @@ def _train(
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
     suites: dict[str, Suite],
-    own_prompts: TokenPrompts | None,
+    own_prompts: list[Conversation] | None,
 ) -> None:
     """Run the remaining stages, publish the head and write its report.
 
@@ -258,15 +259,16 @@ def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Sui
     return suite
 
 
-def own_prompts_of(config: RunConfig, target: Target) -> TokenPrompts:
-    """Prompts of the training split that the target will continue for stage 2."""
+def own_prompts_of(config: RunConfig, target: Target) -> list[Conversation]:
+    """Prompts and chats of the training split that the target will answer for stage 2."""
     settings = config.stage2.generate
-    return prompts(
+    return conversations(
         config.data.sources,
         "train",
         target.tokenizer,
         settings.prompt_tokens,
         settings.max_rows,
+        turns=None if settings.turns == "all" else settings.turns,
         per_text=_PROMPTS_PER_TEXT,
         room=Room(target.name, target.context_length, settings.max_new_tokens, config.data.seq_length),
         max_package_bytes=config.data.max_package_bytes,
@@ -275,7 +277,7 @@ def own_prompts_of(config: RunConfig, target: Target) -> TokenPrompts:
 
 
 def generate_own_text(
-    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[list[int]] | None
+    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[Conversation] | None
 ) -> datasets.Dataset:
     """Let the target continue prompts from the training text, with the head drafting.
 
@@ -302,6 +304,7 @@ def generate_own_text(
         folder,
         sampling=sampling,
         max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=config.data.seq_length,
         batch_size=settings.batch_size,
         seed=config.seed,
         mark_rejected=config.stage2.rejected_token_weight is not None,

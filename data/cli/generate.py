@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from data.batches import state
-from data.client import CONCURRENCY, RenderedPrompt, fetch_rows
+from data.client import CONCURRENCY, fetch_rows
+from data.conversations import Conversation
 from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
-from data.prompts import Room, prompts
+from data.prompts import Room, conversations
 from data.rendering import load_tokenizer
 from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
 from speculator.chat import DATA_DAY
@@ -29,8 +30,9 @@ from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
 
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
-SELF_FLAGS = {"turns": 1, "max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
+SELF_FLAGS = {"max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
 """Flags that only one kind of prompts has, with their defaults."""
+ALL = sys.maxsize
 
 
 def build_parser() -> OneLineParser:
@@ -52,8 +54,9 @@ def build_parser() -> OneLineParser:
     text.add_argument("--split", help="split of the sources (default: train)")
     add_max_bad_rows(text)
     text.add_argument("--prompt_tokens", type=int, help="length of each prompt (default: 64)")
+    what = "answers to write in a chat of --sources: all, or the first N (default: all; 1 for self)"
+    parser.add_argument("--turns", type=_turns, metavar="all|N", help=what)
     own = parser.add_argument_group("--sources self")
-    own.add_argument("--turns", type=int, help="largest number of user turns in a chat (default: 1)")
     own.add_argument("--max_prompt_tokens", type=int, help="largest length of a user turn (default: 256)")
     own.add_argument("--prompt_temperature", type=float, help="sampling temperature of the user turns (default: 1)")
     own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
@@ -74,6 +77,10 @@ def build_parser() -> OneLineParser:
     return parser
 
 
+def _turns(text: str) -> int:
+    return ALL if text == "all" else int(text)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Generate the rows, and print where they are."""
     _check(arguments)
@@ -84,7 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
-        prompts = _prompts(arguments, tokenizer, _context_length(arguments))
+        context = _context_length(arguments)
+        prompts = _prompts(arguments, tokenizer, context)
         concurrency = arguments.batch_size or CONCURRENCY
         fetch_rows(
             arguments.server,
@@ -94,6 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.output,
             concurrency=concurrency,
             sampling=samplings[0],
+            max_prompt_tokens=context - arguments.max_new_tokens,
             **how,
         )
     else:
@@ -111,14 +120,14 @@ def run(arguments: argparse.Namespace) -> None:
                 drafter,
                 arguments.output,
                 rows=arguments.max_rows or ROWS,
-                turns=arguments.turns,
+                turns=arguments.turns or 1,
                 prompt_sampling=_prompt_sampling(arguments),
                 max_prompt_tokens=arguments.max_prompt_tokens,
                 sampling=samplings,
                 **how,
             )
         else:
-            prompts = [prompt.ids for prompt in _prompts(arguments, target.tokenizer, target.context_length)]
+            prompts = _prompts(arguments, target.tokenizer, target.context_length)
             generate_rows(target, drafter, prompts, arguments.output, sampling=samplings, **how)
     if processes.is_main_process:
         print(printable(_line(arguments.output)), file=sys.stderr)
@@ -145,6 +154,8 @@ def _check(arguments: argparse.Namespace) -> None:
         ),
         (not abs(arguments.seed) < 2**62, "--seed must be below 2**62"),
         (own and arguments.sources != [SELF], f"--sources {SELF} can't be mixed with other sources"),
+        (arguments.turns is not None and not arguments.sources, "--turns only applies to --sources"),
+        (own and arguments.turns == ALL, f"--turns all needs chats: give the number of turns that {SELF} writes"),
         (arguments.server is not None and arguments.adapter, "--adapter does not apply to a --server"),
         (arguments.server is not None and arguments.dtype != "auto", "--dtype does not apply to a --server"),
         (own and arguments.server is not None, f"--sources {SELF} does not work with a --server"),
@@ -177,28 +188,37 @@ def _context_length(arguments: argparse.Namespace) -> int:
         return sys.maxsize
 
 
-def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[RenderedPrompt]:
+def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Conversation]:
     room = Room(arguments.target, context, arguments.max_new_tokens)
     if arguments.sources:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
-        found = prompts(
-            arguments.sources, arguments.split, tokenizer, arguments.prompt_tokens, limit, room=room, tally=tally
+        found = conversations(
+            arguments.sources,
+            arguments.split,
+            tokenizer,
+            arguments.prompt_tokens,
+            limit,
+            turns=arguments.turns,
+            room=room,
+            tally=tally,
         )
         split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
         tally.check(split)
         tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
-        return [RenderedPrompt(ids) for ids in found]
+        return found
     rows = [replace(prompt, today=DATA_DAY) for _, prompt in read_prompts(arguments.prompts)]
     if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen, _ = room.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
-    return [RenderedPrompt(ids, row.messages if row.chat else None) for ids, row in chosen]
+    return [Conversation(ids, row.messages if row.chat else None) for ids, row in chosen]
 
 
 def _line(folder: Path) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
     line = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
+    if manifest.get("answers", 0) > manifest["rows"]:
+        line += f" in {manifest['answers']} answers"
     if "dropped" in manifest:
         return summary(folder)
     speed = manifest["tokens_per_second"]

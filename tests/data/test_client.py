@@ -13,12 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from chat_templates import CHATML, chat_tokenizer
 from conftest import tiny_tokenizer
 from datasets import load_from_disk
 
 from data import client
 from data.__main__ import main
-from data.client import RenderedPrompt, fetch_rows
+from data.client import fetch_rows
+from data.conversations import Conversation
+from data.prompts import conversations
 from speculator import Sampling, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -140,8 +143,8 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def text_prompts(tokenizer) -> list[RenderedPrompt]:
-    return [RenderedPrompt(tokenizer(text)["input_ids"]) for text in TEXTS]
+def text_prompts(tokenizer) -> list[Conversation]:
+    return [Conversation(tokenizer(text)["input_ids"]) for text in TEXTS]
 
 
 def fetched(servers, tokenizer, folder, prompts=None, **settings) -> list[dict]:
@@ -191,7 +194,8 @@ def test_a_server_that_lists_no_models_is_asked_for_the_target(serve, tokenizer,
     assert server.bodies[-1]["model"] == "target"
 
 
-def test_passing_faults_are_retried(serve, tokenizer, tmp_path):
+def test_passing_faults_are_retried(serve, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_RETRIES", 6)  # one row may meet all faults
     prompts = text_prompts(tokenizer)
     server = serve(faults=[503, 429, 200, 500, 200, 200, 502, 200, 429, 200, None, 200])
     check(fetched([server], tokenizer, tmp_path, prompts), tokenizer, prompts)
@@ -256,7 +260,7 @@ def test_a_killed_run_requests_only_the_missing_rows(serve, tokenizer, tmp_path,
     asked = len(server.bodies)
     assert main(command[3:]) == 0
     assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + len(PROBE)
-    prompts = [RenderedPrompt(tokenizer(text)["input_ids"]) for text in texts]
+    prompts = [Conversation(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)
     assert json.loads((output / "manifest.json").read_text())["rows"] == len(texts)
 
@@ -362,9 +366,42 @@ def test_a_chat_ends_with_the_end_of_turn_of_its_template(serve, tmp_path):
     )
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     render = tokenizer.apply_chat_template
-    prompts = [RenderedPrompt(render(chat, add_generation_prompt=True)["input_ids"], chat) for chat in chats]
+    prompts = [Conversation(render(chat, add_generation_prompt=True)["input_ids"], chat) for chat in chats]
     for name, given, last in (("chats", prompts, "<end_of_turn>"), ("texts", text_prompts(tokenizer), "<eos>")):
         server = serve(token_ids=False)
         server.tokenizer = tokenizer
         rows = fetched([server], tokenizer, tmp_path / name, given)
         assert {tokenizer.decode(row["input_ids"][-1]) for row in rows} == {last}
+
+
+@pytest.fixture(scope="module")
+def chats_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    turns = [("user", "Hi"), ("assistant", "old"), ("user", "Go on"), ("assistant", "old"), ("user", "Bye")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows = [{"messages": [{"role": "system", "content": str(number)}, *messages]} for number in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_another_server_continues_the_chats_of_one_that_is_lost(serve, chats_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_RETRIES", 0)
+    tokenizer = chat_tokenizer("qwen3", CHATML)
+    chats = conversations([str(chats_file)], None, tokenizer, 8, 99)
+    servers = [serve(), serve(faults=[200] * 9 + [503] * 1000)]
+    both = fetched(servers, tokenizer, tmp_path / "both", chats, concurrency=4)
+    assert both == fetched(servers[:1], tokenizer, tmp_path / "one", chats, concurrency=4)
+    manifest = json.loads((tmp_path / "both" / "manifest.json").read_text())
+    assert manifest["answers"] == sum(manifest["servers"].values()) == 30
+    assert set(manifest["servers"]) == {server.url for server in servers}
+
+
+def test_turns_limits_the_answers_of_a_chat(serve, chats_file, tmp_path):
+    chat_tokenizer("qwen3", CHATML).save_pretrained(tmp_path / "target")
+    flags = ["--target", str(tmp_path / "target"), "--server", serve().url, "--sources", str(chats_file)]
+    counts = []
+    for turns in (["--turns", "1"], ["--turns", "2"], ["--turns", "all"], []):
+        out = tmp_path / "-".join(["out", *turns])
+        assert main(["generate", *flags, *turns, "--output", str(out)]) == 0
+        counts.append(json.loads((out / "manifest.json").read_text())["answers"])
+    assert counts == [counts[0] * factor for factor in (1, 2, 3, 3)]

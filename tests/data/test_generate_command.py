@@ -110,7 +110,12 @@ def test_wrong_input_is_one_line_and_leaves_no_rows(target_folder, text_file, tm
 @pytest.mark.parametrize(
     ("source", "flags", "message"),
     [
-        (["--prompts", "PROMPTS"], ["--turns", "2", "--prompt_top_p", "1"], "--turns, --prompt_top_p"),
+        (
+            ["--prompts", "PROMPTS"],
+            ["--max_prompt_tokens", "2", "--prompt_top_p", "1"],
+            "--max_prompt_tokens, --prompt",
+        ),
+        (["--prompts", "PROMPTS"], ["--turns", "2"], "--turns"),
         (["--sources", "TEXT"], ["--server", "http://127.0.0.1:9", "--dtype", "bfloat16"], "--dtype"),
         (["--sources", "self"], ["--prompt_tokens", "9", "--max_bad_rows", "0"], "--prompt_tokens, --max_bad_rows"),
     ],

@@ -7,7 +7,8 @@ import pytest
 from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
 
 from data.__main__ import main
-from data.chat_turns import Chat, UserTurns, is_repetitive, turn_texts
+from data.chat_turns import UserTurns, is_repetitive, turn_texts
+from data.conversations import Row
 from data.duplicates import NearDuplicates
 from data.magpie import self_rows
 from speculator import UserError
@@ -63,7 +64,7 @@ def test_only_the_answers_of_written_chats_have_loss(model, tmp_path, turns):
 
 def test_a_template_of_plain_words_ends_a_turn_where_the_answer_begins(model, tmp_path):
     target = chatty(model, PLAIN)
-    chat = Chat()
+    chat = Row()
     assert UserTurns(target, 1, 24, 12).add(chat, target.tokenizer("why is it?\nA: because")["input_ids"]) is None
     assert target.tokenizer.decode(chat.ids) == "Q: why is it?\nA: "
     assert all(target.tokenizer.decode(row["input_ids"]).startswith("Q: ") for row in made(target, tmp_path / "out"))
@@ -82,7 +83,7 @@ def test_unusable_user_turns_are_dropped_with_a_reason(model):
     writer = UserTurns(target, 1, 24, 12)
 
     def fault(text, *after):
-        return writer.add(Chat(), [*target.tokenizer(text)["input_ids"], *after])
+        return writer.add(Row(), [*target.tokenizer(text)["input_ids"], *after])
 
     assert fault("how do I wrap a text?", end) is None
     assert fault("How do I wrap a text", end) == "near-duplicate"

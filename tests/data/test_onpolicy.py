@@ -215,16 +215,16 @@ def test_keeping_rejected_tokens_makes_an_adaptive_drafter_always_draft(target, 
 
 
 def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):
-    calls, original = iter(range(100)), Engine.generate
+    calls, original = iter(range(100)), onpolicy._answer
     monkeypatch.setattr(onpolicy, "_PIECE", 1)
 
     def cut_late(*args, **kwargs):
-        if next(calls) == 5:  # rows of the first piece are clocked: two warm-ups, with a draft, without
+        if next(calls) == 1:
             raise Cut
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "generate", cut_late)
+        patch.setattr(onpolicy, "_answer", cut_late)
         with pytest.raises(Cut):
             made(target, tmp_path)
     first, second = sorted((tmp_path / "batches").glob("0*.json"))[0], tmp_path / "batches" / "000001.json"
@@ -232,7 +232,8 @@ def test_a_finished_piece_is_not_made_again(target, tmp_path, monkeypatch):
     record, written = json.loads((first.parent / "record.json").read_text()), json.loads(first.read_text())
     work = batches.Batches(tmp_path, record, [[]], progress=False)
     with work:
-        work.write(0, **{**written, "continuations": [[30, 31], *written["continuations"][1:]]})
+        changed = {"input_ids": [*[9] * 7, 30, 31], "loss_mask": [0] * 7 + [1] * 2}
+        work.write(0, **{**written, "rows": [[changed], *written["rows"][1:]]})
     longest = PROMPTS.index([9] * 7)
     assert made(target, tmp_path)[longest]["input_ids"] == [9] * 7 + [30, 31]
 

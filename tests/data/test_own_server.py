@@ -4,7 +4,8 @@ import pytest
 from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
-from data.client import RenderedPrompt, fetch_rows
+from data.client import fetch_rows
+from data.conversations import Conversation
 from data.onpolicy import generate_rows
 from speculator import HeadDrafter, Sampling
 
@@ -13,11 +14,11 @@ from speculator import HeadDrafter, Sampling
 def test_a_server_of_ours_gives_the_rows_of_the_engine_here(tmp_path, sampling):
     target = tiny_target(chat_tokenizer("qwen3"))
     drafter, tokenizer = HeadDrafter(tiny_head_for(target)), target.tokenizer
-    prompts = [RenderedPrompt(tokenizer(f"def f{i}(x):" + " x +" * i)["input_ids"]) for i in range(12)]
+    prompts = [Conversation(tokenizer(f"def f{i}(x):" + " x +" * i)["input_ids"]) for i in range(12)]
     for i in range(3):
         messages = [{"role": "user", "content": f"What is {i} + 2?"}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        prompts.append(RenderedPrompt(ids, messages))
+        prompts.append(Conversation(ids, messages))
     how = {"sampling": sampling, "max_new_tokens": 24, "seed": 7, "progress": False}
     here = generate_rows(target, drafter, [prompt.ids for prompt in prompts], tmp_path / "here", batch_size=5, **how)
     with serving(target, drafter) as (url, _):

@@ -1,0 +1,138 @@
+"""Conversations whose assistant turns the target writes again, each after the turns that it wrote before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from speculator.chat import DATA_DAY, RefusedError, chat_text, chat_tokens
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt, and what follows each answer.
+
+    Attributes:
+        ids: token ids before the first answer.
+        messages: of a chat, the messages that `ids` were rendered from.
+        later: messages after each answer. If the first of them is the assistant's, with tool calls, it replaces the
+            answer in the history, because the tool results after it belong to it.
+        tools: tools for the chat template.
+    """
+
+    ids: list[int]
+    messages: list[dict] | None = None
+    later: Sequence[list[dict]] = ()
+    tools: Any = None
+
+    @property
+    def size(self) -> int:
+        """Rough number of tokens without the answers."""
+        characters = sum(len(message.get("content") or "") for turn in self.later for message in turn)
+        return len(self.ids) + characters // 4
+
+
+def split_at_answers(messages: list[dict], answers: int | None) -> tuple[list[dict], list[list[dict]]]:
+    """Split a chat into the messages before the first answer, and those between the first `answers` (None: all)."""
+    opening: list[dict] = []
+    later: list[list[dict]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            later.append([message] if message.get("tool_calls") else [])
+        else:
+            (later[-1] if later else opening).append(message)
+    asking = []
+    for turn in later[: None if answers is None else answers - 1]:
+        if not turn or turn[-1]["role"] == "assistant":
+            break  # nobody speaks before the next answer
+        asking.append(turn)
+    return opening, asking
+
+
+@dataclass
+class Row:
+    """Tokens of a row, their loss mask, and marks on tokens that replaced a rejected draft token."""
+
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], has_loss: int, rejected: Sequence[int] = ()) -> None:
+        """Append tokens."""
+        self.ids += ids
+        self.mask += [has_loss] * len(ids)
+        self.rejected += rejected or [0] * len(ids)
+
+    def columns(self, mark_rejected: bool) -> dict[str, list[int]]:
+        """Return the row for a `datasets` folder."""
+        columns = {"input_ids": self.ids, "loss_mask": self.mask}
+        return columns | ({"rejected": self.rejected} if mark_rejected else {})
+
+
+class Answering:
+    """A conversation while the target answers it.
+
+    Every answer follows exactly the tokens that a server would read: the chat so far, rendered by the template. While
+    they continue the last row, that row grows. If the template changes earlier turns (Qwen 3 drops their thinking), the
+    next answer begins a row of its own, in which only this answer has loss.
+
+    Args:
+        conversation: what to answer.
+        tokenizer: the target's; only chats need one.
+        longest: largest number of tokens before an answer; a chat that becomes longer ends.
+
+    Attributes:
+        prompt: tokens before the next answer; None: the conversation has ended.
+        answers: number of answers so far.
+        rows: rows so far.
+    """
+
+    def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase | None, longest: int):
+        self._tokenizer, self._tools, self._longest = tokenizer, conversation.tools, longest
+        self._messages = list(conversation.messages or [])
+        self._later = deque(conversation.later)
+        self.answers = 0
+        self.prompt: list[int] | None = conversation.ids
+        self.rows = [Row()]
+        self.rows[0].add(conversation.ids, 0)
+
+    def add(self, tokens: list[int], ended: bool, rejected: Sequence[int] = ()) -> None:
+        """Add an answer. One that has not `ended` by itself, as at its length limit, ends the conversation."""
+        row = self.rows[-1]
+        row.add(tokens, 1, rejected)
+        self.answers += 1
+        self.prompt = None
+        if not ended or not self._later:
+            return
+        assert self._tokenizer is not None
+        following = self._later.popleft()
+        if following[0]["role"] != "assistant":
+            self._messages.append(_message(tokens, self._tokenizer))
+        self._messages += following
+        try:
+            text = chat_text(self._tokenizer, self._messages, self._tools, ask=True, today=DATA_DAY)
+        except RefusedError:  # the template accepts no such answer
+            return
+        ids = chat_tokens(text, self._tokenizer)
+        if len(ids) > self._longest:
+            return
+        self.prompt = ids
+        if ids[: len(row.ids)] == row.ids:
+            row.add(ids[len(row.ids) :], 0)
+        else:
+            self.rows.append(Row())
+            self.rows[-1].add(ids, 0)
+
+
+def _message(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return an answer as a message, with its reasoning apart if the chat template has a field for it."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    reasoning, mark, content = text.partition("</think>")
+    if not mark or "reasoning_content" not in str(tokenizer.chat_template):
+        return {"role": "assistant", "content": text}
+    thought = reasoning.replace("<think>", "").strip("\n")
+    return {"role": "assistant", "content": content.lstrip("\n"), "reasoning_content": thought}
