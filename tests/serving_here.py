@@ -22,7 +22,7 @@ SLOTS = 4
 @contextmanager
 def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **settings):
     """Start a server and yield its URL and its worker."""
-    worker = Worker(partial(engine, target, drafter, slots=slots))
+    worker = Worker(partial(engine, target, slots=slots), drafter)
     app = create_app(target, worker, name="tiny", **settings)
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))

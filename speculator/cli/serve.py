@@ -7,17 +7,22 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from speculator.checkpoints.files import read_config
 from speculator.cli import drafting
+from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
 from speculator.tables import gigabytes
+from speculator.target.fingerprint import same_target
 from speculator.target.model import Target
 
 HELP = "start a server with OpenAI's API"
@@ -40,6 +45,11 @@ def add_flags(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--api_key", help=f"key that requests under /v1 must send (default: ${KEY_VARIABLE}, else none)"
+    )
+    parser.add_argument(
+        "--allow_load",
+        action="store_true",
+        help="load another head at POST /v1/speculator/load, while requests are decoded; needs --api_key",
     )
     parser.add_argument(
         "--record",
@@ -65,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((target.context_length > context, f"--max_model_len: the context of {arguments.target} is {context} tokens"))
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
     memory = 0 if arguments.ngram and not drafting.coupled(arguments) else MEMORY
-    drafter = drafting.drafter(arguments, target, [0.0, 1.0], slots, memory)
+    make_drafter = partial(drafting.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
 
     import uvicorn  # an optional dependency
 
@@ -76,8 +86,17 @@ def run(arguments: argparse.Namespace) -> None:
     recorder = None
     if arguments.record:
         recorder = Recorder(arguments.record, target, arguments.record_share, 1e9 * arguments.record_max)
-    worker = Worker(partial(Engine, target, drafter, slots=slots, rule=arguments.rule))
-    app = create_app(target, worker, name=arguments.target, api_key=key, max_queue=arguments.queue, recorder=recorder)
+    worker = Worker(partial(Engine, target, slots=slots, rule=arguments.rule), make_drafter(arguments))
+    load = partial(_load, arguments, target, make_drafter) if arguments.allow_load else None
+    app = create_app(
+        target,
+        worker,
+        name=arguments.target,
+        api_key=key,
+        max_queue=arguments.queue,
+        recorder=recorder,
+        load_drafter=load,
+    )
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     print(f"serving {arguments.target} at {url}: {_memory(target, slots)}", file=sys.stderr)
@@ -89,6 +108,14 @@ def run(arguments: argparse.Namespace) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn handles it, then raises it again
     uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none")).run(sockets=[listening])
+
+
+def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
+    """Create the drafter that the flags describe, with another head."""
+    trained_for = read_config(Path(folder)).get("base_model_fingerprint")
+    if trained_for and not same_target(trained_for, target.fingerprint):
+        raise UserError(f"{folder} was trained for another target than {target.name}")
+    return make_drafter(argparse.Namespace(**{**vars(arguments), "speculator": folder}))
 
 
 def leave_a_core() -> None:
@@ -124,6 +151,7 @@ def _check(arguments: argparse.Namespace) -> str:
     drafting.check(arguments)
     from_environment = arguments.api_key is None
     key = os.environ.get(KEY_VARIABLE, "") if from_environment else arguments.api_key
+    refuse((arguments.allow_load and not key, "--allow_load needs --api_key: whoever has it can load heads"))
     check_secret(f"${KEY_VARIABLE}" if from_environment else "--api_key", key)
     return key
 

@@ -106,15 +106,7 @@ class Engine:
     ):
         if slots < 1 or chunk < 1:
             raise UserError(f"slots and chunk must be integers >= 1, got {slots} and {chunk}")
-        allowed = drafter.rules if drafter else RULES
-        if rule is not None and rule not in RULES:
-            raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
-        if rule is not None and rule not in allowed:
-            raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
-        if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
-            raise UserError(
-                "min_confidence is not supported for a sharded target: its processes could draft differently"
-            )
+        _check_drafter(target, drafter, rule)
         self.target, self.drafter, self.chunk = target, drafter, chunk
         self._rule, self._capture = rule, capture
         self.scheduler = Scheduler(slots)
@@ -226,6 +218,22 @@ class Engine:
         self.scheduler = Scheduler(len(self.scheduler.slots))
         if self.drafter:
             self.drafter.forget()
+
+    @torch.inference_mode()
+    def replace_drafter(self, drafter: Drafter) -> None:
+        """Draft with another drafter from the next step on; after an error, the old one stays.
+
+        Requests in flight are preempted: prompts and completions are prefilled again, for the new drafter's state.
+        Under the rule `match` texts stay the same, up to near-ties of rounded logits.
+        """
+        _check_drafter(self.target, drafter, self._rule)
+        if hasattr(self, "cache"):
+            drafter = drafter.open(len(self.scheduler.slots), self.cache.capacity)
+            drafter.attach_cache(self.cache)
+        self.scheduler.preempt()
+        self.drafter, self._decoding = drafter, []
+        self.capturing = self._capture and cuda_graphs.capturable(self.target, drafter)
+        self._new_graphs()
 
     # ---- one step
 
@@ -351,9 +359,12 @@ class Engine:
         if self.cache.grow(self._max_tokens + self._spare_positions):
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
-            # Graphs read the old buffers. A new pool, because torch captures nothing into a pool without graphs.
-            self._pool = cuda_graphs.new_pool(self.target.device)
-            self._decode = self.capturable_method("decode_rows")
+            self._new_graphs()
+
+    def _new_graphs(self) -> None:
+        """Drop the graphs, which read old buffers, and their pool: torch captures nothing into one without graphs."""
+        self._pool = cuda_graphs.new_pool(self.target.device)
+        self._decode = self.capturable_method("decode_rows")
 
     def prefill(self) -> None:
         """Process a chunk of the prompts that are not in the cache yet, and sample the first token of complete ones.
@@ -400,10 +411,10 @@ class Engine:
             self._sample_first_tokens(complete, take_at(hidden, last)[[row - rows[0] for row in complete]])
 
     def _sample_first_tokens(self, requests: dict[int, Request], hidden: Tensor) -> None:
-        """Sample each row's first new token from the prompt's last hidden state [R, D]."""
+        """Sample each row's next token from its last hidden state [R, D]; a preempted request has a completion."""
         sampling = RowSampling([request.sampling for request in requests.values()], hidden.device)
         logits = self.target.logits(hidden)
-        lengths = torch.tensor([len(request.prompt) for request in requests.values()], device=hidden.device)
+        lengths = torch.tensor([len(request.sequence) for request in requests.values()], device=hidden.device)
         noise = Noise(sampling, lengths, self.target.vocab_size, 0, coupled=True)
         first = noise.samples(logits[:, None], Draft.none(lengths))[:, 0]
         (first,) = self.target.broadcast(first)
@@ -413,7 +424,8 @@ class Engine:
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
             self.scheduler.slots[row].phase = DECODING
             if not request.finish_reason:
-                request.append([token], logprobs=None if logprobs is None else logprobs[i])
+                drafted = 0 if request.tokens else None  # a preempted request's token counts as a step without a draft
+                request.append([token], drafted, None if logprobs is None else logprobs[i])
 
     def select_decoding_rows(self) -> list[Sequence[int]]:
         """Select the decoding rows for the next step and return their sequences (an empty list if idle)."""
@@ -512,6 +524,17 @@ class Engine:
     @property
     def _aux_layers(self) -> Sequence[int]:
         return self.drafter.aux_layers if self.drafter else ()
+
+
+def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
+    """Raise a UserError if a drafter does not fit the accept rule or a sharded target."""
+    allowed = drafter.rules if drafter else RULES
+    if rule is not None and rule not in RULES:
+        raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
+    if rule is not None and rule not in allowed:
+        raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
+    if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
+        raise UserError("min_confidence is not supported for a sharded target: its processes could draft differently")
 
 
 @torch.inference_mode()

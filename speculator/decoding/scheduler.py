@@ -65,6 +65,13 @@ class Scheduler:
                 slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
                 slot.last_used, self._time = self._time, self._time + 1
 
+    def preempt(self) -> None:
+        """Prefill all rows again, completions included; free slots keep nothing for later prompts."""
+        for slot in self.slots:
+            slot.num_computed_tokens = 0
+            if slot.phase == DECODING:
+                slot.phase = PREFILLING
+
     def admit(self, waiting: deque[Request], overlap: int) -> None:
         """Give waiting requests the free slots.
 

@@ -15,13 +15,14 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from speculator.decoding.drafter import Drafter
 from speculator.decoding.request import check_prompts
 from speculator.prompts import Prompt, continued
 from speculator.server.errors import HANDLED, APIError, answer_error
 from speculator.server.metrics import CountRequests, Metrics
 from speculator.server.recorder import Recorder
 from speculator.server.responses import ChatWriter, CompletionWriter
-from speculator.server.schema import ChatRequest, CompletionRequest, GenerationRequest, parse
+from speculator.server.schema import ChatRequest, CompletionRequest, GenerationRequest, LoadRequest, parse
 from speculator.server.worker import Job, StepOutput, Worker
 from speculator.target.model import Target
 
@@ -36,6 +37,7 @@ def create_app(
     api_key: str = "",
     max_queue: int = 256,
     recorder: Recorder | None = None,
+    load_drafter: Callable[[str], Drafter] | None = None,
 ) -> FastAPI:
     """Create the application; its lifespan starts and stops the worker.
 
@@ -46,6 +48,7 @@ def create_app(
         api_key: key that requests under /v1 must send; empty: none.
         max_queue: requests that may wait for a slot; further ones are answered with 429.
         recorder: records the answers of clients that do not opt out.
+        load_drafter: creates a drafter from the folder of a head, for /v1/speculator/load; None: no such route.
     """
     routes = _Routes(target, worker, name or target.name, max_queue, recorder)
 
@@ -69,11 +72,17 @@ def create_app(
     v1.add_api_route("/completions", routes.completions, methods=["POST"])
     v1.add_api_route("/chat/completions", routes.chat, methods=["POST"])
     v1.add_api_route("/models", routes.models, methods=["GET"])
+    if load_drafter:
+        v1.add_api_route("/speculator/load", partial(routes.load, load_drafter), methods=["POST"])
     v1.add_api_route("/models/{name:path}", routes.model, methods=["GET"])
     app.include_router(v1)
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics_page, methods=["GET"])
-    paths = {"/health", "/metrics", *(f"/v1/{path}" for path in ("completions", "chat/completions", "models"))}
+    paths = {
+        "/health",
+        "/metrics",
+        *(f"/v1/{path}" for path in ("completions", "chat/completions", "models", "speculator/load")),
+    }
 
     def count(path: str, status: int) -> None:
         routes.metrics.requests.labels(path if path in paths else "other", status).inc()
@@ -111,6 +120,11 @@ class _Routes:
             raise APIError(f"{self.name} has no chat template: use /v1/completions", "messages")
         limit = request.max_new_tokens or self.target.context_length
         return await self._answer(http, request, [request.prompt()], limit, ChatWriter)
+
+    async def load(self, load_drafter: Callable[[str], Drafter], http: Request) -> dict[str, str]:
+        request = parse(LoadRequest, await self._body(http))
+        await self.worker.replace_drafter(partial(load_drafter, request.path))
+        return {"path": request.path}
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model()]}

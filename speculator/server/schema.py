@@ -168,7 +168,13 @@ class ChatRequest(GenerationRequest):
         return Prompt(messages, chat=True, tools=self.tools, where="messages")
 
 
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+class LoadRequest(_Strict):
+    """Fields of `POST /v1/speculator/load`."""
+
+    path: str
+
+
+AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
@@ -180,5 +186,6 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         where = ".".join(map(str, first["loc"])) or "body"
         param = str(first["loc"][0]) if first["loc"] else None
         raise APIError(f"{where}: {first['msg'].removeprefix('Value error, ')}", param) from None
-    request.check()
+    if isinstance(request, GenerationRequest):
+        request.check()
     return request

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
+from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.request import Request
+from speculator.errors import UserError, first_line
 from speculator.server.errors import APIError
 
 _log = logging.getLogger(__name__)
@@ -65,13 +71,15 @@ class Worker:
     The event loop's thread calls `submit` and reads the jobs; the engine is used by the worker's thread only.
 
     Args:
-        make_engine: creates the engine, and a new one after a failure.
+        make_engine: creates the engine with a drafter, and a new one after a failure.
+        drafter: drafter to start with.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]):
-        self._make_engine = make_engine
-        self.engine = make_engine()
+    def __init__(self, make_engine: Callable[[Drafter | None], Engine], drafter: Drafter | None = None):
+        self._make_engine, self._drafter = make_engine, drafter
+        self.engine = make_engine(drafter)
         self._submitted: list[Job] = []
+        self._loads: list[tuple[Callable[[], Drafter], Future[None]]] = []
         self._jobs: list[Job] = []
         self._outputs: list[tuple[Job, StepOutput]] = []
         self._stopping = self._broken = False
@@ -126,6 +134,20 @@ class Worker:
             self._wake.notify()
         return job
 
+    async def replace_drafter(self, make_drafter: Callable[[], Drafter]) -> None:
+        """Replace the drafter between two steps; raises an error if that fails, and the old one stays.
+
+        Args:
+            make_drafter: creates the drafter, in the worker's thread: decoding pauses meanwhile.
+        """
+        loaded: Future[None] = Future()
+        with self._wake:
+            if self._broken:
+                raise APIError(_FAILED, status=500)
+            self._loads.append((make_drafter, loaded))
+            self._wake.notify()
+        await asyncio.wrap_future(loaded)
+
     # ---- in the worker's thread
 
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
@@ -137,11 +159,14 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._submitted or self.engine.busy)
+                self._wake.wait_for(lambda: self._stopping or self._submitted or self._loads or self.engine.busy)
                 if self._stopping:
                     return
                 submitted, self._submitted = self._submitted, []
+                loads, self._loads = self._loads, []
                 self._jobs = [job for job in [*self._jobs, *submitted] if job.unfinished]
+            while loads:
+                self._replace_drafter(*loads.pop(0))
             try:
                 for request in (request for job in submitted for request in job.requests):
                     self.engine.enqueue(request)
@@ -155,11 +180,33 @@ class Worker:
             if outputs:
                 self._loop.call_soon_threadsafe(_deliver, outputs)
 
+    def _replace_drafter(self, make_drafter: Callable[[], Drafter], loaded: Future[None]) -> None:
+        """Replace the engine's drafter, and free the memory of the old one or of the one that could not be loaded."""
+        if not loaded.set_running_or_notify_cancel():
+            return
+        error: Exception | None = None
+        try:
+            drafter = make_drafter()
+            self.engine.replace_drafter(drafter)
+            self._drafter = drafter
+        except UserError as wrong:
+            error = UserError(str(wrong))
+        except Exception as failure:  # such as too little memory
+            _log.exception("a head can't be loaded; the old one stays")
+            error = APIError(f"the head can't be loaded: {first_line(failure)}", "path", status=500)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if error:
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(None)
+
     def _restart(self) -> None:
         """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs."""
         self._outputs = []
         try:
-            self.engine = self._make_engine()
+            self.engine = self._make_engine(self._drafter)
         except Exception:
             _log.exception("the engine can't be created again: restart the server")
             self._broken = True

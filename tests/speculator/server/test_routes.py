@@ -238,7 +238,7 @@ def test_metrics_count_requests(client):
 
 
 def test_a_key_is_required_under_v1_only(chat_target):
-    app = create_app(chat_target, Worker(lambda: None), api_key="secret")
+    app = create_app(chat_target, Worker(lambda drafter: None), api_key="secret")
 
     async def ask():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
