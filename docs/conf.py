@@ -12,9 +12,10 @@ html_title = "speculator"
 html_theme = "furo"
 html_show_copyright = False
 html_copy_source = False
+smartquotes = False  # they turn --flag into a dash
+highlight_language = "bash"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generated"]
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autoclass_content = "both"

@@ -47,9 +47,9 @@ def flags(command: str) -> str:
 def _flag(action: argparse.Action) -> list[str]:
     name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     if action.option_strings and action.nargs != 0:
-        wanted = r"\|".join(map(str, action.choices)) if action.choices else action.metavar or action.dest.upper()
-        name = f"{name} {wanted}"
-    return [f"`{name}`", "**Required:** " * action.required + _text(action.help)]
+        name = f"{name} {action.metavar or action.dest.upper()}"
+    choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
+    return [f"`{name}`", "**Required:** " * action.required + _text(action.help) + choices]
 
 
 def settings(section: str) -> str:
