@@ -22,6 +22,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -30,16 +33,29 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    Zamba2Config,
 )
 
 from speculator.checkpoints.loading import bind
@@ -116,11 +132,88 @@ CONFIGS = {
     "gpt_oss": GptOssConfig(**_SHAPE, **_HEADS_OF_8, **_EXPERTS, num_local_experts=4, sliding_window=6),
 }
 
+_MIXED = dict(layer_types=["linear_attention", "full_attention"])  # noqa: C408
+_DELTA = dict(
+    **_MIXED, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+_SPARSE = dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)  # noqa: C408
+_CONV = dict(layer_types=["conv", "full_attention"], conv_L_cache=3)  # noqa: C408
+_SSM = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=16)  # noqa: C408
+_MLA = dict(  # noqa: C408
+    num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, n_group=1
+)
+_PURE = dict(  # noqa: C408
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    state_size=8,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+RECURRENT = {
+    "qwen3_next": Qwen3NextConfig(**_SHAPE, **_HEADS_OF_8, **_DELTA, **_EXPERTS, **_SPARSE),
+    "qwen3_5": Qwen3_5TextConfig(**_SHAPE, **_HEADS_OF_8, **_DELTA),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**_SHAPE, **_HEADS_OF_8, **_DELTA, **_EXPERTS, **_SPARSE),
+    "olmo_hybrid": OlmoHybridConfig(**_SHAPE, **_DELTA),
+    "kimi_linear": KimiLinearConfig(
+        **_SHAPE | _EXPERTS | _MIXED | _MLA,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        num_experts=4,
+        moe_intermediate_size=16,
+    ),
+    "lfm2": Lfm2Config(**_SHAPE, **_CONV),
+    "lfm2_moe": Lfm2MoeConfig(
+        **_SHAPE, **_CONV, **_EXPERTS, num_experts=4, moe_intermediate_size=16, num_dense_layers=1
+    ),
+    "bamba": BambaConfig(**_SHAPE, **_SSM, attn_layer_indices=[1]),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **_SHAPE,
+        **_SSM,
+        **_EXPERTS,
+        layer_types=["mamba", "attention"],
+        num_local_experts=4,
+        shared_intermediate_size=32,
+    ),
+    "falcon_h1": FalconH1Config(**_SHAPE, **_HEADS_OF_8, **_SSM, mamba_d_ssm=64),
+    "nemotron_h": NemotronHConfig(
+        **_SHAPE | _HEADS_OF_8 | _EXPERTS | {"num_hidden_layers": 4},
+        hybrid_override_pattern="M-*E",
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+    ),
+    "zamba2": Zamba2Config(
+        **_SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4},
+        layers_block_type=["mamba", "mamba", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=8,
+        mamba_ngroups=2,
+        chunk_size=16,
+        num_mem_blocks=1,
+    ),
+    "jamba": JambaConfig(
+        **_SHAPE, **_EXPERTS, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8
+    ),
+    "mamba2": Mamba2Config(**_PURE, num_heads=8, head_dim=8, n_groups=2, chunk_size=16),
+    "mamba": MambaConfig(**_PURE),
+    "falcon_mamba": FalconMambaConfig(**_PURE),
+}
+"""Families with recurrent layers; the last three have no attention at all."""
+
 
 def tiny_model(family: str = "llama", scale: float = 4.0):
     """Make a random model; weights are `scale` times the usual ones, so that distributions are far from uniform."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
+    model = AutoModelForCausalLM.from_config(copy.deepcopy((CONFIGS | RECURRENT)[family]))
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.data *= scale

@@ -109,7 +109,7 @@ class Engine:
         _check_drafter(target, drafter, rule)
         self.target, self.drafter, self.chunk = target, drafter, chunk
         self._rule, self._capture = rule, capture
-        self.scheduler = Scheduler(slots)
+        self.scheduler = Scheduler(slots, target.recurrent)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
         self.pending = torch.zeros(slots, dtype=torch.long, device=target.device)
@@ -215,7 +215,7 @@ class Engine:
         self.scheduler.release()
         if self.busy:
             raise RuntimeError("requests are in flight")
-        self.scheduler = Scheduler(len(self.scheduler.slots))
+        self.scheduler = Scheduler(len(self.scheduler.slots), self.target.recurrent)
         if self.drafter:
             self.drafter.forget()
 
@@ -371,7 +371,7 @@ class Engine:
 
         While other rows decode, a chunk has at most max(chunk, tokens of the decoding rows in a step) tokens.
         """
-        source, destination, longest = self.scheduler.share_prefixes(self._overlap)
+        source, destination, longest = self.scheduler.share_prefixes()
         if destination:
             self._move(source, destination, longest)
         rows = self.scheduler.rows_in(PREFILLING)
@@ -382,20 +382,20 @@ class Engine:
             rows = self.scheduler.rows_in(PREFILLING)
         decoding = self.scheduler.count(DECODING)
         budget = max(self.chunk, decoding * self._tokens_per_step) if decoding else None
-        rows, width = self.scheduler.next_chunk(rows, self.chunk, budget)
+        rows, widths = self.scheduler.next_chunk(rows, self.chunk, budget)
         slots = [self.scheduler.slots[row] for row in rows]
         sequences, begins = [slot.sequence for slot in slots], [slot.num_computed_tokens for slot in slots]
         # Rows are padded to the widest chunk, which must fit the cache after the row with the most tokens.
-        width = min(width, self.cache.capacity - bucketed(max(begins), self.target.device))
-        chunks = [list(tokens[begin : begin + width]) for tokens, begin in zip(sequences, begins, strict=True)]
-        counts = [len(chunk) for chunk in chunks]
+        width = min(max(widths), self.cache.capacity - bucketed(max(begins), self.target.device))
+        counts = [min(width, own) for own in widths]
+        chunks = [list(text[begin : begin + n]) for text, begin, n in zip(sequences, begins, counts, strict=True)]
         device = self.target.device
         tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
         last = torch.tensor(counts, device=device) - 1
         self.cache.select(rows[0], rows[-1] + 1, max(begins))
         self.cache.truncate(torch.tensor(begins))
         with self.target.aux_layers.recorded(self._aux_layers) as states:
-            hidden = self.target.extend(self.cache, tokens)
+            hidden = self.target.extend(self.cache, tokens, counts=last + 1)
         self.cache.commit(last + 1)
         if self.drafter:
             self.drafter.prefill(rows[0], sequences, begins, states(hidden), counts)
@@ -459,8 +459,9 @@ class Engine:
 
     def append_tokens(self, report: list[list[int]], logprobs: list[list[TokenLogprobs]] | None = None) -> None:
         """Append a step's tokens to the requests; a request may finish."""
-        for i, (request, row) in enumerate(zip(self._decoding, report, strict=False)):
+        for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, self._decoding, report, strict=False)):
             *path, drafted, accepted, from_lookup, next_token = row
+            slot.num_computed_tokens += 1 + accepted
             if not request.finish_reason:  # an `on_step` of this step may have cancelled it
                 row_logprobs = None if logprobs is None else logprobs[i]
                 request.append([*path[:accepted], next_token], drafted, row_logprobs, from_lookup)
@@ -487,7 +488,9 @@ class Engine:
             assert engine is not None
             if not engine.capturing or engine._num_logprobs is not None:
                 return work.work(engine, *arguments)
-            state = [engine.cache.lengths, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
+            layers = engine.cache.recurrent.values()
+            state = [engine.cache.lengths, engine.pending, *(state for layer in layers for state in layer.states)]
+            state += engine.drafter.buffers if engine.drafter else ()
             with cuda_graphs.on(engine.target.device):
                 drafting = engine.drafter and (engine.drafter.shape, engine.drafter.version)
                 key = (len(engine.selected_pending), engine.cache.longest, engine.sampling.kind, drafting)
@@ -535,6 +538,8 @@ def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) ->
         raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
     if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
         raise UserError("min_confidence is not supported for a sharded target: its processes could draft differently")
+    if target.recurrent and drafter and drafter.max_nodes > drafter.num_speculative_tokens:
+        raise UserError(f"{target.name} has recurrent layers, which verify chains only: draft a chain, not a tree")
 
 
 @torch.inference_mode()

@@ -36,9 +36,16 @@ class Slot:
 
 
 class Scheduler:
-    """The slots, in the order of their rows."""
+    """The slots, in the order of their rows.
 
-    def __init__(self, num_slots: int):
+    Args:
+        num_slots: number of rows.
+        recurrent: rows hold recurrent states, which can't be cut back: a prefix is copied or reused when its source has
+            computed exactly the prefix. A chunk of the source ends there.
+    """
+
+    def __init__(self, num_slots: int, recurrent: bool = False):
+        self.recurrent = recurrent
         self.slots = [Slot() for _ in range(num_slots)]
         self._time = 0
         self._prefixes: dict[int, tuple[Slot, Request]] = {}
@@ -60,8 +67,9 @@ class Scheduler:
         """Free the slots of finished requests. Their tokens stay, for prompts with the same prefix."""
         for slot in self.slots:
             if slot.request is not None and slot.request.finish_reason:
-                if slot.phase == DECODING:
-                    slot.num_computed_tokens = len(slot.request.sequence) - 1  # the newest token is still pending
+                kept = len(slot.request.sequence) - 1  # the newest token is still pending
+                ahead = slot.num_computed_tokens > kept or slot.request.finish_reason == "cancelled"
+                slot.num_computed_tokens = 0 if ahead and self.recurrent else min(kept, slot.num_computed_tokens)
                 slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
                 slot.last_used, self._time = self._time, self._time + 1
 
@@ -97,29 +105,32 @@ class Scheduler:
             best, shared = None, 0
             for slot in used:
                 length = min(common_prefix(slot.sequence, request.prompt), slot.num_computed_tokens)
+                if self.recurrent and not length == slot.num_computed_tokens < len(request.prompt):
+                    continue
                 if length > shared:
                     best, shared = slot, length
                 if shared >= len(request.prompt) - 1:
                     break
             hashes = _block_hashes(request.prompt)
-            prefix_source = self._find_prefix_source(request, shared, hashes)
+            prefix_source = self._find_prefix_source(request, shared, hashes, overlap)
             if best is not None and best.num_computed_tokens - shared <= (_BLOCK if unused else shared):
                 slot = best
             else:  # do not overwrite the other tokens of the best slot
                 slot = unused.popleft() if unused else min(used, key=lambda candidate: candidate.last_used)
                 if best is not None and slot is not best:
                     if shared >= _BLOCK and prefix_source is None:
-                        prefix_source, best.last_used = (best, best.sequence, shared), self._time
+                        reused = _reusable(shared, request.prompt, overlap)
+                        prefix_source, best.last_used = (best, best.sequence, reused), self._time
                     shared = 0
             if slot in used:
                 used.remove(slot)
-            slot.num_computed_tokens = _reusable(shared, request.prompt, overlap)
+            slot.num_computed_tokens = shared if self.recurrent else _reusable(shared, request.prompt, overlap)
             slot.request, slot.sequence, slot.last_used = request, request.sequence, self._time
             slot.prefix_source, slot.phase = prefix_source, WAITING_FOR_PREFIX if prefix_source else PREFILLING
             self._register_prefixes(slot, request, hashes)
 
     def _find_prefix_source(
-        self, request: Request, num_computed: int, hashes: list[int]
+        self, request: Request, num_computed: int, hashes: list[int], overlap: int
     ) -> tuple[Slot, Sequence[int], int] | None:
         """Find the slot whose prompt shares the longest prefix, if that saves enough compared with `num_computed`."""
         longest, seen = len(request.prompt) - 1, set()
@@ -129,9 +140,11 @@ class Scheduler:
                 continue
             seen.add(slot)
             shared = min(common_prefix(other.prompt, request.prompt), longest)
+            if self.recurrent and slot.num_computed_tokens > _reusable(shared, request.prompt, overlap):
+                continue
             ready = shared <= slot.num_computed_tokens
             if shared > num_computed and (ready or 2 * (shared - num_computed) > longest - num_computed):
-                return slot, slot.sequence, shared
+                return slot, slot.sequence, _reusable(shared, request.prompt, overlap)
         return None
 
     def _register_prefixes(self, slot: Slot, request: Request, hashes: list[int]) -> None:
@@ -144,7 +157,7 @@ class Scheduler:
             valid = {prefix: entry for prefix, entry in self._prefixes.items() if entry[0].request is entry[1]}
             self._prefixes, self._max_prefixes = valid, max(_MIN_TABLE_SIZE, 2 * len(valid))
 
-    def share_prefixes(self, overlap: int) -> tuple[list[int], list[int], int]:
+    def share_prefixes(self) -> tuple[list[int], list[int], int]:
         """Start the prefill of slots whose prefix source is computed, or gone.
 
         Returns:
@@ -162,11 +175,11 @@ class Scheduler:
             if present and not computed and other.request:
                 continue
             slot.phase, slot.prefix_source = PREFILLING, None
-            if present and computed:
+            if present and computed and not (self.recurrent and other.num_computed_tokens > shared):
                 source.append(rows[other])
                 destination.append(row)
                 longest = max(longest, shared)
-                slot.num_computed_tokens = _reusable(shared, slot.sequence, overlap)
+                slot.num_computed_tokens = shared
         return source, destination, longest
 
     def sort_by_phase(self) -> tuple[list[int], list[int]]:
@@ -181,13 +194,12 @@ class Scheduler:
             self.slots[row] = slot
         return source, destination
 
-    def next_chunk(self, rows: list[int], max_width: int, budget: int | None) -> tuple[list[int], int]:
-        """Choose which of neighbouring rows are prefilled next, and how many tokens of each at most.
+    def next_chunk(self, rows: list[int], max_width: int, budget: int | None) -> tuple[list[int], list[int]]:
+        """Choose which of neighbouring rows are prefilled next, and how many tokens of each.
 
         With a `budget` of tokens, take the row that has waited longest and as many of its neighbours as fit.
         """
-        remaining = [len(self.slots[row].sequence) - self.slots[row].num_computed_tokens for row in rows]
-        widths = [min(max_width, tokens) for tokens in remaining]
+        widths = [min(max_width, self._end(self.slots[row]) - self.slots[row].num_computed_tokens) for row in rows]
         start, stop = 0, len(rows)
         if budget is not None:
             start = min(range(len(rows)), key=lambda i: self.slots[rows[i]].last_used)
@@ -197,7 +209,13 @@ class Scheduler:
         for row in rows[start:stop]:
             self.slots[row].last_used = self._time
         self._time += 1
-        return rows[start:stop], max(widths[start:stop])
+        return rows[start:stop], widths[start:stop]
+
+    def _end(self, slot: Slot) -> int:
+        """Position at which a slot's next chunk ends at the latest: the prompt's end, or where a state is copied."""
+        copied = [each.prefix_source for each in self.slots if self.recurrent and each.prefix_source]
+        ends = [shared for source, _, shared in copied if source is slot and shared > slot.num_computed_tokens]
+        return min(ends, default=len(slot.sequence))
 
 
 def _reusable(shared: int, prompt: Sequence[int], overlap: int) -> int:

@@ -34,6 +34,8 @@ class DraftModelDrafter(Drafter, LogitsSource):
     _recent: Tensor  # [B, again] tokens before the pending one
 
     def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
+        if model.recurrent:
+            raise UserError(f"{model.name} has recurrent layers, so it can't be a draft model")
         self.model = model
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
         self._vocab_size = target.vocab_size

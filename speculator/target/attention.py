@@ -115,7 +115,7 @@ def attention(
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=bias, scale=scaling)
     else:
         out = _explicit(stacked, key, value, bias, scaling or size**-0.5, softcap, s_aux, groups)
-    return out.reshape(rows, query_heads, width, size).transpose(1, 2), None
+    return out.reshape(rows, query_heads, width, value.shape[-1]).transpose(1, 2), None
 
 
 def _explicit(

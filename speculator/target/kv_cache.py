@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from speculator.target import recurrent
+from speculator.target.recurrent import RecurrentLayer, StateForm
 from speculator.target.tree import TokenTree
 
 Form = tuple[int, int, torch.dtype, torch.device]
@@ -32,9 +34,9 @@ BUCKETS = {"cuda": 256}
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return the forms of keys and values of each layer of a filled cache; () for a layer that shares another's."""
-    layers: list[Any] = cache.layers
-    return [() if layer.keys is None else (_form(layer.keys), _form(layer.values)) for layer in layers]
+    """Return the forms of keys and values of each layer of a filled cache; () for a layer that keeps none itself."""
+    layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
+    return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
 
 
 def _form(buffer: Tensor) -> Form:
@@ -130,15 +132,17 @@ class _Layer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """Keys and values of B rows.
+    """Keys and values of B rows, and the states of recurrent layers.
 
     Args:
         layers: forms of each layer's keys and values, see `forms`.
         rows: B.
         capacity: positions per row: the longest text, plus the tokens that a pass writes after it.
         device: device of the lengths.
+        states: forms of each layer's states, see `speculator.target.recurrent.state_forms`.
 
     Attributes:
+        recurrent: the recurrent layers, by their numbers. Their rows can't be shortened, only cleared.
         stacks: buffers [n, B, H, capacity, Dh] by form, so that a path of all layers moves at once.
         lengths: [B] committed tokens of each row, updated in place.
         selected: [R] lengths of the selected rows, a view.
@@ -146,12 +150,20 @@ class KVCache(Cache):
         bucket: `longest` is rounded up to a multiple of this, so that shapes rarely change.
     """
 
-    def __init__(self, layers: Sequence[tuple[Form, ...]], rows: int, capacity: int, device: torch.device):
+    def __init__(
+        self,
+        layers: Sequence[tuple[Form, ...]],
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        states: Sequence[tuple[StateForm, ...]] = (),
+    ):
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self._room(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self._index = torch.arange(rows, device=device)[:, None]
         super().__init__(layers=[_Layer(self) for _ in layers])
+        self.recurrent = {number: RecurrentLayer(forms, rows) for number, forms in enumerate(states) if forms}
         self._forms = layers
         counts = Counter(form for layer in layers for form in layer)
         stacks = {}
@@ -185,7 +197,7 @@ class KVCache(Cache):
             self.rows = start, stop
             self.selected, self.index = self.lengths[start:stop], self._index[: stop - start]
             self._parts = [stack[:, start:stop] for stack in self.stacks.values()]
-            for layer in self.layers:
+            for layer in (*self.layers, *self.recurrent.values()):
                 layer.select(start, stop)  # type: ignore[union-attr]
 
     @property
@@ -193,13 +205,16 @@ class KVCache(Cache):
         return self.bucket == 1 and self.rows[1] - self.rows[0] == 1
 
     @contextmanager
-    def writing(self, width: int, tree: TokenTree | None = None, base: int = 0) -> Iterator[Tensor]:
+    def writing(
+        self, width: int, tree: TokenTree | None = None, base: int = 0, counts: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Write `width` tokens into each selected row inside the block; yield their positions [R, width].
 
         Args:
             width: tokens per row.
             tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
             base: tokens that earlier passes wrote and did not commit.
+            counts: [R] tokens of each row that will be committed, if known; the others are padding.
 
         Raises:
             ValueError: the tokens do not fit.
@@ -213,20 +228,49 @@ class KVCache(Cache):
         if tree is not None:
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
         self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.single_row)
+        for layer in self.recurrent.values():
+            layer.begin(width, counts, again=base > 0)
         token = _current.set(self.write)
         try:
             yield positions
         finally:
             _current.reset(token)
+            recurrent.pass_ended()
             self.write.masks.clear()
+
+    # ---- called by recurrent layers, in place of transformers' own
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that the layer calls `update_conv_state`; it may update the state in place otherwise."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        return self.recurrent[layer_idx].convolve(conv_states)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent[layer_idx].start()
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self.recurrent[layer_idx].finish(recurrent_states)
+        return recurrent_states
+
+    # ---- between passes
 
     def commit(self, counts: Tensor) -> None:  # [R]
         """Commit the first `counts` tokens of the last write in each selected row."""
         self.selected += counts
+        for layer in self.recurrent.values():
+            layer.commit(counts)
 
     def truncate(self, lengths: Tensor) -> None:  # [R]
-        """Set the lengths of the selected rows, and free the positions above."""
+        """Set the lengths of the selected rows, and free the positions above.
+
+        With recurrent layers each length must be 0 or the row's own.
+        """
         self.selected.copy_(lengths)
+        for layer in self.recurrent.values():
+            layer.clear(self.selected == 0)
 
     def gather(self, path: Tensor) -> None:  # [R, n]
         """Move the tokens at `path` of the last write, a tree's accepted path, to its front."""
@@ -246,6 +290,8 @@ class KVCache(Cache):
         for stack in self.stacks.values():
             # On a CPU index_copy_ and index_select take twenty times as long.
             stack[:, new.to(stack.device), :, :longest] = stack[:, old.to(stack.device), :, :longest]
+        for layer in self.recurrent.values():
+            layer.move(old, new)
 
     def grow(self, capacity: int) -> bool:
         """Allocate at least `capacity` positions per row, and at least 1.5 times as many as now.

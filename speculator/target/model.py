@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from speculator.target.gguf import is_gguf
 from speculator.target.kv_cache import Form, KVCache, forms
 from speculator.target.linear import pack_linears
 from speculator.target.loading import add_adapter, read_target
-from speculator.target.packed import Layout, packed
+from speculator.target.packed import Layout, one_per_row, packed, places
 from speculator.target.probe import context_length, probe
+from speculator.target.recurrent import StateForm, intercept, state_forms
 from speculator.target.sharding import Group, make_whole
 from speculator.target.tree import TokenTree
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
 
 
 @dataclass
@@ -31,6 +35,7 @@ class _BodyOutput(ModelOutput):
 
     last_hidden_state: Tensor | None = None
     past_key_values: None = None
+    cache_params: None = None
     hidden_states: None = None
     attentions: None = None
     cross_attentions: None = None
@@ -39,11 +44,15 @@ class _BodyOutput(ModelOutput):
 
 
 class _GivenHidden(nn.Module):
-    """Stands in for a model's body and returns hidden states that were computed before."""
+    """Stands in for a model's body, whose other attributes it has, and returns hidden states computed before."""
 
-    def __init__(self):
+    def __init__(self, body: nn.Module):
         super().__init__()
         self.hidden: Tensor | None = None
+        self._attribute_of_body = body.__getattribute__
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attribute_of_body(name)
 
     def forward(self, *args, **kwargs) -> _BodyOutput:
         return _BodyOutput(last_hidden_state=self.hidden)
@@ -70,6 +79,7 @@ class Target:
         aux_layers: the auxiliary hidden states between its layers.
         context_length: longest sequence that it decodes exactly.
         output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
+        recurrent: some of its layers are recurrent, see `speculator.target.recurrent`.
         capturable: its forward pass never waits for the device, so that CUDA graphs can replay it.
 
     Raises:
@@ -80,11 +90,10 @@ class Target:
         self.model, self.tokenizer, self.group = model.eval().requires_grad_(False), tokenizer, group
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
-        kinds = set(getattr(self.config, "layer_types", None) or [])
-        if foreign := kinds - {"full_attention", "sliding_attention"}:
+        if foreign := set(getattr(self.config, "layer_types", None) or []) - _LAYER_TYPES:
             raise UserError(
                 f"{self.name}: layers of kind {', '.join(sorted(foreign))} can't be rolled back after a rejected "
-                "draft; only full and sliding-window attention is supported"
+                "draft; full and sliding-window attention and recurrent layers can"
             )
         self.original_attention = original_attention(model)
         self.context_length = context_length(self.config, self.name)
@@ -94,9 +103,15 @@ class Target:
         self.aux_layers = AuxLayers(model)
         self.output_matrix: nn.Module | None = None
         self.document_attention: tuple[Any, Layout] | None = None
-        self.capturable = False
-        self._body, self._given = model.base_model, _GivenHidden()
-        self._forms: dict[tuple[torch.dtype, torch.device], list[tuple[Form, ...]]] = {}
+        self.capturable = self.recurrent = False
+        self._body, self._given = model.base_model, _GivenHidden(model.base_model)
+        self._forms: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[Form, ...]], list[tuple[StateForm, ...]]]]
+        self._forms = {}
+        # Models without attention call their cache otherwise.
+        self._cache_name = (
+            "cache_params" if "cache_params" in signature(self._body.forward).parameters else "past_key_values"
+        )
+        intercept(model)
         probe(self)
         self.fingerprint = fingerprint(model)
 
@@ -181,8 +196,11 @@ class Target:
         if form not in self._forms:
             tokens = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
-                self._forms[form] = forms(self._body(input_ids=tokens, use_cache=True).past_key_values)
-        return KVCache(self._forms[form], rows, capacity, self.device)
+                made = getattr(self._body(input_ids=tokens, use_cache=True), self._cache_name)
+                self._forms[form] = forms(made), [state_forms(layer) for layer in made.layers]
+                self.recurrent = any(self._forms[form][1])
+        attention, recurrent = self._forms[form]
+        return KVCache(attention, rows, capacity, self.device, recurrent)
 
     @torch.no_grad()
     def hidden(
@@ -206,7 +224,11 @@ class Target:
             begin = self.group.rank * (len(tokens) // self.group.size)
             own_rows = slice(begin, begin + rows)
 
+        place = places(documents)[0] if layout is one_per_row else None
+
         def own(states: Tensor) -> Tensor:
+            if place is not None:
+                states = states.reshape(-1, states.shape[-1])[place]
             return states.view(*tokens.shape, -1)[own_rows, :length].contiguous().to(self.device)
 
         with using_attention(self.model, attention), self.aux_layers.selecting(own):
@@ -220,6 +242,7 @@ class Target:
         tokens: Tensor,  # [R, T]
         tree: TokenTree | None = None,
         base: int = 0,
+        counts: Tensor | None = None,  # [R]
     ) -> Tensor:  # [R, T, D]
         """Append tokens to the selected rows of a cache and return their hidden states; `cache.commit` keeps them.
 
@@ -229,10 +252,12 @@ class Target:
         Args:
             tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
             base: positions that earlier calls wrote and did not commit.
+            counts: tokens of each row that will be committed, if known: the others are padding.
         """
-        with cache.writing(tokens.shape[1], tree, base) as positions:
+        with cache.writing(tokens.shape[1], tree, base, counts) as positions:
             positions = positions.clamp(max=self.context_length - 1)
-            output = self._body(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+            given: Any = {"position_ids": positions, self._cache_name: cache}
+            output = self._body(input_ids=tokens, use_cache=True, **given)
         return output.last_hidden_state.to(self.device)  # the last layers may be on another device
 
     @torch.no_grad()

@@ -44,3 +44,19 @@ def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[st
 def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
     """Join all rows into one, because flash attention separates documents only in a single row."""
     return {name: each.reshape(1, -1) for name, each in packed(model, tokens, documents).items()}
+
+
+def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+    """Give each document a row of its own, for models whose state runs through the row."""
+    place, width = places(documents)
+    rows = tokens.new_zeros(int(place.max()) // width + 1, width)
+    rows.view(-1)[place] = tokens
+    return {"input_ids": rows, "position_ids": torch.arange(width, device=tokens.device).expand_as(rows)}
+
+
+def places(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
+    """Return the place of each token in the flattened rows of `one_per_row`, and their width."""
+    offset = torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)
+    width = int(offset.max()) + 1
+    number = offset.eq(0).flatten().cumsum(0).view_as(offset) - 1
+    return number * width + offset, width

@@ -14,7 +14,7 @@ from transformers.utils import is_flash_attn_2_available
 from speculator.errors import UserError, refuse
 from speculator.target.attention import ATTENTION, WINDOWS, attention
 from speculator.target.host_sync import has_host_sync
-from speculator.target.packed import Layout, in_one_row, masked, packed
+from speculator.target.packed import Layout, in_one_row, masked, one_per_row, packed
 
 if TYPE_CHECKING:
     from speculator.target.model import Target
@@ -180,12 +180,14 @@ def _choose_document_attention(target: Target, texts: Tensor, tolerance: float) 
         choices = [(original, in_one_row)]
     elif target.device.type == "cuda" and target.dtype.itemsize == 2 and is_flash_attn_2_available():
         choices.insert(0, ("flash_attention_2", in_one_row))
+    if target.recurrent:
+        choices.append((original, one_per_row))
     for choice in choices:
         try:
             hidden = target.hidden_of_documents(texts, documents, *choice)
             if _gap(target.logits(hidden).float(), alone) < tolerance:
                 return choice
-        except (ImportError, RuntimeError, ValueError):  # not supported by this family
+        except (ImportError, AttributeError, RuntimeError, TypeError, ValueError):  # not supported by this family
             continue
     return None
 

@@ -19,7 +19,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 
-def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):  # noqa: N803
+def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
     """Repeat each request's value for each of its tokens."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)

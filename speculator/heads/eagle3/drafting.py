@@ -174,7 +174,9 @@ class Eagle3Source(CachedSource):
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         part = self.cache.select(rows.start, rows.stop, max(ends) + self._aux_hidden.shape[1] - 1)
         if any(begins):  # the last step of a reused prefix may not have been read
-            self.form.read(part, self._aux_hidden[rows], self._next[rows], (self._counts[rows] - 1).clamp_min(0))
+            first = [text[begin] for text, begin in zip(sequences, begins, strict=True)]
+            self._fill_in(torch.tensor(first, device=device), start)
+            self.form.read(part, self._aux_hidden[rows], self._next[rows], self._counts[rows])
         part.lengths.copy_(torch.tensor(begins))
         following = [list(text[begin + 1 : end + 1]) for text, begin, end in zip(sequences, begins, ends, strict=True)]
         padded = torch.tensor([tokens + [0] * (hidden.shape[1] - len(tokens)) for tokens in following], device=device)
@@ -224,10 +226,10 @@ class Eagle3Source(CachedSource):
         self._unread = 0
         return result
 
-    def _fill_in(self, pending: Tensor) -> None:
+    def _fill_in(self, following: Tensor, start: int = 0) -> None:
         """Set the token after each row's last accepted position."""
-        rows = slice(0, len(pending))
-        self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], pending[:, None])
+        rows = slice(start, start + len(following))
+        self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], following[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         return self.form.next(self._part, tokens, parents)

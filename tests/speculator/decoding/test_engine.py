@@ -394,10 +394,10 @@ def test_a_destination_of_a_copy_is_not_a_source_in_the_same_pass():
         slot.sequence, slot.prefix_source, slot.phase = text, leader, WAITING_FOR_PREFIX if leader else PREFILLING
         slot.request = Request(text, Sampling(), 4)
     scheduler.slots[0].num_computed_tokens = 10
-    assert scheduler.share_prefixes(0) == ([0], [1], 8)
+    assert scheduler.share_prefixes() == ([0], [1], 8)
     assert [slot.num_computed_tokens for slot in scheduler.slots] == [10, 8, 0]
-    assert scheduler.share_prefixes(0) == ([1], [2], 6)
-    assert scheduler.share_prefixes(0) == ([], [], 0)
+    assert scheduler.share_prefixes() == ([1], [2], 6)
+    assert scheduler.share_prefixes() == ([], [], 0)
 
 
 def test_missing_or_early_copies_change_completions(monkeypatch):
@@ -407,12 +407,12 @@ def test_missing_or_early_copies_change_completions(monkeypatch):
         assert beside_siblings("none", 64, 0)[0] != alone
     share_prefixes = Scheduler.share_prefixes
 
-    def too_early(scheduler, overlap):
+    def too_early(scheduler):
         leaders = {scheduler.slots[row].prefix_source[0] for row in scheduler.rows_in(WAITING_FOR_PREFIX)}
         known = {leader: leader.num_computed_tokens for leader in leaders}
         for leader in leaders:
             leader.num_computed_tokens = 40
-        moved = share_prefixes(scheduler, overlap)
+        moved = share_prefixes(scheduler)
         for leader in leaders:
             leader.num_computed_tokens = known[leader]
         return moved
@@ -474,8 +474,8 @@ def test_an_interrupted_step_leaves_no_reusable_prefix(target, monkeypatch):
     for passes in (1, 3):
         left = [passes]
 
-        def interrupted(*given, left=left):
-            hidden = extend(*given)
+        def interrupted(*given, left=left, **counts):
+            hidden = extend(*given, **counts)
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt

@@ -10,11 +10,10 @@ from transformers import (
     FalconConfig,
     GPTJConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
     OPTConfig,
-    Qwen3NextConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
@@ -116,19 +115,9 @@ def test_logit_scaling_is_honoured():
     torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2), "MambaForCausalLM"),
-        (
-            Qwen3NextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_experts=2, num_experts_per_tok=1),
-            "linear_attention",
-        ),
-    ],
-    ids=["mamba", "qwen3-next"],
-)
-def test_recurrent_layers_are_refused(config, message):
-    with pytest.raises(UserError, match=message):
+def test_layers_that_cannot_be_rolled_back_are_refused():
+    config = Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=1, attention_chunk_size=8)
+    with pytest.raises(UserError, match="chunked_attention"):
         Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
 
 
