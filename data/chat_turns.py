@@ -42,7 +42,9 @@ class TurnTexts:
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> TurnTexts | None:
-    """Find the texts around the first turn, and with `several` also around the second; None without a chat template.
+    """Find what the chat template writes around the first turn, and with `several` around the second too.
+
+    Returns None without a chat template.
 
     Raises:
         UserError: the template does not write each turn exactly once and unchanged.

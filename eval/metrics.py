@@ -252,7 +252,7 @@ def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
 
 
 def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], float]) -> dict[str, float | None]:
-    """A figure of the drafter under "speculative" (None for plain decoding) and of every baseline under its name."""
+    """Collect one figure of all decoders by name: "speculative" is the drafter (None for plain decoding)."""
     own = figure(measured.timed[decoder.key]) if decoder.drafter else None
     return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}
 

@@ -144,7 +144,7 @@ def _fits_memory(config: RunConfig, target: Target) -> None:
 
 
 def own_sampling(generate: GenerateConfig) -> list[Sampling]:
-    """Distributions of the target's own text; the prompts take them in turn."""
+    """Sampling settings of stage 2's text; successive prompts use them in turn."""
     return [Sampling(t, generate.top_k, generate.top_p, generate.min_p) for t in generate.temperatures]
 
 

@@ -73,7 +73,7 @@ def head_class(options: HeadOptions) -> type[Speculator]:
 
 
 def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> SpeculatorConfig:
-    """Build the head's config; what is 0 or null in the options is left to the target's text config."""
+    """Build the head's config; options that are 0 or null take the value of the target's text config."""
     config_class = head_class(options).config_class
     given = {name: value for name in _SHARED_OPTIONS if (value := getattr(options, name))}
     own = config_class.own_options()

@@ -209,7 +209,7 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     def weights_per_token(self, length: int) -> int:
-        """Weights that a token of a row of `length` is multiplied by in training; operations follow from them."""
+        """Number of weights that training multiplies with each token of a row of `length`; the FLOPs follow."""
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
 
     def draft_rows(

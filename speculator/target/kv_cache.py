@@ -174,7 +174,7 @@ class KVCache(Cache):
         self.select(0, rows, 0)
 
     def _share(self, stacks: dict[Form, Tensor]) -> None:
-        """Give each layer its part of the stacks."""
+        """Make every layer's keys and values views into the stacks, which hold all layers of a form."""
         self.stacks = stacks
         self.rows = (0, 0)
         parts = {form: iter(stack) for form, stack in stacks.items()}
