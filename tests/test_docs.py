@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import speculator
 from speculator.errors import OneLineParser
 from train.command_line import parse
 
@@ -39,6 +40,11 @@ def commands(text: str) -> list[str]:
     blocks = [block for language, block in FENCE.findall(text) if not language]
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [command for line in lines if line for command in line.split(" && ")]
+
+
+def test_the_reference_has_every_public_name():
+    named = re.findall(r"auto(?:class|function|exception):: (\w+)", (ROOT / "docs/reference/python.md").read_text())
+    assert set(named) == set(speculator.__all__)
 
 
 def test_every_link_leads_to_a_file_and_a_heading():
