@@ -69,14 +69,6 @@ class Draft(TokenTree):
     def longest(self) -> Tensor:  # [B] length of each row's longest path, without padding
         return self.lengths if self.parents is None else (self.depths[:, 1:] * self.drafted).amax(-1)
 
-    @cached_property
-    def paths(self) -> Tensor:  # [B, n + 1, depth + 1] verify positions from the pending token to each; then 0
-        # Positions on a path increase, since parents come before their children.
-        count = self.tokens.shape[1] + 1
-        index = torch.arange(count, device=self.tokens.device)
-        order = torch.where(self.ancestors, index, count).sort(-1).values[:, :, : self.depth + 1]
-        return torch.where(order < count, order, 0)
-
     def path(self, last: Tensor) -> Tensor:  # [B] -> [B, depth + 1]
         """Verify positions from the pending token to `last`, padded with position 0."""
         return take_at(self.paths, last)

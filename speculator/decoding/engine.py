@@ -538,8 +538,6 @@ def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) ->
         raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
     if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
         raise UserError("min_confidence is not supported for a sharded target: its processes could draft differently")
-    if target.recurrent and drafter and drafter.max_nodes > drafter.num_speculative_tokens:
-        raise UserError(f"{target.name} has recurrent layers, which verify chains only: draft a chain, not a tree")
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import Chain, grown
-from speculator.errors import refuse
+from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
@@ -37,6 +37,8 @@ class EarlyExitDrafter(Drafter, LogitsSource):
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
     def reshape(self, shape: Shape) -> None:
+        if self.target.recurrent and not isinstance(shape, Chain):
+            raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
         super().reshape(shape)
         self.scratch_positions = 1 + shape.offered
         self.capturable &= self.target.capturable

@@ -229,7 +229,7 @@ class KVCache(Cache):
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
         self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.single_row)
         for layer in self.recurrent.values():
-            layer.begin(width, counts, again=base > 0)
+            layer.begin(width, counts, tree, again=base > 0)
         token = _current.set(self.write)
         try:
             yield positions
@@ -247,7 +247,7 @@ class KVCache(Cache):
         return self.recurrent[layer_idx].convolve(conv_states)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.recurrent[layer_idx].start()
+        return self.recurrent[layer_idx].single_token_state()
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -282,6 +282,8 @@ class KVCache(Cache):
             else:
                 rows, front = self.index.to(part.device), self.write.block[:, :count].to(part.device)
                 part[:, rows, :, front] = part[:, rows, :, places]
+        for layer in self.recurrent.values():
+            layer.follow(path)
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Copy the first `longest` tokens of row source[i] to row destination[i]."""

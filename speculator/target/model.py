@@ -22,7 +22,8 @@ from speculator.target.linear import pack_linears
 from speculator.target.loading import add_adapter, read_target
 from speculator.target.packed import Layout, one_per_row, packed, places
 from speculator.target.probe import context_length, probe
-from speculator.target.recurrent import StateForm, intercept, state_forms
+from speculator.target.recurrences import intercept
+from speculator.target.recurrent import StateForm, state_forms
 from speculator.target.sharding import Group, make_whole
 from speculator.target.tree import TokenTree
 

@@ -49,3 +49,11 @@ class TokenTree:
     def depths(self) -> Tensor:  # [B, n + 1]
         """Depth of each verify position; the pending token's is 0."""
         return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def paths(self) -> Tensor:  # [B, n + 1, depth + 1] verify positions from the pending token to each; then 0
+        # Positions on a path increase, since parents come before their children.
+        count = self.tokens.shape[1] + 1
+        index = torch.arange(count, device=self.tokens.device)
+        order = torch.where(self.ancestors, index, count).sort(-1).values[:, :, : self.depth + 1]
+        return torch.where(order < count, order, 0)

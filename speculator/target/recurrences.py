@@ -1,0 +1,182 @@
+"""transformers' recurrences, started from any state, with identity steps, and along the paths of a token tree.
+
+Models call these as functions of their modules. `intercept` wraps the functions named in `RULES`; a wrapped function
+does what it did before, except in passes that write a `KVCache`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Runner(Protocol):
+    """The layer that a pass is running, which supplies what the model's calls lack."""
+
+    def run(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    def run_convolution(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+running: ContextVar[Runner | None] = ContextVar("running", default=None)
+"""The layer whose functions are called; None outside passes that write a `KVCache`."""
+
+
+@dataclass
+class Step:
+    """How a recurrence runs, beyond its own arguments.
+
+    Attributes:
+        state: [B, ...] state at which it starts.
+        keep: [B, T] tokens that count; the others are identity steps. None: all count.
+        of_prompt: it reads a prompt; otherwise it verifies a draft, or replays that.
+        paths: [R, P, T] places of the tokens of P paths in each row, which are run as rows of their own (B = R P).
+            None: the tokens of each row are its only path.
+        ends: [R, P] the last token of each path.
+    """
+
+    state: Tensor
+    keep: Tensor | None = None
+    of_prompt: bool = False
+    paths: Tensor | None = None
+    ends: Tensor | None = None
+
+    def unrolled(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Lay out an argument along the paths; `dim` is the dimension of the tokens."""
+        return x if self.paths is None else unroll(x.movedim(dim, 1), self.paths).movedim(1, dim)
+
+    def rolled(self, y: Tensor, dim: int = 1) -> Tensor:
+        """Select the outputs at the ends of the paths."""
+        return y if self.ends is None else roll(y.movedim(dim, 1), self.ends).movedim(1, dim)
+
+
+def delta_rule(function: Callable[..., Any], step: Step, *args: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Gated delta rule in chunks: S <- exp(g) S, then S <- S + beta k (v - S^T k)^T. Identity: g = beta = 0."""
+    query, key, value = map(step.unrolled, args)
+    for name in ("g", "beta"):
+        kwargs[name] = step.unrolled(kwargs[name])
+        if step.keep is not None:
+            kwargs[name] = torch.where(like(step.keep, kwargs[name]), kwargs[name], 0.0)
+    kwargs |= {"initial_state": step.state, "chunk_size": _chunk(query, 64)}
+    output, state = function(query, key, value, **kwargs)
+    return step.rolled(output), state
+
+
+def state_space(
+    function: Callable[..., Any], step: Step, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Mamba 2 in chunks: S <- exp(dt A) S + dt x B^T. Identity: dt = 0, which is the softplus of -inf.
+
+    transformers limits dt when it reads a prompt, but not for single tokens, so verification doesn't either.
+    """
+    x, dt, B, C = map(step.unrolled, (x, dt, B, C))
+    limits, kwargs["dt_limit"] = kwargs["dt_limit"], (0.0, torch.inf)
+    if step.of_prompt and limits != kwargs["dt_limit"]:
+        dt = nn.functional.softplus(dt + kwargs["dt_bias"].to(dt.dtype)).clamp(*limits)
+        kwargs |= {"dt_bias": None, "dt_softplus": False}  # the limit 0 remains, so -inf is an identity step here too
+    if step.keep is not None:
+        dt = torch.where(like(step.keep, dt), dt, -torch.inf)
+    kwargs |= {"initial_states": step.state, "chunk_size": _chunk(x, kwargs["chunk_size"])}
+    output, state = function(x, dt, A, B, C, **kwargs)
+    return step.rolled(output), state
+
+
+def selective_scan(
+    function: Callable[..., Any],
+    step: Step,
+    x: Tensor,  # [B, I, T]
+    dt: Tensor,  # [B, I, T]
+    A: Tensor,
+    B: Tensor,  # [B, N, T]
+    C: Tensor,  # [B, N, T]
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mamba 1, token by token, because its own scan can't start from a state. Identity: dt = 0, as in `state_space`."""
+    update = vars(sys.modules[function.__module__])["mamba_selective_state_update"]
+    z = x if kwargs["z"] is None else kwargs["z"]
+    x, dt, B, C, z = (step.unrolled(each, -1) for each in (x, dt, B, C, z))
+    if step.keep is not None:
+        dt = torch.where(step.keep[:, None], dt, -torch.inf)
+    given = {"D": kwargs["D"], "dt_bias": kwargs["delta_bias"], "dt_softplus": True}
+    state, outputs = step.state.clone(), []
+    for t in range(x.shape[-1]):
+        gate = None if kwargs["z"] is None else z[..., t]
+        outputs.append(update(state, x[..., t], dt[..., t], A, B[..., t], C[..., t], z=gate, **given))
+    return step.rolled(torch.stack(outputs, -1), -1), state
+
+
+RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": state_space,
+    "mamba_selective_scan": selective_scan,
+}
+"""How to run each of transformers' recurrences: `(function, step, *its arguments)` -> (output, state)."""
+_CONVOLUTION = "causal_conv1d_fn"
+
+
+def convolution(
+    function: Callable[..., Tensor],
+    paths: Tensor,  # [R, P, T]
+    ends: Tensor,  # [R, P]
+    x: Tensor,  # [R, C, K + P] the K inputs before the tree come first
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # [R, C, P]
+    """Run a causal convolution along the paths of a tree."""
+    before = x.shape[-1] - paths.shape[1]
+    earlier = torch.arange(before, device=x.device).expand(*paths.shape[:2], -1)
+    windows = unroll(x.movedim(-1, 1), torch.cat([earlier, before + paths.to(x.device)], -1)).movedim(1, -1)
+    return roll(function(windows, *args, **kwargs).movedim(-1, 1), before + ends).movedim(1, -1)
+
+
+def intercept(model: nn.Module) -> None:
+    """Wrap the functions in the modules that define a model's layers, once per process."""
+    for module in {sys.modules[type(layer).__module__] for layer in model.modules()}:
+        for name in (*RULES, _CONVOLUTION):
+            function = getattr(module, name, None)
+            if function is not None and not hasattr(function, "intercepted"):
+                setattr(module, name, _intercepted(function, RULES.get(name)))
+
+
+def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        layer = running.get()
+        if layer is None:
+            return function(*args, **kwargs)
+        if rule is None:
+            return layer.run_convolution(function, *args, **kwargs)
+        return layer.run(partial(rule, function), *args, **kwargs)
+
+    run.intercepted = True  # type: ignore[attr-defined]
+    return run
+
+
+def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R P, n, ...]
+    """Make a row of each path."""
+    rows = torch.arange(len(x), device=x.device)[:, None, None]
+    return x[rows, paths.to(x.device)].flatten(0, 1)
+
+
+def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, ...]
+    """Select the last token of each path."""
+    ends = ends.to(y.device)
+    return y[torch.arange(len(y), device=y.device), ends.flatten()].view(*ends.shape, *y.shape[2:])
+
+
+def like(mask: Tensor, other: Tensor) -> Tensor:
+    """Append dimensions of size 1 to a mask, so that it broadcasts to another tensor."""
+    return mask.view(*mask.shape, *[1] * (other.ndim - mask.ndim))
+
+
+def _chunk(x: Tensor, size: int) -> int:
+    """Tokens per chunk of [B, T, ...]: torch's own code pads the last chunk, so short passes need short ones."""
+    return min(size, x.shape[1]) if x.device.type == "cpu" else size
