@@ -195,6 +195,7 @@ def _answer(
             finished = [entry for entry in unfinished if entry[0].finish_reason]
             unfinished = [entry for entry in unfinished if not entry[0].finish_reason]
             for request, row, each in finished:
+                request.check_memory()
                 made.append(request)
                 each.add(request.tokens, request.finish_reason == "eos", rejection_marks(request.steps))
                 if each.prompt is not None:

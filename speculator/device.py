@@ -57,3 +57,8 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r}: this machine has no CUDA device")
     return place
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

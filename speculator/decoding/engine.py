@@ -36,6 +36,7 @@ from speculator.decoding.request import (
 from speculator.decoding.sampling import Noise, RowSampling, Sampling, draw
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
+from speculator.device import is_out_of_memory
 from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache, bucketed
 from speculator.target.model import Target
@@ -118,6 +119,8 @@ class Engine:
         """[slots] False for idle rows, which take part in captured steps."""
         self._max_tokens = capacity
         """Tokens of a sequence for which every slot has room."""
+        self._capacity = 0
+        """Positions that every slot has in the caches of target and drafter."""
         self._decoding: list[Request] = []
         self.selected_pending, self.selected_active = self.pending[:0], self.active[:0]  # views: the selected rows
         self._captured_samplings: dict[Hashable, RowSampling] = {}
@@ -157,8 +160,7 @@ class Engine:
 
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`."""
-        room = len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS)
-        self._max_tokens = max(self._max_tokens, room)
+        self._max_tokens = max(self._max_tokens, _room(request))
         self.waiting.append(request)
         return request
 
@@ -189,6 +191,8 @@ class Engine:
             for request in requests:
                 self.enqueue(request)
             self.run()
+            for request in requests:
+                request.check_memory()
         finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
@@ -341,25 +345,49 @@ class Engine:
         if not self.waiting:
             return
         if not hasattr(self, "cache"):
-            slots = len(self.scheduler.slots)
-            self.cache = self.target.cache(slots, self._max_tokens + self._spare_positions)
-            if self.drafter:
-                self.drafter = self.drafter.open(slots, self.cache.capacity)
-                self.drafter.attach_cache(self.cache)
+            self._allocate(self._open)
         self.scheduler.admit(self.waiting, self._overlap)
+
+    def _open(self) -> None:
+        slots = len(self.scheduler.slots)
+        cache = self.target.cache(slots, self._max_tokens + self._spare_positions)
+        if self.drafter:
+            self.drafter = self.drafter.open(slots, cache.capacity)
+            self.drafter.attach_cache(cache)
+        self.cache, self._capacity = cache, cache.capacity
 
     def grow(self) -> None:
         """Make room for the sequences in the slots and for the current shape of the drafts."""
-        sequences = [slot.sequence for slot in self.scheduler.slots if slot.request]
-        if not sequences:
-            return
-        longest = max(map(len, sequences))
+        longest = max((len(slot.sequence) for slot in self.scheduler.slots if slot.request), default=0)
         if longest > self._max_tokens:
             self._max_tokens = longest + RESERVED_NEW_TOKENS
-        if self.cache.grow(self._max_tokens + self._spare_positions):
+        if longest:
+            self._allocate(self._grow)
+
+    def _grow(self) -> None:
+        needed = self._max_tokens + self._spare_positions
+        if self.cache.room_for(needed) > self._capacity:
+            self.cache.grow(needed)
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
+            self._capacity = self.cache.capacity
             self._new_graphs()
+
+    def _allocate(self, allocate: Callable[[], None]) -> None:
+        """Allocate room for all requests. While there is too little memory, the request that needs most fails alone."""
+        while True:
+            try:
+                return allocate()
+            except (MemoryError, RuntimeError) as error:
+                running = [slot.request for slot in self.scheduler.slots if slot.request]
+                requests = [each for each in [*self.waiting, *running] if not each.finish_reason]
+                if not requests or not is_out_of_memory(error):
+                    raise
+            *others, largest = sorted(requests, key=_room)
+            largest.fail()
+            self.scheduler.release()
+            present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
+            self._max_tokens = max([present, *map(_room, others)])
 
     def _new_graphs(self) -> None:
         """Drop the graphs, which read old buffers, and their pool: torch captures nothing into one without graphs."""
@@ -386,7 +414,7 @@ class Engine:
         slots = [self.scheduler.slots[row] for row in rows]
         sequences, begins = [slot.sequence for slot in slots], [slot.num_computed_tokens for slot in slots]
         # Rows are padded to the widest chunk, which must fit the cache after the row with the most tokens.
-        width = min(max(widths), self.cache.capacity - bucketed(max(begins), self.target.device))
+        width = min(max(widths), self._capacity - bucketed(max(begins), self.target.device))
         counts = [min(width, own) for own in widths]
         chunks = [list(text[begin : begin + n]) for text, begin, n in zip(sequences, begins, counts, strict=True)]
         device = self.target.device
@@ -538,6 +566,11 @@ def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) ->
         raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
     if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
         raise UserError("min_confidence is not supported for a sharded target: its processes could draft differently")
+
+
+def _room(request: Request) -> int:
+    """Tokens for which a request needs room."""
+    return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))
 
 
 @torch.inference_mode()

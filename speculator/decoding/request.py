@@ -92,7 +92,7 @@ class Request:
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
-        finish_reason: "eos", "stop", "length", "context" or "cancelled"; None while unfinished.
+        finish_reason: "eos", "stop", "length", "context", "memory" or "cancelled"; None while unfinished.
     """
 
     prompt: Sequence[int]
@@ -119,6 +119,20 @@ class Request:
     def cancel(self) -> None:
         """End the request, from any thread or from `on_step`. Its slot is free before the next step."""
         self.finish_reason = self.finish_reason or "cancelled"
+
+    def fail(self) -> None:
+        """End the request because the cache has no room for it."""
+        self.finish_reason = "memory"
+        if self.on_step:
+            self.on_step([], 0)
+
+    def check_memory(self) -> None:
+        """Raise a UserError if the cache had no room for the request."""
+        if self.finish_reason == "memory":
+            raise UserError(
+                f"too little memory for a prompt of {len(self.prompt)} tokens and {self.max_new_tokens} new ones: "
+                "shorten them, or decode fewer at a time"
+            )
 
     def append(
         self,

@@ -78,8 +78,8 @@ class CachedSource(DraftingSource):
     _spare: int
 
     def grow(self, capacity: int) -> None:
-        self._capacity = capacity
         self.cache.grow(capacity + self._spare)
+        self._capacity = capacity
         self.version += 1
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:

@@ -22,6 +22,7 @@ from speculator.server.errors import APIError
 
 _log = logging.getLogger(__name__)
 _FAILED = "the engine failed: the server's log has the reason"
+_TOO_LARGE = "too little memory for this request: shorten the prompt or lower max_tokens"
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Worker:
         self._submitted: list[Job] = []
         self._loads: list[tuple[Callable[[], Drafter], Future[None]]] = []
         self._jobs: list[Job] = []
-        self._outputs: list[tuple[Job, StepOutput]] = []
+        self._outputs: list[tuple[Job, StepOutput | APIError]] = []
         self._stopping = self._broken = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -153,6 +154,9 @@ class Worker:
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
         """`on_step` callback of a request."""
         request = job.requests[index]
+        if request.finish_reason == "memory":
+            self._outputs.append((job, APIError(_TOO_LARGE, code="out_of_memory")))
+            return
         logprobs = request.token_logprobs[-len(tokens) :] if request.token_logprobs else []
         self._outputs.append((job, StepOutput(index, tokens, logprobs, request.finish_reason)))
 
@@ -218,6 +222,6 @@ class Worker:
             self._loop.call_soon_threadsafe(job.put, APIError(_FAILED, status=500))
 
 
-def _deliver(outputs: list[tuple[Job, StepOutput]]) -> None:
+def _deliver(outputs: list[tuple[Job, StepOutput | APIError]]) -> None:
     for job, output in outputs:
         job.put(output)

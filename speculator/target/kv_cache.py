@@ -159,7 +159,7 @@ class KVCache(Cache):
         states: Sequence[tuple[StateForm, ...]] = (),
     ):
         self.bucket = BUCKETS.get(device.type, 1)
-        self.capacity = self._room(capacity)
+        self.capacity = self.room_for(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self._index = torch.arange(rows, device=device)[:, None]
         super().__init__(layers=[_Layer(self) for _ in layers])
@@ -183,7 +183,7 @@ class KVCache(Cache):
             if both:
                 layer.keys, layer.values = (next(parts[form]) for form in both)
 
-    def _room(self, capacity: int) -> int:
+    def room_for(self, capacity: int) -> int:
         """Return the number of positions to allocate for rows of `longest` tokens, rounded up to whole buckets."""
         return _up(capacity + self.bucket - 1, self.bucket)
 
@@ -300,9 +300,9 @@ class KVCache(Cache):
 
         Returns True if the buffers were replaced; for a moment old and new ones exist together.
         """
-        if self._room(capacity) <= self.capacity:
+        if self.room_for(capacity) <= self.capacity:
             return False
-        capacity = self._room(max(capacity, self.capacity + self.capacity // 2))
+        capacity = self.room_for(max(capacity, self.capacity + self.capacity // 2))
         more = (0, 0, 0, capacity - self.capacity)
         rows = self.rows
         self._share({form: nn.functional.pad(stack, more) for form, stack in self.stacks.items()})

@@ -5,13 +5,16 @@ import contextlib
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 from conftest import alternating_drafter
 from serving_here import serving, tiny_head_for, until
 
-from speculator import Engine, Sampling, generate
+from speculator import Engine, HeadDrafter, Sampling, UserError, generate
+from speculator.target.kv_cache import KVCache
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 
@@ -215,3 +218,57 @@ def test_adaptive_drafting_gives_the_plain_texts_at_any_load(chat_target, monkey
         made = asyncio.run(ask_all(bodies))
         assert len({id(shape) for _, shape in seen}) > 2
     assert made == by_generate(chat_target, None, bodies)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("drafting", [True, False])
+def test_a_request_too_large_for_memory_fails_alone(chat_target, monkeypatch, first, drafting):
+    """Seven others finish with their own texts, whether the cache is made for it or has to grow."""
+    drafter = HeadDrafter(tiny_head_for(chat_target)) if drafting else None
+    capacity, make = 128, KVCache.__init__
+
+    def limited(original):
+        def allocate(self, *arguments):
+            wanted = arguments[2] if original is make else arguments[-1]
+            if wanted > capacity:
+                raise torch.OutOfMemoryError("no room")
+            return original(self, *arguments)
+
+        return allocate
+
+    prompts = [[i + 1] * 6 for i in range(7)]
+    large = [5] * 180
+    expected = [generate(chat_target, drafter, [prompt], max_new_tokens=40).tokens[0] for prompt in prompts]
+    monkeypatch.setattr(KVCache, "__init__", limited(make))
+    monkeypatch.setattr(KVCache, "grow", limited(KVCache.grow))
+    with serving(chat_target, drafter, slots=8) as (url, worker):
+        engine = worker.engine
+
+        def ask(prompt):
+            body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+        if not first:
+            assert ask(prompts[0]).status_code == 200
+        with ThreadPoolExecutor(8) as threads:
+            refused, *answers = threads.map(ask, [large, *prompts])
+        again = ask(prompts[0])
+        assert worker.engine is engine, "the engine was not created again"
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "out_of_memory"
+    for answer, own in zip([*answers, again], [*expected, expected[0]], strict=True):
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["token_ids"] == own
+
+
+def test_generating_without_enough_memory_is_an_error(target, monkeypatch):
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(KVCache, "grow", refuse)
+    engine = Engine(target, slots=2, capacity=32)
+    engine.generate([[1, 2, 3]], max_new_tokens=8)
+    with pytest.raises(UserError, match="60 tokens"):
+        engine.generate([[1, 2, 3], [4] * 60], max_new_tokens=8)
+    assert not engine.busy
