@@ -1,10 +1,10 @@
 """Compare every drafter, draft shape and accept rule on the same prompts.
 
-    python -m benchmarks.drafters --target T --speculator S [--draft_model M] --output DIR
+    python -m benchmarks.drafters --target T --speculator S [--draft_model M] [--suite NAME|FILE] --output DIR
 
 Writes drafters.json and drafters.md. Every batch of prompts goes through all decoders, in rotating order, before the
 next batch starts. The table shows means over batches, so differences between decoders are means of paired differences.
-Intervals are 95% paired bootstraps over batches.
+Intervals are 95% paired bootstraps over batches. Under `match` every text should be that of plain decoding.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from benchmarks import common
+from data.sources import PYTHON_SOURCES
 from eval.metrics import paired_bootstrap, shown, speedup
+from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
@@ -31,15 +34,22 @@ from speculator import (
     Tree,
     load_head,
 )
+from speculator.cli import drafting
 from speculator.decoding.request import acceptance_length
-from speculator.errors import refuse_below, run_command
+from speculator.device import dtype_name, hardware
+from speculator.drafters.tuning import adaptive_drafter, read_tuning
+from speculator.errors import OneLineParser, run_command
+from speculator.files import make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
+
+_REFERENCE = "head chain"  # the decoder with which the others are compared
+_TREES = (((2, 2), 4), ((4, 2, 1), 8), ((4, 3, 2, 1), 12))  # branches and nodes
 
 
 @dataclass
 class Decoder:
-    """One row of the table."""
+    """One row of the table. At temperature 0 there is one rule: decoders that name another one are left out."""
 
     name: str
     drafter: Drafter | None
@@ -49,62 +59,75 @@ class Decoder:
 def decoders(target: Target, head: Speculator, model: Target | None) -> list[Decoder]:
     """Plain decoding, the head in every shape, n-gram lookup, and the draft model if there is one."""
     n = head.n_predict
-    branches = (4, 3, 2, 2)[:n]
     wide = (3, 2, *[1] * (n - 2))[:n]
-    table = [
-        Decoder("none", None),
-        Decoder("head chain", HeadDrafter(head)),
+    table = [Decoder("none", None), Decoder(_REFERENCE, HeadDrafter(head))]
+    table += [Decoder(f"head chain of {length}", HeadDrafter(head, length)) for length in range(1, min(n, 4))]
+    table += [
+        Decoder(f"head chain of {length}, block rule", HeadDrafter(head, length), "block")
+        for length in sorted({*range(1, min(n, 4)), n})
+    ]
+    table += [
         Decoder("head chain, rejection rule", HeadDrafter(head), "rejection"),
         Decoder("head chain, greedy draft", HeadDrafter(head, Chain(n, sampled=False))),
-        Decoder("head tree", HeadDrafter(head, Tree(branches, nodes=3 * len(branches)))),
+        Decoder("head, two candidates", HeadDrafter(head, Candidates((2,)))),
+        *(
+            Decoder(f"head tree of {nodes}", HeadDrafter(head, Tree(branches, nodes)))
+            for branches, nodes in _TREES
+            if len(branches) <= n
+        ),
         Decoder("head candidates", HeadDrafter(head, Candidates(wide))),
-        Decoder("head candidates, replacement", HeadDrafter(head, Candidates(wide, replacement=True))),
+        Decoder("head candidates, multi_candidate rule", HeadDrafter(head, Candidates(wide)), "multi_candidate"),
         Decoder("n-gram", NgramDrafter(n)),
     ]
     if model is not None:
         table += [
             Decoder("draft model chain", DraftModelDrafter(model, target, n)),
-            Decoder("draft model chain, rejection rule", DraftModelDrafter(model, target, n), "rejection"),
+            Decoder("draft model chain, block rule", DraftModelDrafter(model, target, n), "block"),
             Decoder("draft model candidates", DraftModelDrafter(model, target, Candidates(wide))),
         ]
     return table
 
 
 def measure(
-    target: Target, table: list[Decoder], prompts: list[list[int]], temperature: float, count: int, batch_size: int
+    target: Target, table: list[Decoder], suite: Suite, temperature: float, count: int, batch_size: int
 ) -> list[dict]:
     """Measure acceptance length and decode-only speedup over plain decoding for every decoder."""
+    table = [decoder for decoder in table if temperature or not decoder.rule]
     timed = [Timed() for _ in table]
     lengths: list[list[float]] = [[] for _ in table]
     engines: Engines = {}
+    stop_at = sorted(target.eos_token_ids) if suite.chat else []
 
     def decode(decoder: Decoder, batch: list[list[int]], sampling: Sampling, new_tokens: int, out: Timed) -> None:
-        time_ours(target, decoder.drafter, batch, sampling, new_tokens, out, engines, decoder.rule)
+        time_ours(target, decoder.drafter, batch, sampling, new_tokens, out, engines, decoder.rule, stop_at)
 
     for decoder in table:
-        decode(decoder, prompts[:batch_size], Sampling(temperature), 8, Timed())  # warm-up
+        decode(decoder, suite.prompts[:batch_size], Sampling(temperature), 8, Timed())  # warm-up
     order = list(range(len(table)))
-    for start in tqdm(range(0, len(prompts), batch_size), desc=f"temperature {temperature:g}", unit="batch"):
+    starts = range(0, len(suite.prompts), batch_size)
+    for start in tqdm(starts, desc=f"temperature {temperature:g}", unit="batch"):
         order = order[1:] + order[:1]
         for i in order:
             before = len(timed[i].steps)
-            decode(table[i], prompts[start : start + batch_size], Sampling(temperature, seed=start), count, timed[i])
+            prompts, sampling = suite.prompts[start : start + batch_size], Sampling(temperature, seed=start)
+            decode(table[i], prompts, sampling, count, timed[i])
             lengths[i].append(acceptance_length(timed[i].steps[before:]))
-    chain = next(i for i, decoder in enumerate(table) if decoder.name == "head chain")
+    reference = next(i for i, decoder in enumerate(table) if decoder.name == _REFERENCE)
     rows = []
     for i, decoder in enumerate(table):
         rule = "-" if decoder.drafter is None else decoder.rule or decoder.drafter.rules[0]
-        differences = [a - b for a, b in zip(lengths[i], lengths[chain], strict=True)]
+        pairs = zip(lengths[i], lengths[reference], strict=True)
+        differences = [a - b for a, b in pairs if a == a and b == b]  # nan: the text ended in its first step
         rows.append(
             {
                 "decoder": decoder.name,
                 "rule": "greedy" if temperature == 0 and decoder.drafter else rule,
                 "temperature": temperature,
                 "acceptance_length": acceptance_length(timed[i].steps),
-                "mean_tokens_per_step": statistics.fmean(lengths[i]),
                 "tokens_per_step_over_head_chain": paired_bootstrap(differences, statistics.fmean),
                 "tokens_per_second": timed[i].tokens_per_second,
                 "speedup": speedup(timed[i], timed[0]),
+                "identical_to_plain": sum(a == b for a, b in zip(timed[i].tokens, timed[0].tokens, strict=True)),
             }
         )
     return rows
@@ -112,51 +135,76 @@ def measure(
 
 def markdown(report: dict) -> str:
     """Render the report as a table."""
-    header = ("temperature", "decoder", "rule", "acceptance length", "minus head chain", "tokens/s", "speedup")
+    header = ("temperature", "decoder", "rule", "acceptance length", "minus head chain", "tokens/s", "speedup", "texts")
     table = [
         (
             f"{row['temperature']:g}",
             row["decoder"],
             row["rule"],
-            f"{row['mean_tokens_per_step']:.2f}",
+            f"{row['acceptance_length']:.2f}",
             shown(row["tokens_per_step_over_head_chain"], "+.2f"),
-            f"{row['tokens_per_second']:.0f}",
+            f"{row['tokens_per_second']:.1f}",
             shown(row["speedup"]),
+            str(row["identical_to_plain"]),
         )
         for row in report["rows"]
     ]
     conditions = (
-        f"Target `{report['target']}`, {report['hardware']}, {report['dtype']}, batch size {report['batch_size']}, "
-        f"{report['prompts']} prompts of {report['prompt_tokens']} tokens, {report['max_new_tokens']} new tokens each."
+        f"Target `{report['target']}`, {report['hardware']}, {report['threads']} threads, {report['dtype']}, batch size "
+        f"{report['batch_size']}, {report['prompts']} prompts of {report['suite']}, at most {report['max_new_tokens']} "
+        "new tokens each. *Texts* counts those that equal plain decoding's."
     )
     return f"# Drafters, shapes and rules\n\n{conditions}\n\n{markdown_table(header, table)}\n"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.build_parser("drafters", __doc__, max_prompts=24)
+    parser = OneLineParser(prog="python -m benchmarks.drafters", description=__doc__)
+    add_flags(parser, max_prompts=24)
     parser.add_argument("--speculator", required=True, help="folder of a trained head")
     parser.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    parser.add_argument("--suite", default=PYTHON_SOURCES, help="prompts, as in `python -m eval`")
     parser.add_argument("--temperature", type=float, action="append", help="repeatable (default: 0, 0.7 and 1)")
+    parser.add_argument("--skip", action="append", default=[], help="a decoder to leave out; repeatable")
     parser.add_argument("--batch_size", type=int, default=1, help="prompts decoded at a time (default: 1)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the report")
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, then write and print the table."""
-    refuse_below(arguments, batch_size=1)
-    target = common.load_target(arguments)
+    check_flags(arguments)
+    check_rows(arguments.batch_size, arguments.max_prompts)
+    target = drafting.load_target(arguments)
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
-    table = decoders(target, head, model)
-    prompts = common.load_prompts(arguments, target)
-    rows = [
-        row
-        for temperature in arguments.temperature or [0.0, 0.7, 1.0]
-        for row in measure(target, table, prompts, temperature, arguments.max_new_tokens, arguments.batch_size)
-    ]
-    measured = {"speculator": arguments.speculator, "batch_size": arguments.batch_size, "rows": rows}
-    common.write(arguments, target, prompts, measured, "drafters", markdown)
+    suite = suite_of(arguments, arguments.suite, target)
+    check_lengths(target, max(map(len, suite.prompts)), arguments.max_new_tokens)
+    table, tuning = decoders(target, head, model), read_tuning(arguments.speculator, head)
+    rows = []
+    for temperature in arguments.temperature or [0.0, 0.7, 1.0]:
+        adaptive = adaptive_drafter(
+            head, target, tuning, temperatures=[temperature], batch_size=arguments.batch_size
+        )
+        every = [decoder for decoder in (*table, Decoder("adaptive", adaptive)) if decoder.name not in arguments.skip]
+        rows += measure(target, every, suite, temperature, arguments.max_new_tokens, arguments.batch_size)
+    report = {
+        "target": target.name,
+        "speculator": arguments.speculator,
+        "suite": suite.name,
+        "hardware": hardware(target.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": dtype_name(target.dtype),
+        "batch_size": arguments.batch_size,
+        "prompts": len(suite.prompts),
+        "max_new_tokens": arguments.max_new_tokens,
+        "rows": rows,
+    }
+    make_folder(arguments.output)
+    write_text(arguments.output / "drafters.md", markdown(report))
+    write_json(arguments.output / "drafters.json", report)
+    print(markdown(report))
 
 
 if __name__ == "__main__":
