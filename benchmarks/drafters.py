@@ -150,9 +150,9 @@ def markdown(report: dict) -> str:
         for row in report["rows"]
     ]
     conditions = (
-        f"Target `{report['target']}`, {report['hardware']}, {report['threads']} threads, {report['dtype']}, batch size "
-        f"{report['batch_size']}, {report['prompts']} prompts of {report['suite']}, at most {report['max_new_tokens']} "
-        "new tokens each. *Texts* counts those that equal plain decoding's."
+        f"Target `{report['target']}`, {report['hardware']}, {report['threads']} threads, {report['dtype']}, batch "
+        f"size {report['batch_size']}, {report['prompts']} prompts of {report['suite']}, at most "
+        f"{report['max_new_tokens']} new tokens each. *Texts* counts those that equal plain decoding's."
     )
     return f"# Drafters, shapes and rules\n\n{conditions}\n\n{markdown_table(header, table)}\n"
 
@@ -183,9 +183,7 @@ def run(arguments: argparse.Namespace) -> None:
     table, tuning = decoders(target, head, model), read_tuning(arguments.speculator, head)
     rows = []
     for temperature in arguments.temperature or [0.0, 0.7, 1.0]:
-        adaptive = adaptive_drafter(
-            head, target, tuning, temperatures=[temperature], batch_size=arguments.batch_size
-        )
+        adaptive = adaptive_drafter(head, target, tuning, temperatures=[temperature], batch_size=arguments.batch_size)
         every = [decoder for decoder in (*table, Decoder("adaptive", adaptive)) if decoder.name not in arguments.skip]
         rows += measure(target, every, suite, temperature, arguments.max_new_tokens, arguments.batch_size)
     report = {
