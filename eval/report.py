@@ -151,6 +151,12 @@ def _details(row: dict, lengths: set[int]) -> str:
     buckets = [f"{part['acceptance_length']:.2f} below {part['below']}" for part in row["acceptance_by_context"]]
     if len(buckets) > 1:
         parts.append(f"acceptance length by context length {', '.join(buckets)}")
+    if log := row.get("server_log"):
+        rates = ", ".join(f"{accepted / max(1, log['drafts']):.3f}" for accepted in log["accepted_per_position"])
+        parts.append(
+            f"a server logs a mean acceptance length of {log['mean_acceptance_length']:.2f}, and acceptance rates per "
+            f"position of {rates} ({log['drafts']} drafts)"
+        )
     if same := row.get("identical_to_greedy"):
         parts.append(
             f"{same['identical']} of {same['of']} completions identical to transformers' greedy ones in {same['dtype']}"

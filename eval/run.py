@@ -26,6 +26,7 @@ from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
 from eval.report import markdown, warnings
+from eval.servers import SERVERS, default_lengths, server_decoders, server_log
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
 from eval.traces import Trace, trace_suite
@@ -64,6 +65,14 @@ def build_parser() -> OneLineParser:
         help="tokens to draft per step, as a chain; repeatable (default: as tuned, else all the head's)",
     )
     parser.add_argument(
+        "--as",
+        dest="server",
+        choices=SERVERS,
+        default="ours",
+        help="draft as this server does by default, and predict the acceptance figures that it logs: chains of greedy "
+        "tokens, or with --rule rejection or block sampled ones (default: ours)",
+    )
+    parser.add_argument(
         "--rule",
         choices=Chain(1).rules,
         help="accept rule of every drafter above temperature 0; the head then drafts chains (default: each drafter's)",
@@ -92,6 +101,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluate and print the report."""
     check_flags(arguments)
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
+    others = arguments.hybrid or arguments.draft_model or arguments.baseline
+    refuse(
+        (
+            arguments.server != "ours" and others,
+            "--as measures the head: no --hybrid, --draft_model or --baseline with it",
+        )
+    )
     check_output_folder("--output", arguments.output)
     tracking.check(arguments.report_to)
     target = drafting.load_target(arguments)
@@ -102,6 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in names:
         refuse((names.count(name) > 1, f"two suites are called {name}; rename a file"))
     check_batches(suites, arguments.batch_size or [1])
+    lengths = arguments.num_speculative_tokens or default_lengths(arguments.server, head)
     default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (draft_model is not None)
     report = evaluate(
         target,
@@ -113,13 +130,14 @@ def run(arguments: argparse.Namespace) -> None:
         speculator_name=arguments.speculator,
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
-        lengths=sorted(set(arguments.num_speculative_tokens or []), reverse=True),
+        lengths=sorted(set(lengths), reverse=True),
         tuned_in=None if arguments.num_speculative_tokens or arguments.rule else arguments.speculator,
         draft_model=draft_model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,
         rule=arguments.rule,
         hybrid=arguments.hybrid,
+        server=arguments.server,
     )
     if arguments.report_to == "wandb":
         tracking.send(report, arguments.output)
@@ -144,6 +162,7 @@ def evaluate(
     repeats: int = 1,
     rule: str | None = None,
     hybrid: bool = False,
+    server: str = "ours",
 ) -> dict[str, Any]:
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
@@ -156,6 +175,7 @@ def evaluate(
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
         hybrid: also measure the hybrid draft of head and n-gram lookup.
+        server: a name from `SERVERS`. Another server's drafts are compared with plain decoding only.
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     chains = list(lengths) or [head.n_predict]
@@ -168,10 +188,13 @@ def evaluate(
     not_run: dict[str, str] = {}
     for batch_size in batch_sizes:
         engines: Engines = {}
-        fixed, reasons = decoders(target, head, chains, draft_model, baselines, batch_size, engines, rule, hybrid)
-        not_run |= reasons
+        if server == "ours":
+            fixed, reasons = decoders(target, head, chains, draft_model, baselines, batch_size, engines, rule, hybrid)
+            not_run |= reasons
+        else:
+            fixed = server_decoders(target, head, chains, engines, rule)
         tables = dict.fromkeys(temperatures, fixed)
-        if tuned_in and not lengths:
+        if tuned_in and not lengths and server == "ours":
             tables = _tuned_tables(fixed, target, head, tuned_in, temperatures, batch_size, engines, rule)
         for suite, temperature in product(suites, temperatures):
             table, sampling = tables[temperature], Sampling(temperature, seed=seed)
@@ -180,6 +203,9 @@ def evaluate(
             trained = head.config.trained_length
             ours = [decoder for decoder in table if decoder.ours]
             made = [row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in ours]
+            if server != "ours":
+                for decoder, own in zip(ours[1:], made[1:], strict=True):
+                    own["server_log"] = server_log(measured.timed[decoder.key], own["num_speculative_tokens"])
             rows += made
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
@@ -197,6 +223,7 @@ def evaluate(
             "repeats": repeats,
             "num_speculative_tokens": chains[0],
             "draft_model": draft_model.name if draft_model else None,
+            "as": server,
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),
         },

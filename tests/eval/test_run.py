@@ -11,9 +11,11 @@ from eval.__main__ import main
 from eval.metrics import speedup
 from eval.report import markdown
 from eval.run import evaluate, render
+from eval.servers import server_decoders, server_log
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
+from speculator.decoding.request import Step
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -107,6 +109,32 @@ def test_rule_applies_to_every_drafter_that_supports_it(target_folder, text_file
     capsys.readouterr()
     assert exit_code(main, [*command, "--output", str(out), "--rule", "multi_candidate"]) == 2
     assert "invalid choice: 'multi_candidate'" in capsys.readouterr().err
+
+
+def test_the_counters_of_a_server_include_the_steps_in_which_texts_end(tmp_path):
+    texts = [[Step(2, 2, 3), Step(2, 0, 1)], [Step(2, 1, 2), Step(2, 2, 1)]]  # the last step had room for one token
+    assert server_log(Timed([Decoded([[], []], 2, 0.0, 1.0, steps=texts)]), 2) == {
+        "drafts": 4,
+        "accepted_per_position": [3, 2],
+        "mean_acceptance_length": 2.25,
+    }
+    rows = report_of(tmp_path, temperatures=[0.0], server="vllm")["suites"]
+    assert [row["drafter"] for row in rows] == ["none", "head"]
+    assert rows[1]["server_log"]["drafts"] >= rows[1]["steps"]
+
+
+def test_servers_draft_the_likeliest_tokens_unless_a_rule_is_named():
+    target, head = Target(tiny_model(), tokenizer=None), tiny_head()
+
+    def drafted(rule):
+        decoder = server_decoders(target, head, [2], {}, rule)[1]
+        return decoder.drafter.shape.sampled, decoder.rule
+
+    assert [drafted(rule) for rule in (None, "rejection", "block")] == [
+        (False, None),
+        (True, "rejection"),
+        (True, "block"),
+    ]
 
 
 class Clock:

@@ -1,0 +1,50 @@
+"""`python -m eval --as SERVER`: acceptance under another server's drafting, and the figures that the server logs.
+
+vLLM, SGLang (with one token per level) and llama.cpp draft chains of the likeliest tokens. Above temperature 0, vLLM
+and SGLang accept such a token x with probability p(x), and llama.cpp compares it with its own sample. Both have the law
+of the rule `match`, which runs here. Under `rejection` and `block` the chain is sampled: vLLM's `draft_sample_method:
+probabilistic` with `rejection_sample_method` standard or block, and SGLang's DSpark.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eval.decoders import Decoder, decoder_of
+from eval.timing import Engines, Timed
+from speculator.drafters import Chain, HeadDrafter
+from speculator.heads import Speculator
+from speculator.target.model import Target
+
+SERVERS = ("ours", "vllm", "sglang", "llama.cpp")
+_LLAMA_CPP_LENGTH = 3  # its --spec-draft-n-max
+
+
+def default_lengths(server: str, head: Speculator) -> list[int]:
+    """Numbers of speculative tokens if the user names none; empty: what the head was trained for."""
+    return [min(_LLAMA_CPP_LENGTH, head.n_predict)] if server == "llama.cpp" else []
+
+
+def server_decoders(
+    target: Target, head: Speculator, lengths: list[int], engines: Engines, rule: str | None
+) -> list[Decoder]:
+    """Plain decoding, and the head's chains as the servers draft them."""
+    table = [decoder_of(target, "none", None, engines)]
+    for number, length in enumerate(lengths):
+        drafter = HeadDrafter(head, Chain(length, sampled=rule is not None))
+        table.append(decoder_of(target, f"head {length}" if number else "head", drafter, engines, rule))
+    return table
+
+
+def server_log(timed: Timed, num_speculative_tokens: int) -> dict[str, Any]:
+    """The counters of a server, which include the steps in which a text ended.
+
+    `accepted_per_position[i]` counts the drafts whose token i was accepted.
+    """
+    steps = timed.steps
+    accepted = [sum(step.accepted > i for step in steps) for i in range(num_speculative_tokens)]
+    return {
+        "drafts": len(steps),
+        "accepted_per_position": accepted,
+        "mean_acceptance_length": 1 + sum(accepted) / max(1, len(steps)),
+    }
