@@ -72,7 +72,7 @@ def inputs(tmp_path_factory, text_file) -> dict[str, Path]:
     paths["TEXT"] = root / "text.jsonl"
     shutil.copyfile(text_file, paths["TEXT"])
     paths["REPORT"] = root / "report.json"
-    shutil.copyfile(ROOT / "docs" / "quickstart" / "report.json", paths["REPORT"])
+    shutil.copyfile(ROOT / "docs" / "lab" / "quickstart" / "report.json", paths["REPORT"])
     return paths
 
 
