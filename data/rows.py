@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from speculator.chat import content_text
 from speculator.errors import UserError, check_text
 
 KEYS = ("input_ids", "loss_mask", "document_ids", "messages", "tools", "conversations", "prompt", "completion", "text")
@@ -109,6 +110,10 @@ def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     size = 0
     for number, message in enumerate(chat, start=1):
         of = f"of message {number}", "of a message"
+        try:
+            message |= {"content": content_text(message["content"])} if "content" in message else {}
+        except UserError as error:
+            raise RowError(where, f"message {number} has {error}", f"a message has {error}") from None
         for key in ("role", "content"):
             if key == "role" or "content" in message or "tool_calls" not in message:
                 size += len(_text(message.get(key), where, f'the "{key}" {of[0]}', f'the "{key}" {of[1]}'))

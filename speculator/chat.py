@@ -52,6 +52,21 @@ def chat_text(
     return text
 
 
+def content_text(content: Any) -> Any:
+    """Join the parts of a message's content, if it is a list of parts in OpenAI's format.
+
+    Raises:
+        UserError: a part is not text.
+    """
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"a part of type {kind!r:.40} in its content; only text is supported")
+    return "".join(part["text"] for part in content)
+
+
 def _with_objects(message: dict) -> dict:
     """Parse the arguments of a message's tool calls; text that is not a JSON object stays."""
     calls = message.get("tool_calls")

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import chat_text, chat_tokens
+from speculator.chat import chat_text, chat_tokens, content_text
 from speculator.errors import UserError, check_text
 from speculator.files import read_rows
 
@@ -121,11 +121,16 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
     if key != "messages":
         return Prompt([_user(texts[0])], texts[1:], key != "prompt", None, category, where)
-    for message in value:  # an assistant message with tool calls has no content
-        content, role = message.get("content"), message.get("role")
-        if not isinstance(content, str | list) and (content is not None or role == "user"):
+    messages = []
+    for number, message in enumerate(value, start=1):  # an assistant message with tool calls has no content
+        try:
+            content = content_text(message.get("content"))
+        except UserError as error:
+            raise UserError(f"{where}: message {number} has {error}") from None
+        if not isinstance(content, str) and (content is not None or message.get("role") == "user"):
             raise UserError(f'{where}: "content" of a message must be text')
-    return Prompt(value, [], True, row.get("tools"), category, where)
+        messages.append({**message, "content": content} if "content" in message else message)
+    return Prompt(messages, [], True, row.get("tools"), category, where)
 
 
 def _user(content: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from data.magpie import SELF
 from data.readers import PYTHON_SOURCES, hub_id
@@ -70,7 +71,8 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                _make_target(folder / "target", known.get_text_config().model_type if known else "llama")
+                family = known.get_text_config().model_type if known else ""
+                _make_target(folder / "target", family if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else "llama")
                 for number in range(len(config.data.sources)):
                     _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()

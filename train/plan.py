@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self
 from speculator.decoding.engine import RESERVED_NEW_TOKENS
@@ -24,6 +24,7 @@ from speculator.heads import ARCHITECTURES
 from speculator.tables import gigabytes, markdown_table
 from speculator.target.gguf import read_config
 from speculator.target.kv_cache import BUCKETS
+from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.sharding import divided
 from train.config import HERE, RunConfig, StageConfig
 from train.initialise import head_config
@@ -159,7 +160,8 @@ class Plan:
         self.head = head_config(config.speculator, self.text)
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(target, trust_remote_code=config.target.trust_remote_code)
+                model = auto_class(target).from_config(target, trust_remote_code=config.target.trust_remote_code)
+                drop_vision_tower(model)
                 head = ARCHITECTURES[config.speculator.architecture](self.head)
         except Exception as error:  # whatever the family's code needs
             raise UserError(f"{self.text.model_type} can't be planned: {first_line(error)}") from None

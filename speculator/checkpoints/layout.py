@@ -162,9 +162,9 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
 
 
 def base_config(name: str | None) -> PreTrainedConfig | None:
-    """Return the base model's text config if it is a folder or in the hub's cache; nothing is downloaded."""
+    """Return the base model's config if it is a folder or in the hub's cache; nothing is downloaded."""
     try:
-        return read_config(name, local_files_only=True).get_text_config() if name else None
+        return read_config(name, local_files_only=True) if name else None
     except Exception:  # not a config that transformers can read
         return None
 

@@ -15,7 +15,6 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from speculator.checkpoints import files
 from speculator.checkpoints.arctic import base_archs
@@ -39,6 +38,7 @@ from speculator.heads.base import SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.target.gguf import is_gguf
+from speculator.target.loading import auto_class
 
 VERSION = "0.9.0"
 
@@ -142,10 +142,10 @@ def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(known)
+        model = auto_class(known).from_config(known)
     part = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
     tensor_name = next(name for name, weight in model.named_parameters() if weight is part.weight)
-    found = _tensor(folder, {tensor_name, tensor_name.removeprefix(f"{model.base_model_prefix}.")})
+    found = _tensor(folder, ".".join(tensor_name.split(".")[-2:]))
     if found is None:
         raise UserError(f"{where} has no {tensor_name} in safetensors files in {folder}")
     shape = [config.vocab_size, config.emb_dim]
@@ -153,12 +153,13 @@ def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  
     return found
 
 
-def _tensor(folder: Path, names: set[str]) -> Tensor | None:
-    """Return the first tensor with one of these names in a folder's safetensors files."""
+def _tensor(folder: Path, last: str) -> Tensor | None:
+    """Return the tensor in a folder's safetensors files whose name ends so: the prefix depends on who saved them."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in names & set(opened.keys()):
-                return opened.get_tensor(name)
+            for name in opened.keys():  # noqa: SIM118  not a dict
+                if f".{name}".endswith(f".{last}"):
+                    return opened.get_tensor(name)
     return None
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from speculator.chat import content_text
 from speculator.decoding.sampling import Sampling
+from speculator.errors import UserError
 from speculator.prompts import Prompt
 from speculator.server.errors import APIError
 
@@ -111,31 +113,27 @@ class CompletionRequest(GenerationRequest):
         return [given] if single else list(given)  # type: ignore[list-item, arg-type]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
     """A message of a chat; further fields, such as tool_calls, go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        try:
+            return content_text(content)
+        except UserError as error:
+            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and self.role != "assistant":  # an assistant may have called tools instead
             raise ValueError("content is missing")
         return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as the chat template reads it: parts are joined to one text."""
-        message = self.model_dump(exclude_unset=True)
-        if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
-        return message
 
 
 class ChatRequest(GenerationRequest):
@@ -164,7 +162,7 @@ class ChatRequest(GenerationRequest):
             raise APIError('tools: tool calls are not parsed; set tool_choice to "none" to get them as text', "tools")
 
     def prompt(self) -> Prompt:
-        messages = [message.for_template() for message in self.messages]
+        messages = [message.model_dump(exclude_unset=True) for message in self.messages]
         return Prompt(messages, chat=True, tools=self.tools, where="messages")
 
 

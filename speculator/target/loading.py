@@ -11,7 +11,16 @@ from textwrap import shorten
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.activations import ACT2FN
 
 from speculator.errors import UserError, refuse
@@ -52,7 +61,7 @@ def read_target(
             elif place.type != "cpu" and getattr(config, "quantization_config", None):
                 where["device_map"] = {"": place}  # some kinds of weights can't be moved after loading
             options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **options)
+            loaded: Any = auto_class(config).from_pretrained(**where, **options)
         model, found = loaded
         if isinstance(place, torch.device) and "device_map" not in where:
             model = model.to(place)
@@ -71,6 +80,25 @@ def read_target(
             )
         raise UserError(f"can't load the target {name!r}: {reason}") from None
     return tokenizer, model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that loads a checkpoint; most multimodal ones have no class for causal LMs.
+
+    Raises:
+        UserError: it is an encoder-decoder model.
+    """
+    refuse((config.is_encoder_decoder, "encoder-decoder models are not supported, only decoders"))
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForMultimodalLM
+
+
+def drop_vision_tower(model: Any) -> None:
+    """Empty the vision tower of a multimodal model, which text does not pass through."""
+    tower = model.get_encoder("image")
+    if tower is not model:
+        for name, _ in list(tower.named_children()):
+            delattr(tower, name)
 
 
 def add_adapter(model: Any, adapter: str) -> None:
@@ -116,7 +144,8 @@ def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatch
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise UserError(f"its files lack {missing[0]}{others}")
     layers = model.config.get_text_config().num_hidden_layers
-    stored = re.compile(rf"{model.base_model_prefix}\.(?:layers|h)\.(\d+)\.")
+    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    stored = re.compile(rf"{decoder}\.(?:layers|h)\.(\d+)\.")
     if any((layer := stored.match(key)) and int(layer[1]) >= layers for key in unexpected_keys):
         raise UserError(f"its files hold more layers than the {layers} of its {CONFIG}")
 

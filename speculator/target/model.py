@@ -19,7 +19,7 @@ from speculator.target.fingerprint import fingerprint
 from speculator.target.gguf import is_gguf
 from speculator.target.kv_cache import Form, KVCache, forms
 from speculator.target.linear import pack_linears
-from speculator.target.loading import add_adapter, read_target
+from speculator.target.loading import add_adapter, drop_vision_tower, read_target
 from speculator.target.packed import Layout, one_per_row, packed, places
 from speculator.target.probe import context_length, probe
 from speculator.target.recurrences import intercept
@@ -32,16 +32,12 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv
 
 @dataclass
 class _BodyOutput(ModelOutput):
-    """Output of `_GivenHidden`: hidden states, and the fields that some families' forward passes read."""
+    """Output of `_GivenHidden`; every other field that a family's forward pass reads is None."""
 
     last_hidden_state: Tensor | None = None
-    past_key_values: None = None
-    cache_params: None = None
-    hidden_states: None = None
-    attentions: None = None
-    cross_attentions: None = None
-    router_logits: None = None
-    shared_kv_states: None = None
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _GivenHidden(nn.Module):
@@ -155,6 +151,7 @@ class Target:
         tokenizer, model = read_target(name, revision, dtype, where, trust_remote_code)
         if adapter is not None:
             add_adapter(model, adapter)
+        drop_vision_tower(model)
         flags = {"revision": revision, "adapter": adapter}
         model.config.name_or_path = " ".join([name, *(f"--{flag} {value}" for flag, value in flags.items() if value)])
         return cls(model, tokenizer, group)

@@ -247,6 +247,11 @@ def test_a_wrong_weight_is_an_error_that_names_its_source(sources, message):
         ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is not a text'),
         ("rows.jsonl", '{"messages": []}\n', 'rows.jsonl:1: "messages"'),
         ("rows.jsonl", '{"messages": [{"content": "a"}]}\n', 'rows.jsonl:1: the "role" of message 1'),
+        (
+            "rows.jsonl",
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
+            "rows.jsonl:1: message 1 has a part of type 'image'",
+        ),
         ("rows.jsonl", '{"conversations": [{"from": "me", "value": "a"}]}\n', "rows.jsonl:1: .from. is 'me'"),
         ("rows.jsonl", '{"input_ids": [1, 2], "loss_mask": [1]}\n', "rows.jsonl:1: 1 values"),
         ("rows.jsonl", '{"input_ids": [1], "loss_mask": [2]}\n', "rows.jsonl:1: .loss_mask."),

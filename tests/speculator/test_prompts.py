@@ -47,11 +47,17 @@ def test_the_first_key_that_is_not_null_counts():
         ({"messages": []}, 'f:1: "messages"'),
         ({"messages": ["x"]}, 'f:1: "messages"'),
         ({"turns": []}, "f:1: .*prompt"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}, "f:1: message 1 .*'image'"),
     ],
 )
 def test_a_malformed_row_names_its_line_and_key(row, message):
     with pytest.raises(UserError, match=message):
         prompt_of("f:1", row, ("prompt", "messages"))
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}]
+    assert prompt_of("f:1", {"messages": [{"role": "user", "content": parts}]}).text == "Hi!"
 
 
 def test_a_lone_surrogate_names_its_row():

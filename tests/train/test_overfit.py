@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import VOCAB, tiny_model
+from multimodal_targets import save_multimodal
 
 from speculator import HeadDrafter, Target, generate
 from speculator.checkpoints.loading import bind
@@ -17,14 +18,19 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def overfit(
-    architecture: str, shift: int, shape: Shape | None = None, pruned: bool = False, shift_map: int = 0
+    architecture: str,
+    shift: int,
+    shape: Shape | None = None,
+    pruned: bool = False,
+    shift_map: int = 0,
+    target: Target | None = None,
 ) -> float:
     """Train on one sequence; return the acceptance length on its prompt.
 
     `shift` misaligns the labels. `pruned` restricts the draft vocabulary to the sequence's tokens, and `shift_map` then
     replaces them after training.
     """
-    target = Target(tiny_model(), tokenizer=None)
+    target = target or Target(tiny_model(), tokenizer=None)
     text = PROMPT + generate(target, None, [PROMPT], max_new_tokens=60).tokens[0]
     row = torch.tensor([text])
     torch.manual_seed(0)
@@ -46,7 +52,7 @@ def overfit(
     targets["labels"] = targets["labels"].roll(shift, dims=1 if architecture == "dspark" else -1)
     with target.aux_layers.recorded(head.aux_layers) as states:
         hidden = target.hidden(row)
-    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), VOCAB)
+    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
     batch = TrainingBatch(row, documents, hidden, states(hidden), targets)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(300):
@@ -86,3 +92,8 @@ def test_a_draft_vocabulary_with_all_tokens_of_the_text_loses_nothing(architectu
 
 def test_a_wrong_draft_vocabulary_keeps_the_text_exact():
     assert overfit("mlp", shift=0, pruned=True, shift_map=1) < 1.5
+
+
+def test_a_head_of_a_multimodal_target_drafts_the_whole_text(tmp_path):
+    save_multimodal("qwen2_5_vl", tmp_path)
+    assert overfit("mlp", shift=0, target=Target.load(str(tmp_path))) == 4.0

@@ -1,0 +1,83 @@
+"""Checkpoints with a vision tower generate text as the class that saved them."""
+
+import httpx
+import pytest
+import torch
+from chat_templates import chat_tokenizer
+from conftest import tiny_head
+from multimodal_targets import CONFIGS, save_multimodal
+from safetensors import safe_open
+from serving_here import serving
+from transformers import T5Config, T5ForConditionalGeneration
+
+from speculator import HeadDrafter, Target, UserError, generate
+from speculator.checkpoints.eagle3 import EMBEDDING
+from speculator.checkpoints.layout import save
+from speculator.checkpoints.loading import bind
+from speculator.checkpoints.speculators import SPECULATORS
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.model import Eagle3Speculator
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], list(range(20, 57)), [3]]
+
+
+def texts_of(model, prompts=PROMPTS, count=48) -> list[list[int]]:
+    """Greedy continuations by transformers, one prompt at a time."""
+    model.float()
+    made = [model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0] for prompt in prompts]
+    return [row[len(prompt) :].tolist() for prompt, row in zip(prompts, made, strict=True)]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_text_is_that_of_the_multimodal_class(family, tmp_path):
+    model = save_multimodal(family, tmp_path)
+    target = Target.load(str(tmp_path))
+    head = HeadDrafter(tiny_head(vocab_size=target.vocab_size))  # random, so nearly every draft is rejected
+    assert generate(target, head, PROMPTS, max_new_tokens=48).tokens == texts_of(model)
+
+
+def test_the_vision_tower_takes_no_memory(tmp_path):
+    model = save_multimodal("qwen3_vl", tmp_path)
+    loaded = Target.load(str(tmp_path)).model
+    tower = sum(weight.numel() for weight in model.get_encoder("image").parameters())
+    assert loaded.num_parameters() < model.num_parameters() - 0.9 * tower
+
+
+def test_an_export_finds_the_embedding_of_a_multimodal_target(tmp_path):
+    save_multimodal("qwen3_vl", tmp_path / "target")
+    target = Target.load(str(tmp_path / "target"))
+    base = {"base_model_name_or_path": str(tmp_path / "target")}
+    config = Eagle3SpeculatorConfig.for_target(target.config, inner_dim=32, n_predict=3, aux_layers=[1, 2, 3], **base)
+    save(bind(Eagle3Speculator(config), target), tmp_path / "exported", SPECULATORS)
+    with safe_open(tmp_path / "exported" / "model.safetensors", "pt") as stored:
+        assert torch.equal(stored.get_tensor(EMBEDDING), target.model.get_input_embeddings().weight)
+
+
+def test_the_server_answers_text_and_rejects_images_in_one_line(tmp_path):
+    tokenizer = chat_tokenizer("qwen3")
+    model = save_multimodal("gemma3", tmp_path, tokenizer)
+    question = {"role": "user", "content": "Hi"}
+    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+    with (
+        serving(Target.load(str(tmp_path))) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        body = {"max_tokens": 16, "temperature": 0, "return_token_ids": True}
+        answer = client.post("/v1/chat/completions", json={"messages": [question], **body}).json()
+        assert "choices" in answer, answer
+        assert answer["choices"][0]["token_ids"] == texts_of(model, [prompt], 16)[0]
+        refused = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [image]}]})
+    assert refused.status_code == 400
+    error = refused.json()["error"]["message"]
+    assert "image_url" in error
+    assert "\n" not in error
+
+
+def test_an_encoder_decoder_model_is_refused_in_one_line(tmp_path):
+    sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path)
+    chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="encoder-decoder") as error:
+        Target.load(str(tmp_path))
+    assert "\n" not in str(error.value)
