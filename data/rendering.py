@@ -27,7 +27,8 @@ from speculator.target.gguf import located
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
-Chat: TypeAlias = tuple[list[int], list[int]]
+Chat: TypeAlias = tuple[list[int], list[int], int]
+"""Token ids, loss mask, and the number of assistant turns that are left out of the loss."""
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -67,6 +68,7 @@ def render(
             if isinstance(each, RowError):
                 tally.add(each)
             else:
+                tally.lost_turns += each.pop("lost_turns")
                 yield each
 
 
@@ -77,6 +79,7 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
     chats = _chats([document for document in batch if "messages" in document], tokenizer)
     rows: list[dict[str, Any] | RowError] = []
     for document in batch:
+        lost = 0
         try:
             if "text" in document:
                 ids = _with_eos(next(tokens), tokenizer)
@@ -85,7 +88,8 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
                 chat = next(chats)
                 if isinstance(chat, RowError):
                     raise chat
-                rendered = [chat]
+                *tokens_and_mask, lost = chat
+                rendered = [tokens_and_mask]
             elif "prompt" in document:
                 rendered = [_completion(document, tokenizer)]
             else:
@@ -93,7 +97,8 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
         except RowError as error:
             rows.append(error)
             continue
-        rows += [{"id": document["id"], "input_ids": ids, "loss_mask": mask} for ids, mask in rendered]
+        row = {"id": document["id"], "lost_turns": lost}
+        rows += [{**row, "input_ids": ids, "loss_mask": mask} for ids, mask in rendered]
     return rows
 
 
@@ -158,37 +163,42 @@ def document_text(
 
 def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Chat | RowError]:
     """Yield the tokens and the loss mask of each chat, or its RowError."""
-    found: list[tuple[str, list[int]] | RowError] = []
+    found: list[tuple[str, list[int], list[bool]] | RowError] = []
     for document in documents:
         try:
             text = document_text(document, tokenizer)
+            turns = list(_turns(document, text, tokenizer))
             # The pieces alternate: the second, the fourth, ... are the assistant's.
-            found.append((text, [*chain.from_iterable(_turns(document, text, tokenizer)), len(text)]))
+            places = [place for start, end, _ in turns for place in (start, end)]
+            found.append((text, [*places, len(text)], [traced for *_, traced in turns]))
         except RowError as error:
             found.append(error)
     good = [each for each in found if not isinstance(each, RowError)]
-    pieces = [text[a:b] for text, ends in good for a, b in zip([0, *ends], ends, strict=False)]
+    pieces = [text[a:b] for text, ends, _ in good for a, b in zip([0, *ends], ends, strict=False)]
     separate = iter(tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] if good else [])
-    texts = [text for text, _ in good]
+    texts = [text for text, *_ in good]
     wholes = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if good else [])
     for document, each in zip(documents, found, strict=True):
         if isinstance(each, RowError):
             yield each
             continue
-        text, ends = each
+        text, ends, traced = each
         parts, whole = list(islice(separate, len(ends))), next(wholes)
         if list(chain.from_iterable(parts)) != whole:
             parts = _split_tokens(text, whole, ends, tokenizer) or parts
-        mask = [place % 2 for place, part in enumerate(parts) for _ in part]
+        mask = [int(place % 2 and traced[place // 2]) for place, part in enumerate(parts) for _ in part]
         if len(set(mask)) < 2:
             none_or_all = "all" if any(mask) else "none"
             yield RowError(document["where"], f"{none_or_all} of the chat's tokens are the assistant's")
         else:
-            yield list(chain.from_iterable(parts)), mask
+            yield list(chain.from_iterable(parts)), mask, traced.count(False)
 
 
-def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each assistant turn in the text of a chat, including the token that ends the turn."""
+def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int, bool]]:
+    """Yield start and end of each assistant turn in the text of a chat, and whether the template wrote all of it.
+
+    The end includes the token that ends the turn.
+    """
     added = tokenizer.added_tokens_decoder.values()
     special = tuple(token.content for token in added if token.special)
     markers = "|".join(re.escape(token.content) for token in added if not token.special)
@@ -215,7 +225,18 @@ def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBa
                 "a date), so the assistant's turns can't be found; use a chat template that only appends",
                 kind,
             )
-        yield start, place + len(turn)
+        yield start, place + len(turn), _is_traced(document["messages"][number], turn)
+
+
+def _is_traced(message: dict[str, Any], turn: str) -> bool:
+    """Return whether a turn has a trace of its content and of each tool call.
+
+    Without one, as of a call under a template that knows no tools, the head would learn to end where the target calls.
+    """
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
+    lines = [line.strip() for line in content.splitlines() if line.strip()]
+    named = [name for call in calls if (name := (call.get("function") or call).get("name"))]
+    return bool(lines or calls) and (not lines or any(line in turn for line in lines)) and all(n in turn for n in named)
 
 
 def _split_tokens(

@@ -42,21 +42,23 @@ class Tally:
         rows: number of rows read, including bad ones.
         kinds: number of bad rows by what is wrong with them.
         first: messages of the first few bad rows.
+        lost_turns: number of assistant turns without loss, because the chat template leaves out a part of them.
     """
 
     max_share: float = 0.0
     rows: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
+    lost_turns: int = 0
 
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
         """Restore the counts that `record` returned."""
-        return cls(max_share, record["rows"], Counter(record["kinds"]), record["first"])
+        return cls(max_share, record["rows"], Counter(record["kinds"]), record["first"], record["lost_turns"])
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
-        return {"rows": self.rows, "kinds": dict(self.kinds), "first": self.first}
+        return {"rows": self.rows, "kinds": dict(self.kinds), "first": self.first, "lost_turns": self.lost_turns}
 
     @property
     def bad(self) -> int:
@@ -81,11 +83,16 @@ class Tally:
             )
 
     def warn(self, name: str) -> None:
-        """Print the number of bad rows, the reasons, and the first few; print nothing if all rows are good."""
+        """Print the number of bad rows, the reasons and the first few, and the number of turns without loss, if any."""
         if self.bad:
             log(f"{self._counts(name)} and are skipped: {self._kinds()}")
             for line in self.first:
                 log(f"  {line}")
+        if self.lost_turns:
+            log(
+                f"{name}: {self.lost_turns:,} assistant turns have no loss: the chat template leaves out their content "
+                "or their tool calls"
+            )
 
     def _counts(self, name: str) -> str:
         return f"{name}: {self.bad:,} of {self.rows:,} rows ({self.bad / self.rows:.1%}) can't be used"

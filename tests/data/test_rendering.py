@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.rendering import render
 from data.rows import SourceError
+from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.prompts import Prompt
 
@@ -210,3 +211,33 @@ def test_a_template_that_writes_the_date_gives_the_same_rows_on_any_day():
     assert f"{datetime.now():%Y}" in tokenizer.decode(today), "who asks now is told the day"
     of_data = Prompt(DIALOGUES[1][:1], chat=True, today=DATA_DAY).tokens(tokenizer)
     assert tokenizer.decode(of_data).startswith("It is 26 July 2024.\n")
+
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": "{}"}}]}
+KNOWS_TOOLS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content or '' }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "call", "lost"),
+    [
+        (CHATML.replace("m.content", "(m.content or '')"), CALL, 1),
+        (CHATML, {**CALL, "content": "One moment."}, 1),
+        (KNOWS_TOOLS, {**CALL, "content": "One moment."}, 0),
+        (KNOWS_TOOLS, CALL, 0),
+        (CHATML, {"role": "assistant", "content": ""}, 1),
+    ],
+)
+def test_a_turn_that_the_template_does_not_write_has_no_loss(template, call, lost, capsys):
+    tokenizer = chat_tokenizer("qwen3", template)
+    messages = [{"role": "user", "content": "Hi"}, call, {"role": "user", "content": "So?"}]
+    messages.append({"role": "assistant", "content": "Yes, it rains."})
+    tally = Tally()
+    (row,) = render([{"id": "0", "where": "x:1", "messages": messages}], tokenizer, tally)
+    learnt = tokenizer.decode([token for token, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss])
+    assert learnt.endswith("Yes, it rains.<|im_end|>")
+    assert learnt.count("<|im_end|>") == 2 - lost
+    assert tally.lost_turns == lost
+    Tally.from_record(tally.record(), 0.0).warn("chats")
+    assert len(capsys.readouterr().err.splitlines()) == lost
