@@ -63,7 +63,9 @@ def per_position(steps: list[list[int]], length: int) -> list[int]:
     return [sum(accepted > position for text in steps for accepted in text) for position in range(length)]
 
 
-def fitted(head: Speculator, target: Target, prompts: list[list[int]], new: int, steps: int = 8) -> Speculator:
+def fitted(
+    head: Speculator, target: Target, prompts: list[list[int]], new: int, steps: int = 8, rate: float = 5e-3
+) -> Speculator:
     """Train on the target's own continuations, so that some drafts are accepted and some are not."""
     batches = []
     for prompt, answer in zip(prompts, Engine(target).generate(prompts, max_new_tokens=new).tokens, strict=True):
@@ -74,7 +76,7 @@ def fitted(head: Speculator, target: Target, prompts: list[list[int]], new: int,
             hidden = target.hidden(row)
         batches.append(TrainingBatch(row, documents, hidden, states(hidden), targets))
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
-    optimiser = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], lr=5e-3)
+    optimiser = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], lr=rate)
     for step in range(steps):
         optimiser.zero_grad()
         total, count = head.train()(batches[step % len(batches)], loss)["objective"]

@@ -43,7 +43,7 @@ def test_drafts_and_accepted_tokens_per_position_are_predicted(tmp_path, run_in,
     suite = held_out(PYTHON_SOURCES, target.tokenizer, 64, PROMPTS)
     torch.manual_seed(0)
     config = config_class.for_target(target.config, n_predict=length, base_model_name_or_path=str(TARGET), **changes)
-    head = fitted(bind(head_class(config), target), target, suite.prompts, NEW, steps=240)
+    head = fitted(bind(head_class(config), target), target, suite.prompts, NEW, steps=120, rate=1e-3)
     save(head, tmp_path / "head", layout_of(layout, head))
 
     ours = evaluate(
@@ -64,4 +64,4 @@ def test_drafts_and_accepted_tokens_per_position_are_predicted(tmp_path, run_in,
     accepted, drafts = [int(count) for count in theirs["accepted"]], int(theirs["spec_decode_num_drafts"])
     report(f"{kind}, G = {length}: vLLM {accepted} of {drafts} drafts, predicted {ours}")
     assert (ours["drafts"], ours["accepted_per_position"]) == (drafts, accepted)
-    assert 0 < accepted[-1] < drafts
+    assert all(0 < count < drafts for count in accepted[:2])
