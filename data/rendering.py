@@ -212,12 +212,16 @@ def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBa
         # The model stops at the token that ends its turn; the template writes the line end after it.
         if turn.rstrip().endswith(special):
             turn = turn.rstrip()
-        start = place = len(before)
+        prefix = before
+        if not text.startswith(before) and markers:
+            # Without thinking, some generation prompts have empty markers that earlier turns lack.
+            prefix = re.sub(rf"(?:{markers})(?:{markers}|\s)*$", "", before)
+        start = place = len(prefix)
         if not text.startswith(turn, place) and markers:
             # Some templates write empty markers ("<think></think>") before the last turn only.
             turn = re.sub(rf"^(?:{markers}|\s)+", "", turn)
             place += len(text[place:]) - len(text[place:].lstrip())
-        if not (after.startswith(before) and text.startswith(before) and text.startswith(turn, place)):
+        if not (after.startswith(before) and text.startswith(prefix) and text.startswith(turn, place)):
             kind = "the chat template breaks prefix rendering"
             raise RowError(
                 document["where"],

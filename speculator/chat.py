@@ -93,6 +93,21 @@ def _stopped_clock(today: datetime) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
+def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables: dict[str, Any] | None) -> None:
+    """Set variables of the chat template for all chats: vLLM's `chat_template_kwargs`, such as `enable_thinking`."""
+    if not variables:
+        return
+    if tokenizer is None or not tokenizer.chat_template:
+        raise UserError("chat_template_kwargs: the target has no chat template")
+    wrong = [name for name in variables if not name.isidentifier()]
+    if wrong:
+        raise UserError(f"chat_template_kwargs: {wrong[0]!r:.40} is not the name of a variable")
+    first = "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables.items())
+    template = tokenizer.chat_template
+    several = isinstance(template, dict)
+    tokenizer.chat_template = {name: first + each for name, each in template.items()} if several else first + template
+
+
 def chat_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize rendered text without adding BOS, which the template writes itself."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -33,6 +33,8 @@ class TargetConfig:
     the GPUs of one process."""
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as you serve it: '{enable_thinking: false}'."""
 
 
 @dataclass

@@ -29,6 +29,7 @@ from eval.run import evaluate, render
 from eval.suites import Suite, from_text
 from eval.tune import write_tuning
 from speculator import HeadDrafter
+from speculator.chat import set_template_variables
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
@@ -195,7 +196,10 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
 def load_target(config: RunConfig) -> Target:
     """Load the configured target."""
     given = dataclasses.asdict(config.target)
-    return Target.load(given.pop("name_or_path"), **given)
+    variables = given.pop("chat_template_kwargs")
+    target = Target.load(given.pop("name_or_path"), **given)
+    set_template_variables(target.tokenizer, variables)
+    return target
 
 
 def fingerprints(

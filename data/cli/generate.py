@@ -19,7 +19,7 @@ from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, conversations
 from data.rendering import load_tokenizer
 from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
-from speculator.chat import DATA_DAY
+from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
+        set_template_variables(tokenizer, arguments.chat_template_kwargs)
         context = _context_length(arguments)
         prompts = _prompts(arguments, tokenizer, context)
         concurrency = arguments.batch_size or CONCURRENCY

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from transformers.utils import logging
 
+from speculator.chat import set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.decoding.verify import RULES
 from speculator.drafters import (
@@ -43,19 +46,33 @@ def add_target_flags(parser: OneLineParser) -> None:
         default="auto",
         help="dtype of the target (default: auto, as stored; float32 on a CPU)",
     )
+    what = "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"
+    parser.add_argument("--chat_template_kwargs", type=_object, metavar="JSON", help=what)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a JSON object")
+    return value
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
     """Load the target that the flags name, without the libraries' progress bars."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return Target.load(
+    target = Target.load(
         arguments.target,
         revision=arguments.revision,
         dtype=arguments.dtype,
         adapter=arguments.adapter,
         trust_remote_code=arguments.trust_remote_code,
     )
+    set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
+    return target
 
 
 def add_flags(parser: OneLineParser) -> None:

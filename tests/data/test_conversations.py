@@ -4,14 +4,16 @@ import json
 
 import pytest
 from chat_targets import chatty, tiny_llama
-from chat_templates import chat_tokenizer
+from chat_templates import QWEN3, chat_tokenizer
 from serving_here import serving
 
 from data.client import fetch_rows
 from data.conversations import Answering, Conversation, split_at_answers
 from data.onpolicy import generate_rows
 from data.prompts import conversations
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, generate
+from data.rendering import render
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
+from speculator.chat import set_template_variables
 
 WORDS = ["one", "two", "three", "four", "five", "six"]
 
@@ -180,3 +182,26 @@ def test_a_chat_is_asked_where_somebody_waits_for_an_answer():
     assert (opening, later) == ([user("a")], [])
     opening, later = split_at_answers([user("a"), user("b"), assistant("x"), user("c")], None)
     assert (opening, later) == ([user("a"), user("b")], [[user("c")]])
+
+
+def test_variables_of_the_template_hold_for_rows_prompts_and_histories():
+    """Qwen 3 without thinking: its generation prompt has an empty block, which earlier turns lack."""
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    block = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    tokenizer = chat_tokenizer("qwen3", QWEN3.replace(asks, asks + block))
+    set_template_variables(tokenizer, {"enable_thinking": False})
+    talk = [user("a"), assistant("x"), user("b"), assistant("y")]
+    chat = conversation_of(tokenizer, *talk)
+    assert tokenizer.decode(chat.ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    made = answered(chat, tokenizer, "first", "second")
+    assert texts_with_loss(made, tokenizer) == [["first<|im_end|>"], ["second<|im_end|>"]]
+    (row,) = render([{"id": "0", "where": "x:1", "messages": talk}], tokenizer)
+    texts = [tokenizer.decode(row["input_ids"][a:b]) for a, b in spans(row["loss_mask"])]
+    assert texts == ["x<|im_end|>", "y<|im_end|>"]
+
+
+@pytest.mark.parametrize("variables", [{"enable-thinking": False}, {"x": 1}])
+def test_variables_that_no_template_can_have_are_an_error(variables):
+    tokenizer = chat_tokenizer("qwen3", "" if "x" in variables else None)
+    with pytest.raises(UserError, match="chat_template_kwargs"):
+        set_template_variables(tokenizer, variables)
