@@ -1,6 +1,6 @@
 """Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures] [--steps 1200] --output runs/study
+    python -m benchmarks.study [--table recipes|architectures|blocks] [--steps 1200] [--seeds 3] --output runs/study
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
 seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed
@@ -59,6 +59,9 @@ DRAFTS: dict[str, tuple[float, Shape]] = {
 HARD = LossConfig(cross_entropy=1.0, kl=0.0)
 KL = LossConfig(kl=1.0)
 LK = LossConfig(kl=0.0, lk=1.0)
+DSPARK = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.78)
+DFLASH = LossConfig(cross_entropy=1.0, kl=0.0, head_decay=0.78)
+D_PACE = LossConfig(cross_entropy=1.0, kl=0.0, d_pace=0.5)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,26 @@ ARCHITECTURES = [
     Arm("LSTM", KL, shape={"architecture": "lstm", "inner_dim": 171}),  # as many weights as the MLP
     Arm("EAGLE-3", KL, rates=(2.5e-3, 5e-3, 1e-2), shape={"architecture": "eagle3"}),
 ]
-TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES}
+
+
+def block_drafter(name: str, loss: LossConfig, layers: int = 2, rank: int = 64, **options: Any) -> Arm:
+    """A head that drafts four tokens in one pass."""
+    shape = {"num_hidden_layers": layers, "markov_rank": rank, "mask_token_id": 3, "anchors": 64, **options}
+    return Arm(name, loss, rates=(1e-3, 2e-3, 4e-3), shape={"architecture": "dspark", "options": shape})
+
+
+FILL_IN = {"sample_from_anchor": False, "confidence_head": False}
+BLOCKS = [
+    ARCHITECTURES[-1],
+    block_drafter("DFlash, 2 layers", DFLASH, rank=0, **FILL_IN),
+    block_drafter("DFlash, 2 layers, D-PACE", D_PACE, rank=0, **FILL_IN),
+    block_drafter("DSpark, 1 layer", DSPARK, layers=1),
+    block_drafter("DSpark, 2 layers", DSPARK),
+    block_drafter("DSpark, 3 layers", DSPARK, layers=3),
+    block_drafter("DSpark, 2 layers, rank 0", DSPARK, rank=0),
+    block_drafter("DSpark, 2 layers, D-PACE", dataclasses.replace(DSPARK, head_decay=1.0, d_pace=0.5)),
+]
+TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS}
 LONGER = {"recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6])}
 """Arms that are also trained on four times the tokens, with one seed."""
 
@@ -292,6 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="folder of the results; what is there is kept")
     parser.add_argument("--table", choices=TABLES, default="recipes", help="what is compared; default: recipes")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"rows of {LENGTH} tokens; default: {STEPS}")
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 4), help="heads of each arm; default: 3")
     flags = parser.parse_args(argv)
     return run_command(parser.prog, lambda: _run(flags))
 
@@ -301,7 +324,7 @@ def _run(flags: argparse.Namespace) -> None:
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
     study = Study(Target.load(flags.target, dtype="float32"), folder, flags.steps)
-    rows = [study.row(arm, SEEDS) for arm in TABLES[flags.table]]
+    rows = [study.row(arm, SEEDS[: flags.seeds]) for arm in TABLES[flags.table]]
     rows += [study.row(arm, (0,), budget=4) for arm in LONGER.get(flags.table, ())]
     text = table(rows)
     write_text(folder / f"{flags.table}.json", json.dumps(rows, indent=1))
