@@ -44,6 +44,7 @@ class Drafter:
         overlap: positions at the end of a reused prefix that `prefill` must see again.
         scratch_positions: positions after a row's tokens that the drafter may write in the target's cache.
         shape: shape of the next draft, if the drafter drafts in several shapes.
+        trained_length: longest context that it was trained on; None: not known, or it was not trained.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Drafter:
     overlap: int = 0
     scratch_positions: int = 0
     shape: Any = None
+    trained_length: int | None = None
 
     def choose(self, requests: Sequence[Request]) -> Any:
         """Return the shape of the next step's draft for the rows of these requests."""

@@ -7,11 +7,13 @@ Plain decoding is the same engine without a drafter.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -41,10 +43,13 @@ from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache, bucketed
 from speculator.target.model import Target
 
+_log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512
 """Prompt tokens of a row per prefill pass."""
 RESERVED_NEW_TOKENS = 1024
 """New tokens for which a slot has room at admission; the cache grows if a request needs more."""
+FAR_BEYOND = 4
+"""Multiple of a drafter's trained length from which prompts are logged: there heads accept much less."""
 _MIN_STEPS_TO_CAPTURE = 64
 """Steps from which `generate` captures CUDA graphs. A graph costs about ten eager steps, and is used for 256 tokens."""
 
@@ -161,6 +166,9 @@ class Engine:
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`."""
         self._max_tokens = max(self._max_tokens, _room(request))
+        trained = self.drafter.trained_length if self.drafter else None
+        if trained and len(request.prompt) > FAR_BEYOND * trained:
+            _warn_of_length(trained)
         self.waiting.append(request)
         return request
 
@@ -566,6 +574,16 @@ def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) ->
         raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
     if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
         raise UserError("min_confidence is not supported for a sharded target: its processes could draft differently")
+
+
+@cache  # once in a process
+def _warn_of_length(trained: int) -> None:
+    _log.warning(
+        "a prompt has more than %d times the %d tokens that the draft head was trained on: it may accept little there; "
+        "train it on longer rows (data.seq_length)",
+        FAR_BEYOND,
+        trained,
+    )
 
 
 def _room(request: Request) -> int:

@@ -30,7 +30,7 @@ class HeadDrafter(Drafter):
     name = "head"
 
     def __init__(self, head: Speculator, shape: Shape | int | None = None):
-        self.head = head.eval()
+        self.head, self.trained_length = head.eval(), head.config.trained_length
         if shape is None or isinstance(shape, int):
             shape = Chain(head.n_predict if shape is None else shape)
         self.source = head.drafting_source()

@@ -97,6 +97,7 @@ class HybridDrafter(Drafter):
         self.drafter, self.lookup = copy(drafter), copy(lookup)
         self.drafter.reshape(self.shape)
         self.lookup.num_speculative_tokens = self.shape.depth
+        self.trained_length = drafter.trained_length
         self.num_speculative_tokens, self.nodes, self.rules = self.shape.depth, self.shape.nodes, self.shape.rules
         self.aux_layers, self.overlap, self.scratch_positions = (
             drafter.aux_layers,

@@ -24,6 +24,7 @@ from speculator import (
     UserError,
     generate,
 )
+from speculator.decoding import engine as engine_module
 from speculator.decoding import scheduler as scheduler_module
 from speculator.decoding.request import Request
 from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Scheduler
@@ -527,3 +528,15 @@ def test_cancelled_requests_leave_the_queue_while_no_slot_is_free(target):
     engine.step()
     assert running.finish_reason is None
     assert list(engine.waiting) == [kept]
+
+
+def test_a_prompt_far_beyond_the_trained_length_is_logged_once(target, caplog):
+    engine_module._warn_of_length.cache_clear()
+    head = tiny_head()
+    head.config.trained_length = 4
+    engine = Engine(target, HeadDrafter(head), slots=2)
+    engine.generate([[1] * 16], max_new_tokens=2)
+    assert not caplog.records
+    engine.generate([[1] * 17, [2] * 20], max_new_tokens=2)
+    Engine(target, HeadDrafter(head)).generate([[1] * 17], max_new_tokens=2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
