@@ -11,19 +11,22 @@ def pack(
 ) -> Iterator[dict[str, list[int]]]:
     """Concatenate rendered documents and cut the stream into rows.
 
-    Every row is {"input_ids": [length], "document_ids": [length], "loss_mask": [length]}: two positions belong to the
-    same document iff their document ids agree, e.g. (length 8, EOS 0, the second document a prompt and its completion)
+    Every row has the columns "input_ids", "document_ids", "loss_mask" and "rejected" [length]: two positions belong to
+    the same document iff their document ids agree, e.g. (length 8, EOS 0, the second document a prompt and its
+    completion)
         input_ids     5 9 0 7 7 3 0 4
         document_ids  0 0 0 1 1 1 1 2
         loss_mask     1 1 1 0 0 1 1 1
+        rejected      0 0 0 0 0 0 1 0    tokens that replaced a rejected draft token, if the document marks them
     The tail that does not fill a row is dropped.
     """
-    columns: dict[str, list[int]] = {"input_ids": [], "document_ids": [], "loss_mask": []}
+    columns: dict[str, list[int]] = {"input_ids": [], "document_ids": [], "loss_mask": [], "rejected": []}
     emitted = 0
     for count, document in enumerate(documents):
         columns["input_ids"] += document["input_ids"]
         columns["document_ids"] += [count] * len(document["input_ids"])
         columns["loss_mask"] += document["loss_mask"]
+        columns["rejected"] += document.get("rejected") or [0] * len(document["input_ids"])
         whole = len(columns["input_ids"]) // length * length
         for start in range(0, whole, length):
             if max_tokens is not None and emitted + length > max_tokens:

@@ -24,7 +24,7 @@ from speculator import chat
 from speculator.errors import UserError, first_line
 from speculator.files import cache_folder, make_folder, new_folder, read_json, write_text
 
-_FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask")})
+_FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask", "rejected")})
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
 _MANIFEST = "manifest.json"
 

@@ -55,7 +55,7 @@ def read(location: str, max_package_bytes: int) -> Iterator[Document]:
     if not path.exists():
         name, config, split = hub_id(location)
         return _dataset_rows(hub_dataset(name, config, split), f"{name}:{config or ''}:{split}", location)
-    if (manifest := path / "manifest.json").is_file() and read_json(manifest).get("recorded"):
+    if is_recorded(path):
         return _recorded(path / "rows")
     path = _rows_folder(path)
     return _datasets_folder(path) if _is_datasets_folder(path) else local_files(path)
@@ -86,6 +86,12 @@ def _rows_folder(path: Path) -> Path:
 
 def _files_in(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def is_recorded(path: Path) -> bool:
+    """Return whether a server recorded this folder, see `serve --record`."""
+    manifest = path / "manifest.json"
+    return manifest.is_file() and bool(read_json(manifest).get("recorded"))
 
 
 def _recorded(folder: Path) -> Iterator[Document]:

@@ -98,7 +98,9 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
             rows.append(error)
             continue
         row = {"id": document["id"], "lost_turns": lost}
-        rows += [{**row, "input_ids": ids, "loss_mask": mask} for ids, mask in rendered]
+        for ids, mask, *marks in rendered:
+            rejected = marks[0] if marks else [0] * len(ids)
+            rows.append({**row, "input_ids": ids, "loss_mask": mask, "rejected": rejected})
     return rows
 
 
@@ -140,13 +142,14 @@ def check_tokens(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
         raise RowError(document["where"], fault, "a token outside of the tokenizer's vocabulary")
 
 
-def _unpacked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:
+def _unpacked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
     ids, mask = document["input_ids"], document["loss_mask"]
     check_tokens(document, tokenizer)
-    columns = zip(document.get("document_ids", [0] * len(ids)), ids, mask, strict=True)
+    none = [0] * len(ids)
+    columns = zip(document.get("document_ids", none), ids, mask, document.get("rejected", none), strict=True)
     for _, part in groupby(columns, key=lambda column: column[0]):
-        _, part_ids, part_mask = zip(*part, strict=True)
-        yield list(part_ids), list(part_mask)
+        _, *columns_of_part = zip(*part, strict=True)
+        yield tuple(map(list, columns_of_part))
 
 
 def document_text(

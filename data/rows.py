@@ -1,6 +1,7 @@
 """Read the rows of a source. The keys of a row determine its format; the first match wins.
 
-{"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones
+{"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones; "rejected" marks tokens that
+                                            replaced a rejected draft token
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format
 {"prompt": "...", "completion": "..."}
@@ -14,7 +15,8 @@ from typing import Any
 from speculator.chat import content_text
 from speculator.errors import UserError, check_text
 
-KEYS = ("input_ids", "loss_mask", "document_ids", "messages", "tools", "conversations", "prompt", "completion", "text")
+_TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected")
+KEYS = (*_TOKENS, "messages", "tools", "conversations", "prompt", "completion", "text")
 """All keys that are read; other keys are ignored."""
 
 _ROLES = {
@@ -59,7 +61,7 @@ class RowError(SourceError):
 
 def content(row: Any, where: str) -> dict[str, Any]:
     """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
-    `input_ids`, `loss_mask` and maybe `document_ids`.
+    `input_ids`, `loss_mask` and maybe `document_ids` and `rejected`.
 
     Args:
         row: the parsed row; a key whose value is null counts as missing.
@@ -141,17 +143,16 @@ def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
     columns = {
         "input_ids": ids,
         "loss_mask": given.get("loss_mask", [1] * len(ids) if isinstance(ids, list) else None),
-        "document_ids": given.get("document_ids"),
+        **{name: given[name] for name in ("document_ids", "rejected") if name in given},
     }
     for name, column in columns.items():
-        if column is None and name == "document_ids":
-            continue
         invalid = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
         if invalid or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
             raise RowError(where, f'"{name}" is not a list of integers >= 0')
         if len(column) != len(ids) or not column:
             many = f'values of "{name}" for'
             raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"another number of {many} the tokens")
-    if not set(columns["loss_mask"]) <= {0, 1}:
-        raise RowError(where, '"loss_mask" must contain only 0 and 1')
-    return {name: [int(value) for value in column] for name, column in columns.items() if column is not None}
+    for name in ("loss_mask", "rejected"):
+        if not set(columns.get(name, [])) <= {0, 1}:
+            raise RowError(where, f'"{name}" must contain only 0 and 1')
+    return {name: [int(value) for value in column] for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""`python -m eval [tune | compare | lossless]`; --help explains the flags of each command."""
+"""`python -m eval [tune | compare | gate | lossless]`; --help explains the flags of each command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 
 from speculator.errors import run_command, start
 
-COMMANDS = ("tune", "compare", "lossless")
+COMMANDS = ("tune", "compare", "gate", "lossless")
 """Subcommands; without one, `eval.run` measures and reports."""
 
 

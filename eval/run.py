@@ -4,6 +4,7 @@ Other commands (each has --help):
 `python -m eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
 `python -m eval lossless` checks that speculative decoding keeps the target's output.
 `python -m eval compare A/report.json B/report.json` shows the differences of two reports.
+`python -m eval gate OLD NEW` says whether a new head should replace an old one.
 """
 
 from __future__ import annotations

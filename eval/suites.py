@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.prompts import Room, prompts
-from data.readers import raw_rows
+from data.readers import is_recorded, raw_rows
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
 from speculator.chat import DATA_DAY
@@ -132,8 +132,8 @@ def held_out(
     max_prompts: int,
     room: Room | None = None,
 ) -> Suite:
-    """Prompts of the held-out split of python-sources, or of all documents of a file."""
-    split = "held-out" if source == PYTHON_SOURCES else None
+    """Prompts of the held-out split of python-sources and of recorded answers, or of all documents of a file."""
+    split = "held-out" if source == PYTHON_SOURCES or is_recorded(Path(source)) else None
     return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room)
 
 

@@ -53,7 +53,8 @@ class HeadOptions:
     """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
     An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
-    """Folder of a trained head to start from, in any checkpoint layout; it must have the shape configured here."""
+    """Folder of a trained head to start from, in any checkpoint layout. Its architecture and sizes take the place of
+    those that have their default value here; others must be the same."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{tie_weights: false}', '{fc_norm: false}'."""
 
@@ -156,6 +157,10 @@ class StageConfig:
     """Steps between checkpoints, a multiple of eval_steps."""
     save_total_limit: int = 3
     """Number of checkpoints to keep, the best among them; at least 2."""
+    patience: PositiveInt | None = None
+    """Number of checkpoints in a row without a better one after which the stage ends (default: train all steps)."""
+    rejected_token_weight: PositiveFloat | None = None
+    """Weight in the loss of tokens that replaced a rejected draft token, in rows that mark them (default: 1)."""
 
 
 @dataclass
@@ -192,8 +197,6 @@ class Stage2Config(StageConfig):
     """Optimiser steps (0: no second stage)."""
     learning_rate: PositiveFloat = 2e-3
     """Peak learning rate."""
-    rejected_token_weight: PositiveFloat | None = None
-    """Weight in the loss of tokens that replaced a rejected draft token (default: 1)."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """Generation of the training text."""
 

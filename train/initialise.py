@@ -25,6 +25,20 @@ _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 """Config fields of every architecture that `HeadOptions` names."""
 
 
+def with_shape_of_start(config: RunConfig) -> RunConfig:
+    """Take the architecture and the sizes that are left at their defaults from the head of a warm start."""
+    options, defaults = config.speculator, HeadOptions()
+    if not options.warm_start:
+        return config
+    recognised = recognise(options.warm_start)
+    names = {head.config_class.model_type: name for name, head in ARCHITECTURES.items()}
+    start = load_any(options.warm_start).config
+    found = {name: getattr(start, name) or 0 for name in _SHARED_OPTIONS}
+    found["architecture"] = names[recognised.head.config_class.model_type]
+    left = {name: value for name, value in found.items() if getattr(options, name) == getattr(defaults, name)}
+    return dataclasses.replace(config, speculator=dataclasses.replace(options, **left))
+
+
 def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Speculator:
     """Create the configured head with float32 weights, whatever the target's dtype.
 

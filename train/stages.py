@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,7 @@ from speculator.target.model import Target
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
 from train.plan import token_at_peak
-from train.trainer import Collator, SpeculatorTrainer, arguments
+from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
 
 _WANDB_ID = re.compile(rb"[0-9a-f]{8}")
@@ -63,8 +64,9 @@ def train_stage(
     batch = max(1, min(settings.per_device_train_batch_size, count // state.num_processes))
     # Full batches only: a short one would be padded with earlier rows. The last row has tokens to train on.
     left_out = count % (batch * state.num_processes)
-    names = {field.name for field in dataclasses.fields(StageConfig)} - {"save_total_limit"}
-    fields = {name: getattr(settings, name) for name in names}  # this module deletes old checkpoints
+    ours = {"save_total_limit", "patience", "rejected_token_weight"}
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
+    fields = {name: value for name, value in fields.items() if name not in ours}
     # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
@@ -79,6 +81,7 @@ def train_stage(
         loss=config.loss,
         decode=decode,
         keep=settings.save_total_limit,
+        patience=settings.patience,
         shard_optimizer=config.shard_optimizer,
         args=arguments(
             output_dir=str(folder),
@@ -88,7 +91,7 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(head.config, getattr(settings, "rejected_token_weight", None)),
+        data_collator=Collator(head.config, settings.rejected_token_weight),
         train_dataset=train_rows,
         eval_dataset=validation_rows.select(range(left_out, count)),
     )
@@ -107,13 +110,14 @@ def train_stage(
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
         print(f"{name}: {shape}, {many}{share}", file=sys.stderr)
     done = _state_of(resume) if resume else {}
-    if done.get("global_step", 0) < settings.max_steps:
+    ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
+    if not ends(done.get("global_step", 0), done.get("best_global_step")):
         if state.is_main_process and config.report_to == "wandb":
             start_tracking(config, name)
         with interrupts.saving():
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
-        if done["global_step"] < settings.max_steps or interrupts.stop_asked():
+        if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
             _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
         best, passed_over = checkpoint.best(folder, done["log_history"], settings.save_steps, settings.max_steps)

@@ -83,6 +83,7 @@ class SpeculatorTrainer(Trainer):
         loss: weights of the losses.
         decode: decodes with the current head and returns figures; called at each evaluation.
         keep: number of checkpoints to keep, the best among them; None keeps all.
+        patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
     """
 
@@ -94,6 +95,7 @@ class SpeculatorTrainer(Trainer):
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
         keep: int | None = None,
+        patience: int | None = None,
         shard_optimizer: bool = False,
         **kwargs: Any,
     ):
@@ -102,6 +104,7 @@ class SpeculatorTrainer(Trainer):
         self.remove_callback(ProgressCallback)
         self.add_callback(ProgressLine)
         self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
+        self.patience = patience
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size)
         self._aux_layers = kwargs["model"].aux_layers
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
@@ -273,7 +276,7 @@ class CountEpochs(TrainerCallback):
 
 
 class StopWhenAsked(TrainerCallback):
-    """Stops all processes at the same step after SIGTERM, with a checkpoint."""
+    """Stops all processes at the same step, with a checkpoint: after SIGTERM, or if no checkpoint gets better."""
 
     def __init__(self, trainer: SpeculatorTrainer):
         self.trainer = trainer
@@ -293,6 +296,16 @@ class StopWhenAsked(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size == 1 and stop_asked():
             control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step, best = state.global_step, state.best_global_step
+        if has_ended(step, best, args.max_steps, args.save_steps, self.trainer.patience):
+            control.should_training_stop = True
+
+
+def has_ended(step: int, best_step: int | None, max_steps: int, save_steps: int, patience: int | None) -> bool:
+    """Return whether a stage has taken all steps, or saved `patience` checkpoints since its best one."""
+    return step >= max_steps or bool(patience and best_step and step >= best_step + patience * save_steps)
 
 
 def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:

@@ -16,7 +16,7 @@ from data.prepare import save_rows, token_rows
 from data.sources import SPLITS, SourceError, documents, token_documents
 from speculator.errors import UserError
 
-COLUMNS = ("input_ids", "document_ids", "loss_mask")
+COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
 
 
 @pytest.mark.parametrize("max_tokens", [None, 9, 8])

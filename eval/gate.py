@@ -1,0 +1,134 @@
+"""Accept a new head in place of an old one, or not: exit code 0 or 1, and one line with the figures.
+
+The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
+acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
+`python -m speculator serve`, and decode every prompt one right after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from eval.metrics import paired_bootstrap, shown
+from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
+from eval.timing import Engines, Timed, time_ours
+from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator.checkpoints.loading import load_drafter
+from speculator.cli import drafting
+from speculator.decoding.request import acceptance_length
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.errors import OneLineParser, refuse, show
+from speculator.files import check_output_file, write_json
+from speculator.heads import Speculator
+
+
+def build_parser() -> OneLineParser:
+    """The flags of `gate`."""
+    parser = OneLineParser(prog="python -m eval gate", description=__doc__)
+    parser.add_argument("old", type=Path, metavar="OLD", help="folder of the head in use")
+    parser.add_argument("new", type=Path, metavar="NEW", help="folder of the head that would replace it")
+    add_flags(parser, max_prompts=64)
+    parser.add_argument(
+        "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"
+    )
+    parser.add_argument("--guard", help="suite on which OLD was published (default: no guard)")
+    parser.add_argument(
+        "--guard_loss",
+        type=float,
+        default=0.05,
+        help="share of OLD's acceptance length that NEW may lose on the guard suite (default: 0.05)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the line, and return 0 if NEW is accepted, else 1."""
+    check_flags(argparse.Namespace(**{**vars(arguments), "temperature": [arguments.temperature]}))
+    check_output_file("--output", arguments.output)
+    share = arguments.guard_loss
+    refuse((not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"))
+    target, sampling = drafting.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
+    heads = [load_head(folder, target) for folder in (arguments.old, arguments.new)]
+    suite = suite_of(arguments, arguments.suite, target)
+    guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
+    for each in filter(None, (suite, guard)):
+        check_lengths(target, max(map(len, each.prompts)), arguments.max_new_tokens)
+    drafters = [
+        load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in (arguments.old, arguments.new)
+    ]
+    count = arguments.max_new_tokens
+    result: dict[str, Any] = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
+    if guard:
+        old, new = (fixed_acceptance(target, head, guard, sampling, count) for head in heads)
+        result["guard"] = {"name": guard.name, "old": old, "new": new, "change": new / old - 1, "allowed": -share}
+    result["accepted"] = accepted(result)
+    if arguments.output:
+        write_json(arguments.output, result)
+    show(line(result))
+    return 0 if result["accepted"] else 1
+
+
+def compare(
+    target: Target, drafters: Sequence[AdaptiveDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
+) -> dict[str, Any]:
+    """Decode each prompt with the old and the new drafter; which one is first alternates."""
+    timed, engines = (Timed(), Timed()), Engines()
+    stop = sorted(target.eos_token_ids) if suite.chat else []
+    for drafter in drafters:  # the first pass allocates
+        time_ours(target, drafter, suite.prompts[:1], sampling, min(8, max_new_tokens), Timed(), engines, stop_at=stop)
+    for number, prompt in enumerate(tqdm(suite.prompts, desc=f"old and new head, {suite.name}", unit="prompt")):
+        for which in (0, 1) if number % 2 else (1, 0):
+            time_ours(target, drafters[which], [prompt], sampling, max_new_tokens, timed[which], engines, stop_at=stop)
+    samples = [
+        (old.decoded, old.decode_seconds, new.decoded, new.decode_seconds)
+        for old, new in zip(timed[0].batches, timed[1].batches, strict=True)
+        if old.decoded and new.decoded
+    ]
+    refuse((not samples, f"{suite.name}: every answer has one token, so there is no decoding to time"))
+    return {
+        "name": suite.name,
+        "prompts": len(samples),
+        "tokens_per_second": [each.tokens_per_second for each in timed],
+        "difference": paired_bootstrap(samples, _difference),
+        "acceptance_length": [acceptance_length(each.steps) for each in timed],
+    }
+
+
+def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
+    """Tokens per second of the new head, less those of the old one."""
+    old, old_seconds, new, new_seconds = (math.fsum(column) for column in zip(*samples, strict=True))
+    return new / new_seconds - old / old_seconds
+
+
+def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int) -> float:
+    """Acceptance length of a chain of `n_predict` tokens, which no timing decides."""
+    eos = None if suite.chat else ()
+    how = {"max_new_tokens": max_new_tokens, "max_batch_size": 8, "eos_token_ids": eos}
+    return generate(target, HeadDrafter(head), suite.prompts, sampling, **how).acceptance_length
+
+
+def accepted(result: dict[str, Any]) -> bool:
+    """Return the verdict on the figures."""
+    low, guard = result["suite"]["difference"]["low"], result["guard"]
+    return low is not None and low > 0 and (guard is None or guard["change"] >= guard["allowed"])
+
+
+def line(result: dict[str, Any]) -> str:
+    """Write the verdict and its figures in one line."""
+    suite, guard = result["suite"], result["guard"]
+    (old, new), lengths = suite["tokens_per_second"], suite["acceptance_length"]
+    words = f"{'accepted' if result['accepted'] else 'rejected'}: {old:.1f} -> {new:.1f} tokens/s on {suite['name']}, "
+    words += f"{shown(suite['difference'], '+.1f')}; acceptance length {lengths[0]:.2f} -> {lengths[1]:.2f}"
+    if guard:
+        words += f"; on {guard['name']} {guard['old']:.2f} -> {guard['new']:.2f}, {guard['change']:+.1%}"
+        words += f" (at least {guard['allowed']:+.1%})"
+    return words

@@ -1,0 +1,54 @@
+"""`eval gate`: a new head is accepted if it is faster beyond doubt and has not forgotten the guard suite."""
+
+import json
+
+import pytest
+from conftest import tiny_head
+
+from eval import gate
+from eval.__main__ import main
+
+SUITE = {"name": "s", "prompts": 9, "tokens_per_second": [10.0, 12.0], "acceptance_length": [2.0, 2.5]}
+
+
+def result(low, change=None):
+    guard = None if change is None else {"name": "g", "old": 2.0, "new": 2.0, "change": change, "allowed": -0.05}
+    return {"suite": {**SUITE, "difference": {"value": 2.0, "low": low, "high": 3.0}}, "guard": guard}
+
+
+@pytest.mark.parametrize(
+    ("low", "change", "verdict"),
+    [(0.1, None, True), (-0.1, None, False), (None, None, False), (0.1, -0.04, True), (0.1, -0.06, False)],
+)
+def test_the_verdict_needs_a_clear_gain_and_no_loss_on_the_guard(low, change, verdict):
+    assert gate.accepted(result(low, change)) is verdict
+
+
+def test_the_difference_is_of_speeds_over_all_prompts_and_not_of_their_mean():
+    samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 9.5)]
+    assert gate._difference(samples) == pytest.approx(100 / 10 - 100 / 10)
+    samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 4.5)]
+    assert gate._difference(samples) == pytest.approx(100 / 5 - 100 / 10)
+
+
+@pytest.fixture
+def heads(target_folder, tmp_path):
+    """A folder with two equal heads."""
+    head = tiny_head(vocab_size=300)
+    head.save_pretrained(tmp_path / "old")
+    head.save_pretrained(tmp_path / "same")
+    return tmp_path
+
+
+def test_the_command_rejects_a_head_that_is_not_faster_and_writes_the_figures(target_folder, heads, text_file, capsys):
+    argv = ["gate", str(heads / "old"), str(heads / "same"), "--target", str(target_folder), "--suite", str(text_file)]
+    argv += ["--guard", str(text_file), "--max_prompts", "3", "--prompt_tokens", "16", "--max_new_tokens", "8"]
+    code = main([*argv, "--output", str(heads / "gate.json")])
+    figures = json.loads((heads / "gate.json").read_text())
+    assert figures["guard"]["change"] == 0
+    assert figures["suite"]["difference"]["low"] <= figures["suite"]["difference"]["high"]
+    assert code == (0 if figures["accepted"] else 1)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert main(["gate", str(heads / "old"), str(heads / "none"), *argv[3:]]) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("eval gate: ")

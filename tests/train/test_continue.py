@@ -1,0 +1,110 @@
+"""Training on recorded answers: the old head's shape, weights of rejected tokens, held-out rows, and the early end."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import tiny_head
+
+from data.prepare import token_rows
+from eval.suites import load_suite
+from speculator import Engine, HeadDrafter, Sampling, Target
+from speculator.checkpoints import load_any
+from speculator.server.recorder import Recorder
+from train import run
+from train.command_line import parse
+from train.run import main
+from train.trainer import has_ended
+
+
+@pytest.fixture(scope="module")
+def traffic(target_folder, tmp_path_factory):
+    """Folder of a head and of the answers that it drafted."""
+    folder = tmp_path_factory.mktemp("traffic")
+    target = Target.load(str(target_folder))
+    head = tiny_head(n_predict=2, architecture="lstm", vocab_size=target.vocab_size)
+    head.save_pretrained(folder / "head")
+    engine = Engine(target, HeadDrafter(head), slots=8)
+    requests = [engine.submit([5 + n, 6, 7], Sampling(1.0, seed=n), max_new_tokens=40) for n in range(60)]
+    engine.run()
+    recorder = Recorder(folder / "recorded", target, 1.0, 1e9)
+    recorder.add(requests)
+    recorder.close()
+    return folder, requests
+
+
+def test_rows_keep_where_drafts_were_rejected_and_the_newest_are_held_out(traffic, target_folder, monkeypatch):
+    folder, requests = traffic
+    monkeypatch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
+    target = Target.load(str(target_folder))
+    rows = token_rows([str(folder / "recorded")], "train", target.tokenizer, 32)
+    ids, rejected, mask = (
+        [value for row in rows for value in row[name]] for name in ("input_ids", "rejected", "loss_mask")
+    )
+    assert ids == [token for request in requests[:54] for token in request.sequence][: len(ids)]
+    assert 0 < sum(rejected) < sum(mask)
+    assert all(has_loss or not marked for has_loss, marked in zip(mask, rejected, strict=True))
+    suite = load_suite(str(folder / "recorded"), target, prompt_tokens=8, max_prompts=9, max_new_tokens=8)
+    assert suite.prompts == [list(request.prompt) for request in requests[57:]]
+
+
+def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, tmp_path, monkeypatch):
+    folder, _ = traffic
+    monkeypatch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
+
+    def no_report(config, target, suites, run_folder):
+        (run_folder / "eval").mkdir()
+        (run_folder / "eval" / "report.md").write_text("not measured here")
+
+    monkeypatch.setattr(run, "_measure", no_report)
+    monkeypatch.setattr(run, "write_card", lambda folder: None)
+    monkeypatch.setattr(run, "use_all_cores", lambda: None)
+    settings = {
+        "config": "configs/continue.yaml",
+        "target.name_or_path": target_folder,
+        "speculator.warm_start": folder / "head",
+        "data.sources": f"[{folder / 'recorded'}]",
+        "data.seq_length": 32,
+        "stage1.learning_rate": 1e-9,  # no checkpoint is better than the first
+        "stage1.eval_steps": 2,
+        "stage1.save_steps": 2,
+        "stage1.max_steps": 40,
+        "stage1.warmup_steps": 0,
+        "eval.validation_rows": 2,
+        "eval.validation_prompts": 2,
+        "eval.tune_prompts": 0,
+        "eval.max_prompts": 2,
+        "eval.max_new_tokens": 8,
+        "output_dir": tmp_path / "run",
+        "report_to": "none",
+    }
+    argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    assert main(parse(argv)) == 0
+
+    def steps() -> list[int]:
+        return sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run" / "stage1").glob("checkpoint-*"))
+
+    assert max(steps()) == 6, "the best checkpoint is the first, and two others follow"
+    made, old = load_any(tmp_path / "run" / "speculator"), load_any(folder / "head")
+    assert type(made) is type(old)
+    assert made.n_predict == 2
+    assert all(torch.allclose(made.state_dict()[name], value, atol=1e-6) for name, value in old.state_dict().items())
+    for name in ("speculator", "eval", "stage1/speculator"):  # as if killed when the stage had just ended
+        shutil.rmtree(tmp_path / "run" / name)
+    assert main(parse(argv)) == 0
+    assert max(steps()) == 6
+
+
+@pytest.mark.parametrize(
+    ("step", "best", "patience", "ended"),
+    [
+        (40, 40, None, True),
+        (38, 2, None, False),
+        (6, 2, 2, True),
+        (4, 2, 2, False),
+        (6, 4, 2, False),
+        (6, None, 2, False),
+    ],
+)
+def test_a_stage_ends_after_all_steps_or_without_a_better_checkpoint(step, best, patience, ended):
+    assert has_ended(step, best, 40, 2, patience) is ended
