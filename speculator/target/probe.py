@@ -30,7 +30,7 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.3, tor
 
 @torch.no_grad()
 def probe(target: Target) -> None:
-    """Compare prefill and verification of two texts of unequal length with the model's own logits.
+    """Compare prefill, a rejected draft and verification of two texts of unequal length with the model's own logits.
 
     Sets `capturable`, `document_attention` and `output_matrix` of the target. So short a probe can't show sliding
     windows and rotary factors that follow the longest text of a batch, so these are examined separately.
@@ -40,36 +40,46 @@ def probe(target: Target) -> None:
     """
     model, device, name = target.model, target.device, f"{target.name}: {type(target.model).__name__}"
     tolerance = _tolerance(model)
-    first, second = _LENGTH // 2, _LENGTH // 4
     texts = torch.arange(2 * _LENGTH, device=device).view(2, -1) * 7 % target.vocab_size
-    lengths = torch.tensor([first, second], device=device)
-    width = _LENGTH - first
+    lengths, accepted = torch.tensor([[8, 4], [1, 2]], device=device)
+    longest = _LENGTH // 2
 
-    def following(rows: Tensor) -> Tensor:  # [2, _LENGTH, ...] -> [2, width, ...]
-        return torch.stack([row[n : n + width] for row, n in zip(rows, (first, second), strict=True)])
+    def after(begins: Tensor, width: int, rows: Tensor = texts) -> Tensor:  # [2, _LENGTH, ...] -> [2, width, ...]
+        return torch.stack([row[n : n + width] for row, n in zip(rows, begins.tolist(), strict=True)])
 
     try:
         own = target.aux_layers.prove(texts).logits.float()
         windows = read_windows(model, target.context_length)
         WINDOWS.update(windows)
         model.set_attn_implementation(ATTENTION)
-        cache = target.cache(2, _LENGTH)
-        hidden = target.extend(cache, texts[:, :first])
+        cache = target.cache(2, 2 * _LENGTH)
+        hidden = target.extend(cache, texts[:, :longest], counts=lengths)
         cache.commit(lengths)
         prefill = target.logits(hidden).float()
         output = model.get_output_embeddings()
         if output is not None and torch.equal(output(hidden), target.logits(hidden)):
             target.output_matrix = output
-        cache.select(0, 2, first)
-        verified = target.logits(target.extend(cache, following(texts))).float()
-        syncs = has_host_sync(lambda: target.logits(target.extend(cache, following(texts))), device)
+        cache.select(0, 2, longest)
+        wrong = torch.arange(4, device=device) >= accepted[:, None]
+        target.extend(cache, (after(lengths, 4) + wrong) % target.vocab_size)
+        cache.commit(accepted)  # the rest of the draft is rejected
+        cache.select(0, 2, longest + 1)
+        begins = lengths + accepted
+        single = target.logits(target.extend(cache, after(begins, 1))).float()
+        rest = after(begins, _LENGTH - longest - 1)
+        verified = target.logits(target.extend(cache, rest)).float()
+        syncs = has_host_sync(lambda: target.logits(target.extend(cache, rest)), device)
         one_device = len({weight.device for weight in model.parameters()}) == 1
         target.capturable = not syncs and one_device and target.group is None
         moved = neighbours_matter(model.base_model, target.context_length, device)
         target.document_attention = _choose_document_attention(target, texts, tolerance)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{name} can't be run through a KV cache: {error}") from error
-    gap = max(_gap(prefill, own[:, :first]), _gap(verified, following(own)))
+    gap = max(
+        *(_gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
+        _gap(single, after(begins, 1, own)),
+        _gap(verified, after(begins, rest.shape[1], own)),
+    )
     window = getattr(target.config, "sliding_window", None)
     refuse(
         (not own.isfinite().all(), f"{target.name}: its logits are not finite: the weights are damaged"),

@@ -1,6 +1,9 @@
 """Recurrent layers: states roll back exactly, and nothing but the rows' own tokens moves them."""
 
+import copy
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +31,12 @@ from speculator import (
     Sampling,
     Target,
     Tree,
+    UserError,
     generate,
 )
+from speculator.decoding.scheduler import Scheduler
+from speculator.target.recurrences import delta_rule
+from speculator.target.recurrent import RecurrentLayer
 
 PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in (5, 1, 11, 4, 23, 2, 37, 9)]
 FEW = ["qwen3_5", *(pytest.param(family, marks=pytest.mark.soak) for family in ("lfm2", "falcon_h1", "jamba"))]
@@ -95,19 +102,131 @@ def test_every_drafter_leaves_greedy_text_as_it_is(family):
         assert made.tokens == expected, name
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("shape", [Chain(2), Candidates((3, 2))], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", FEW)
-def test_sampled_text_follows_the_enumerated_distribution(family, name):
-    assert (
-        sampled_p_value(family, HeadDrafter(tiny_head(), {"chain": Chain(2), "tree": Candidates((3, 2))}[name])) > 1e-4
-    )
+def test_sampled_text_follows_the_enumerated_distribution(family, shape):
+    target = Target(tiny_model(family, scale=2.0), tokenizer=None)
+    assert sampled_p_value(target, HeadDrafter(tiny_head(), shape)) > 1e-4
 
 
-def sampled_p_value(family: str, drafter, rows: int = 2000) -> float:
-    """Test the joint distribution of two tokens after the first, for prompts that follow a drafted token or two."""
-    model, sampling = tiny_model(family, scale=2.0), Sampling(1.0, seed=3)
+def sampled_p_value(target: Target, drafter, rows: int = 2000) -> float:
+    """Test the joint distribution of the new tokens after the first, which the prefill gives."""
+    model, sampling = copy.deepcopy(target.model), Sampling(1.0, seed=3)
+    model.set_attn_implementation("sdpa")
+    made = generate(target, drafter, [PROMPTS[0]] * rows, sampling, max_new_tokens=3)
     expected: Counter = Counter()
     for tokens, probability in joint_distribution(model, PROMPTS[0], 3, sampling).items():
         expected[tokens[1:]] += probability
-    made = generate(Target(model, None), drafter, [PROMPTS[0]] * rows, sampling, max_new_tokens=3)
     return chi_square_p(Counter(tuple(row[1:]) for row in made.tokens), expected, rows)
+
+
+# ---- known-wrong variants
+
+
+def not_rolled_back(monkeypatch):
+    kept = RecurrentLayer._kept
+    monkeypatch.setattr(
+        RecurrentLayer, "_kept", lambda self, counts: kept(self, counts if self._counts is not None else None)
+    )
+
+
+def one_too_few(monkeypatch):
+    kept = RecurrentLayer._kept
+
+    def fewer(self, counts):
+        return kept(self, counts if counts is None or self._counts is not None else counts - 1)
+
+    monkeypatch.setattr(RecurrentLayer, "_kept", fewer)
+
+
+def convolution_not_gathered(monkeypatch):
+    commit = RecurrentLayer.commit
+
+    def last(self, counts):
+        commit(self, counts)
+        size = self.states[0].shape[-1]
+        self._committed[0].copy_(self._inputs[..., -size:])
+
+    monkeypatch.setattr(RecurrentLayer, "commit", last)
+
+
+def decay_in_padding(monkeypatch):
+    def decaying(function, step, *args, **kwargs):
+        kwargs["beta"] = kwargs["beta"].where(step.keep[:, :, None], 0.0) if step.keep is not None else kwargs["beta"]
+        return delta_rule(function, replace(step, keep=None), *args, **kwargs)
+
+    run = RecurrentLayer.run
+    wrong = lambda self, rule, *args, **given: run(self, partial(decaying, rule.args[0]), *args, **given)  # noqa: E731
+    monkeypatch.setattr(RecurrentLayer, "run", wrong)
+
+
+WRONG = [not_rolled_back, one_too_few, convolution_not_gathered, decay_in_padding]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_states_change_the_text(wrong, monkeypatch):
+    model = tiny_model("qwen3_5")
+    expected, target = written(model, 24), Target(model, tokenizer=None)
+    wrong(monkeypatch)
+    assert Engine(target, Mistaken(expected), slots=3, chunk=8).generate(PROMPTS, max_new_tokens=24).tokens != expected
+
+
+@pytest.mark.parametrize("wrong", WRONG[:3])
+def test_wrong_states_change_the_distribution(wrong, monkeypatch):
+    target = Target(tiny_model("qwen3_5", scale=2.0), None)
+    wrong(monkeypatch)
+    assert sampled_p_value(target, HeadDrafter(tiny_head(), Chain(2))) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_probe_refuses_wrong_states(wrong, monkeypatch):
+    model = tiny_model("qwen3_5")
+    wrong(monkeypatch)
+    with pytest.raises(UserError, match="verified exactly"):
+        Target(model, tokenizer=None)
+
+
+# ---- prefixes
+
+
+SHARED = [(5 * i) % VOCAB for i in range(20)]
+SIBLINGS = [[*SHARED, 1, 2, 3], [*SHARED, 4], [*SHARED[:13], 30, 30], [*SHARED, 1, 2, 9, 9]]
+
+
+@pytest.mark.parametrize("head", [None, "mlp", "eagle3"])
+def test_prefixes_are_shared_where_a_state_exists(head):
+    """Prompts in flight copy the state at their prefix's end; the next turn starts from the state of the last one."""
+    target = Target(tiny_model("qwen3_5").double(), tokenizer=None)
+    drafter = head and HeadDrafter(tiny_head(architecture=head).double(), Chain(2))
+    expected = written(target.model, 9, SIBLINGS)
+    for chunk in (5, 64):
+        engine = Engine(target, drafter, slots=4, chunk=chunk)
+        assert engine.generate(SIBLINGS, max_new_tokens=9).tokens == expected
+        assert engine.num_prefilled_tokens < sum(map(len, SIBLINGS)) - 30
+        before = engine.num_prefilled_tokens
+        turns = [prompt + made + [7] for prompt, made in zip(SIBLINGS, expected, strict=True)]
+        assert engine.generate(turns, max_new_tokens=9).tokens == written(target.model, 9, turns)
+        assert engine.num_prefilled_tokens - before < sum(map(len, turns)) - (30 if head is None else 0)
+
+
+def test_a_prefix_without_a_state_is_not_shared(monkeypatch):
+    target = Target(tiny_model("qwen3_5").double(), tokenizer=None)
+    expected = written(target.model, 9, SIBLINGS)
+    monkeypatch.setattr("speculator.decoding.engine.Scheduler", lambda slots, recurrent: Scheduler(slots))
+    assert Engine(target, slots=4).generate(SIBLINGS, max_new_tokens=9).tokens != expected
+
+
+def test_states_that_ran_ahead_are_not_reused():
+    """A cancelled request and a last draft that was cut off leave states beyond their texts."""
+    target = Target(tiny_model("qwen3_5").double(), tokenizer=None)
+    expected = written(target.model, 12, SIBLINGS[:1])[0]
+    engine = Engine(target, Oracle([expected]), slots=1)
+    assert engine.generate(SIBLINGS[:1], max_new_tokens=7).tokens == [expected[:7]]  # 1 + 4 + 2 of the last 4
+    turn = SIBLINGS[0] + expected[:7]
+    engine.drafter = None
+    assert engine.generate([turn], max_new_tokens=5).tokens == [expected[7:]]
+    request = engine.submit(turn, max_new_tokens=9)
+    engine.step()
+    engine.step()
+    request.cancel()
+    assert engine.generate([turn], max_new_tokens=5).tokens == [expected[7:]]
