@@ -66,6 +66,12 @@ class Layer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
+def cut_rows(matrix: nn.Linear, rows: Tensor) -> nn.Linear:
+    made = nn.Linear(matrix.in_features, len(rows), bias=False, device="meta")
+    made.weight = nn.Parameter(matrix.weight[rows])
+    return made
+
+
 class MarkovHead(nn.Module):
     """A bias of the next token's logits by the token before it, of low rank."""
 
@@ -145,6 +151,14 @@ class DSparkSpeculator(AttentionHead):
             output.weight = nn.Parameter(rows.detach(), requires_grad=False)
             pack_linears(output)
         self._shared = [embedding.detach(), output]
+
+    @torch.no_grad()
+    def draft_from(self, tokens: Tensor) -> None:  # [V_d] ascending, among those that it drafts from
+        """Draft from these tokens only, such as the most frequent ones (2502.14856); the head must be bound again."""
+        if self.markov_head is not None:
+            drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
+            self.markov_head.markov_w2 = cut_rows(self.markov_head.markov_w2, drafted)
+        self.config.draft_vocab_size, self.draft_tokens, self._shared = len(tokens), tokens, []
 
     def _of_target(self, index: int) -> Any:
         if not self._shared:

@@ -8,6 +8,7 @@ from conftest import DFLASH
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch
 from train.config import LossConfig
@@ -90,6 +91,24 @@ def drafted(made, states, tokens, anchor: int) -> torch.Tensor:  # [V]
     source = source.open(1, L)
     source.prefill(0, [tokens[0, :anchor].tolist()], [0], states[:, :anchor], [anchor])
     return source.first(tokens[:, anchor], [tokens[0, : anchor + 1].tolist()])[0, 0]
+
+
+@pytest.mark.parametrize("shape", ["dspark", "dflash"])
+def test_a_trained_head_that_is_cut_to_some_tokens_has_their_logits_and_no_others(shape):
+    """Cut twice: the second time among the tokens of the first."""
+    made, (tokens, states) = head(**SHAPES[shape]), text()
+    embedding, output = made._shared
+    whole = drafted(made, states, tokens, 9)
+    for kept in (torch.arange(0, V, 2), torch.tensor([2, 8, 30])):
+        made.draft_from(kept)
+        with pytest.raises(UserError):
+            drafted(made, states, tokens, 9)  # it has no output matrix of this size yet
+        made.share(embedding, output)
+        cut = drafted(made, states, tokens, 9)
+        torch.testing.assert_close(cut[kept], whole[kept])
+        assert cut.isinf().sum() == V - len(kept)
+        again = DSparkSpeculator(made.config).double()
+        again.load_state_dict(made.state_dict())
 
 
 def test_a_head_that_is_run_in_the_other_layout_drafts_something_else():
