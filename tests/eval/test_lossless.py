@@ -102,8 +102,8 @@ def test_bfloat16_passes_and_noise_in_the_verification_fails(monkeypatch):
 
     honest = Target.extend
 
-    def disturbed(self, cache, tokens, *args):
-        hidden = honest(self, cache, tokens, *args)
+    def disturbed(self, cache, tokens, *args, **kwargs):
+        hidden = honest(self, cache, tokens, *args, **kwargs)
         if tokens.shape[1] == drafter.nodes + 1 and cache.lengths[0] > 3:  # a verification, not a prompt of 3 tokens
             generator = torch.Generator().manual_seed(int(tokens.sum()))
             hidden = hidden + 0.5 * torch.randn(hidden.shape, generator=generator).to(hidden)
