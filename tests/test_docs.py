@@ -11,6 +11,7 @@ import pytest
 import speculator
 from speculator.errors import OneLineParser
 from train.command_line import parse
+from train.config import section_names
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
@@ -45,6 +46,11 @@ def commands(text: str) -> list[str]:
 def test_the_reference_has_every_public_name():
     named = re.findall(r"auto(?:class|function|exception):: (\w+)", (ROOT / "docs/reference/python.md").read_text())
     assert set(named) == set(speculator.__all__)
+
+
+def test_the_reference_has_every_section_of_settings():
+    marks = re.findall(r"<!-- generated: settings (\S*) ?-->", (ROOT / "docs/reference/config.md").read_text())
+    assert set(marks) == {"", *section_names()}
 
 
 def test_every_link_leads_to_a_file_and_a_heading():
