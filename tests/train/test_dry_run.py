@@ -29,7 +29,9 @@ LONG = (
     "qwen3-8b-dspark",
     "qwen3-8b",
     "code",
-)  # seven steps; the others run in tests below
+    "smollm2-135m-eagle3",
+    "smollm2-135m-mlp",
+)  # the other recipes have every phase and architecture
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.soak] * (path.stem in LONG))
     for path in sorted((ROOT / "configs").glob("*.yaml"))

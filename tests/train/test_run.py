@@ -289,6 +289,7 @@ def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command,
         assert (weights[name] - value).abs().max() < 2e-3, name
 
 
+@pytest.mark.soak
 def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     folder = tmp_path / "lstm"
     overrides = {
