@@ -228,3 +228,32 @@ def test_states_that_ran_ahead_are_not_reused():
     engine.step()
     request.cancel()
     assert engine.generate([turn], max_new_tokens=5).tokens == [expected[7:]]
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_state_depends_on_kept_tokens_only(family):
+    """Identity steps leave a state as it is, bit for bit, whatever the tokens."""
+    target = Target(tiny_model(family), tokenizer=None)
+    tokens = torch.tensor([PROMPTS[4][:6], PROMPTS[6][:6]])
+    states = []
+    for draft in (tokens, tokens.flip(1)):
+        cache = target.cache(2, 32)
+        target.extend(cache, tokens, counts=torch.tensor([6, 4]))
+        cache.commit(torch.tensor([6, 4]))
+        before = [state.clone() for layer in cache.recurrent.values() for state in layer.states]
+        cache.select(0, 2, 6)
+        target.extend(cache, torch.cat([tokens[:, :2], draft[:, 2:]], 1))
+        cache.commit(torch.tensor([0, 2]))
+        states.append([state for layer in cache.recurrent.values() for state in layer.states])
+        assert all(torch.equal(new[0], old[0]) for new, old in zip(states[-1], before, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_packed_documents_do_not_see_each_other(family):
+    target = Target(tiny_model(family), tokenizer=None)
+    tokens = torch.tensor([SIBLINGS[0][:20], PROMPTS[6][:20]])
+    packed = target.hidden(tokens, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
+    for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
+        alone = target.hidden(tokens[row : row + 1, start:stop])[0]
+        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
