@@ -130,5 +130,5 @@ def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
 def known_flags() -> set[str]:
     names = [f"speculator {name}" for name in ("generate", "serve", "export", "inspect", "push")]
     names += [f"data {name}" for name in ("prepare", "generate", "view")]
-    names += ["train.py", "eval", "eval tune", "eval lossless", "eval compare"]
+    names += ["train.py", "eval", "eval tune", "eval lossless", "eval compare", "eval gate"]
     return {flag for name in names for action in parser_of(name)._actions for flag in action.option_strings}

@@ -51,7 +51,7 @@ PLACES = [
         {
             "--target.name_or_path nowhere/at/all": "nowhere/at/all",
             "--speculator.warm_start nowhere": "nowhere",
-            "--speculator.warm_start LSTM --speculator.architecture eagle3": "lstm",
+            "--speculator.warm_start LSTM --speculator.inner_dim 24": "inner_dim",
             "--data.sources [nowhere.jsonl]": "nowhere.jsonl",
             "--data.sources [TEXT@0]": "weight",
             "--output_dir TEXT": "text.jsonl",

@@ -71,7 +71,17 @@ def test_a_drafter_replaced_in_flight_accepts_as_much_as_one_from_the_start(chat
     assert all(ends[0][place] == ends[1][place] for place in common)
 
 
-def test_the_old_head_is_freed(chat_target):
+def test_prefixes_of_earlier_requests_are_read_again_for_the_new_drafter(chat_target):
+    _, attention, _ = drafters(chat_target)
+    prompt = list(range(1, 40))
+    whole = generate(chat_target, attention, [prompt], max_new_tokens=40)
+    engine = Engine(chat_target, None, slots=1)
+    engine.generate([prompt], max_new_tokens=2)
+    engine.replace_drafter(attention)
+    assert engine.generate([prompt], max_new_tokens=40).steps == whole.steps
+
+
+def test_the_old_head_is_freed_and_a_failed_engine_gets_the_new_one(chat_target):
     heads = []
 
     def made() -> HeadDrafter:
@@ -85,6 +95,10 @@ def test_the_old_head_is_freed(chat_target):
             asyncio.run_coroutine_threadsafe(worker.replace_drafter(made), worker._loop).result(20)
             gc.collect()
             assert [head() is None for head in heads] == [True] * (len(heads) - 1) + [False]
+        worker.engine.step = None  # the engine fails and is created again, with the newest head
+        assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 500
+        until(lambda: worker.engine.step is not None)
+        assert worker.engine.drafter.head is heads[-1]()
 
 
 @pytest.fixture
