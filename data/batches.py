@@ -15,11 +15,11 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Sequence, Value
 from filelock import FileLock
 from torch import accelerator
-from tqdm import tqdm
 
 from speculator.errors import UserError
 from speculator.files import acquire, make_folder, new_folder, read_json, sha256, write_text
 from speculator.target.sharding import Group, share
+from speculator.terminal import Progress
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
@@ -114,7 +114,7 @@ class Batches:
             if finished and stored.get("files") != _checksums(folder / "rows"):
                 raise UserError(f"{folder}/rows does not match the checksums in manifest.json: remove {folder}")
         hidden = not progress or not state().is_main_process or self.finished
-        self._bar = tqdm(desc=title, unit="row", disable=hidden)
+        self._bar = Progress(title=title, unit="rows", disable=hidden)
         self._tokens, self._start = 0, time.monotonic()
 
     @property

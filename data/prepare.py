@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data.packing import pack
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
-from data.tally import Tally, log
+from data.tally import Tally
 from data.workers import default_processes
 from speculator import chat
 from speculator.errors import UserError, first_line
 from speculator.files import cache_folder, make_folder, new_folder, read_json, write_text
+from speculator.terminal import Progress, log
 
 _FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask", "rejected")})
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
@@ -189,6 +190,7 @@ def _prepare(
     tally: Tally,
 ) -> None:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
+    bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)
 
     def counted() -> Iterator[dict[str, Any]]:
         for document in documents:
@@ -200,12 +202,14 @@ def _prepare(
             counts["rows"] += 1
             counts["tokens"] += length
             counts["tokens_with_loss"] += sum(row["loss_mask"])
+            bar.update(length)
             yield row
             if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
                 break
         tally.check(name)
         if not counts["rows"]:
-            raise TooLittleTextError(f"{name} does not fill one row of {length} tokens")
+            copies = f": {tally.counted_copies()}" if tally.copies else ""
+            raise TooLittleTextError(f"{name} does not fill one row of {length} tokens{copies}")
         if not counts["tokens_with_loss"]:
             raise SourceError(f"{name}: no token has loss: the loss masks are all 0")
 
@@ -221,4 +225,5 @@ def _prepare(
             dataset.save_to_disk(str(scratch))
             write_text(scratch / _MANIFEST, json.dumps({"counts": counts, "bad_rows": tally.record()}, indent=1))
     finally:
+        bar.close()
         shutil.rmtree(work, ignore_errors=True)

@@ -24,6 +24,7 @@ from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json, read_rows
+from speculator.terminal import library_bars
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Each split as a range of the documents' SHA-256 modulo 100."""
@@ -258,6 +259,7 @@ def hub_id(location: str) -> tuple[str, str | None, str]:
 def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
     """Load a dataset with the `datasets` library: downloaded once, then memory-mapped."""
     try:
-        return load_dataset(name, config, split=split)
+        with library_bars():
+            return load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, DatasetsError, pyarrow.ArrowException) as error:
         raise SourceError(f"{name}: not found here or on the hub: {first_line(error)}") from None

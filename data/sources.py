@@ -126,7 +126,10 @@ def _documents(
         # Duplicates are dropped before splitting, or two splits could each have a copy. Rows of a prepared dataset
         # already have a split, and their documents were compared when they were prepared.
         digest = _digest(row)
-        if digest is None or ("split" not in row and (digest in seen or elsewhere(digest))):
+        if digest is None:
+            continue
+        if "split" not in row and (digest in seen or elsewhere(digest)):
+            tally.copies += in_split
             continue
         seen.add(digest)
         if in_split:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from data.rows import RowError, SourceError
-from speculator.errors import printable
+from speculator.terminal import log
 
 MAX_BAD_ROWS = 0.05
 _EXAMPLES = 3
 _HOPELESS = 1000  # give up early after this many bad rows if most rows are bad
-
-
-def log(line: str) -> None:
-    """Print a line on stderr, on the first process of a launch only."""
-    if os.environ.get("RANK", "0") == "0":
-        print(printable(line.replace("\n", " ")), file=sys.stderr)
 
 
 def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -35,11 +27,12 @@ def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
 
 @dataclass
 class Tally:
-    """Counts of the rows that were read, and of the bad rows among them, which are skipped.
+    """Counts of the rows that were read, and of the bad rows and exact copies among them, which are skipped.
 
     Attributes:
         max_share: largest accepted share of bad rows; 0 raises the first one.
         rows: number of rows read, including bad ones.
+        copies: number of rows whose content an earlier row has.
         kinds: number of bad rows by what is wrong with them.
         first: messages of the first few bad rows.
         lost_turns: number of assistant turns without loss, because the chat template leaves out a part of them.
@@ -47,6 +40,7 @@ class Tally:
 
     max_share: float = 0.0
     rows: int = 0
+    copies: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
     lost_turns: int = 0
@@ -54,11 +48,24 @@ class Tally:
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
         """Restore the counts that `record` returned."""
-        return cls(max_share, record["rows"], Counter(record["kinds"]), record["first"], record["lost_turns"])
+        return cls(
+            max_share,
+            record["rows"],
+            record["copies"],
+            Counter(record["kinds"]),
+            record["first"],
+            record["lost_turns"],
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
-        return {"rows": self.rows, "kinds": dict(self.kinds), "first": self.first, "lost_turns": self.lost_turns}
+        return {
+            "rows": self.rows,
+            "copies": self.copies,
+            "kinds": dict(self.kinds),
+            "first": self.first,
+            "lost_turns": self.lost_turns,
+        }
 
     @property
     def bad(self) -> int:
@@ -83,7 +90,9 @@ class Tally:
             )
 
     def warn(self, name: str) -> None:
-        """Print the number of bad rows, the reasons and the first few, and the number of turns without loss, if any."""
+        """Print the numbers of exact copies, of bad rows with the reasons, and of turns without loss, if any."""
+        if self.copies:
+            log(f"{name}: {self.counted_copies()}")
         if self.bad:
             log(f"{self._counts(name)} and are skipped: {self._kinds()}")
             for line in self.first:
@@ -93,6 +102,10 @@ class Tally:
                 f"{name}: {self.lost_turns:,} assistant turns have no loss: the chat template leaves out their content "
                 "or their tool calls"
             )
+
+    def counted_copies(self) -> str:
+        """Return how many rows were left out because they are copies."""
+        return f"{self.copies:,} of {self.rows:,} rows are exact copies of others and are skipped"
 
     def _counts(self, name: str) -> str:
         return f"{name}: {self.bad:,} of {self.rows:,} rows ({self.bad / self.rows:.1%}) can't be used"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, CompileConfig
 
 from eval.suites import Suite
@@ -21,6 +20,7 @@ from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.target.gguf import located
 from speculator.target.model import Target
+from speculator.terminal import Progress
 
 OPTIONAL = tuple(BASELINES)[2:]
 """Baselines that run only if they are asked for."""
@@ -198,7 +198,7 @@ def measure_suite(
     cost_batches = _cost_batches(parts)
     order = list(table)
     name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")
-    progress = tqdm(parts, desc=name, unit="prompt" if batch_size == 1 else "batch")
+    progress = Progress(parts, title=name, unit="prompts" if batch_size == 1 else "batches")
     for number, batch in enumerate(progress):
         prompts = [suite.prompts[i] for i in batch]
         answers: list[list[list[int]]] = [[] for _ in batch]

@@ -10,7 +10,6 @@ import math
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eval.checks import Check
 from eval.metrics import drafted_share
@@ -19,6 +18,7 @@ from speculator import Drafter, Target, generate
 from speculator.decoding.draft import Draft
 from speculator.decoding.scheduler import common_prefix
 from speculator.decoding.verify import RULES
+from speculator.terminal import Progress
 
 
 class Recorder(Drafter):
@@ -175,7 +175,7 @@ def greedy_checks(
     rounding = moved = 0.0
     positions = 0
     generations = []
-    for prompt in tqdm(prompts, desc="temperature 0", unit="prompt"):
+    for prompt in Progress(prompts, title="temperature 0", unit="prompts"):
         ours, alone = Recorder(target, drafter), Recorder(target, None)
         generations.append(generate(target, ours, [prompt], rule=rule, max_new_tokens=max_new_tokens))
         drafted += generations[-1].tokens

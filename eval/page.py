@@ -1,17 +1,27 @@
-"""report.html: one self-contained page with sortable tables, plots, and completions coloured by drafter."""
+"""report.html: one self-contained page with a headline, tables by suite, plots, and completions coloured by drafter."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval.metrics import shown
-from eval.report import HOW_TO_READ, drafter_rows, facts, head_lengths, label, length_with_interval, plots
+from eval.report import (
+    HOW_TO_READ,
+    decoder_lines,
+    drafter_rows,
+    facts,
+    groups,
+    head_lengths,
+    headlines,
+    label,
+    length_with_interval,
+    plots,
+)
 from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
@@ -19,6 +29,26 @@ from speculator.tables import BASELINES, DRAFTERS
 
 Cell = tuple[str, float | None]
 """Text of a table cell, and the number that it sorts by."""
+Line = dict[str, Cell]
+COLUMNS = {
+    "decoder": "What proposes the tokens; a baseline in grey proposes none, or is transformers' own.",
+    "category": "Category of the prompts.",
+    "temperature": "Sampling temperature; 0 decodes greedily.",
+    "speedup": "Decoding speed relative to plain decoding by the same engine, with its 95% interval over prompts.",
+    "acceptance length": "Mean number of tokens per verification step, the bonus token included. Plain decoding has 1.",
+    "tokens/s": "New tokens per second, without the prefill.",
+    "predicted": "Speedup that the acceptance length E and the costs predict: E / (G c + v).",
+    "batch size": "Prompts decoded together.",
+    "rule": "Accept rule. All rules keep the target's distribution.",
+    "end-to-end tokens/s": "New tokens per second, with the prefill.",
+    "first token, ms": "Time to the first token, which the prefill gives.",
+    "peak memory, MB": "Peak memory while decoding.",
+    "draft cost c": "Cost of a drafted token, in plain decoding steps.",
+    "verify cost v": "Cost of a verification, in plain decoding steps.",
+    "turns": "Answers in this category.",
+}
+"""Columns, and what a reader sees who points at them."""
+_MAIN = ("decoder", "category", "temperature", "speedup", "acceptance length", "tokens/s", "predicted", "batch size")
 
 
 def write_page(report: dict, traces: Sequence[Trace], folder: Path) -> None:
@@ -31,20 +61,32 @@ def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> s
     """The page's HTML. Jinja escapes every text of a model, a file or a name."""
     lengths, captions = head_lengths(report), plots(report)
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row["name"], t.row["temperature"], t.prompt))]
+    steps = [step for trace in traces for step in trace.steps]
+    sources = {piece.source for step in steps for piece in (*step.accepted, *step.rejected)}
+    suites: dict[str, tuple[list[Line], list[Line]]] = {}
+    for rows in groups(report).values():
+        decoders, categories = suites.setdefault(rows[0]["name"], ([], []))
+        decoders += [_decoder(*line, lengths) for line in decoder_lines(rows)]
+        categories += [
+            _category(row, part, lengths) for row in drafter_rows(rows) for part in row.get("categories", ())
+        ]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
+    several = len({row["batch_size"] for row in report["suites"]}) > 1
     return environment.get_template("page.html").render(
+        headlines=headlines(report),
         facts=facts(report),
         warnings=report["warnings"],
         how_to_read=HOW_TO_READ,
-        decoders=list(_decoders(report, lengths)),
-        categories=list(_categories(report, lengths)),
+        explained=COLUMNS,
+        main=_MAIN if several else _MAIN[:-1],
+        suites=suites,
         plots=[(captions[name], base64.b64encode(picture).decode()) for name, picture in pictures.items()],
-        drafters=DRAFTERS,
+        sources={name: title for name, title in DRAFTERS.items() if name in sources},
         prompts=prompts,
         label=lambda row: label(row, lengths),
     )
@@ -58,49 +100,39 @@ def _interval(interval: dict | None) -> Cell:
     return (shown(interval), interval["value"]) if interval else ("", None)
 
 
-def _measurement(row: dict) -> dict[str, Cell]:
+def _decoder(row: dict, key: str, baseline: str | None, ratio: dict, lengths: set[int]) -> Line:
+    """The line of a decoder, by column."""
+    speculative, cost = baseline is None, row.get("cost", {})
+    memory = row["peak_memory_bytes"][key]
+    others = [name for name in BASELINES if name != "plain" and name in row["tokens_per_second"]]
     return {
-        "suite": (row["name"], None),
+        "decoder": (label(row, lengths) if baseline is None else baseline, None),
         "temperature": _number(row["temperature"], "g"),
+        "speedup": _interval(ratio) if speculative else _number(ratio["value"]),
+        "acceptance length": _interval(length_with_interval(row))
+        if speculative
+        else _number(1.0 if key == "plain" else None),
+        "tokens/s": _number(row["tokens_per_second"][key], ".1f"),
+        "predicted": _number(row.get("predicted_speedup")),
         "batch size": _number(row["batch_size"], "d"),
+        **{f"over {BASELINES[name]}": _interval(row["speedup"][name] if speculative else None) for name in others},
+        "rule": (row["rule"] if speculative else "", None),
+        "end-to-end tokens/s": _number(row["end_to_end_tokens_per_second"][key], ".1f"),
+        "first token, ms": _number(1e3 * row["time_to_first_token"][key], ".1f"),
+        "peak memory, MB": _number(memory / 1e6 if memory else None, ".0f"),
+        "draft cost c": _number(cost.get("draft"), ".3f"),
+        "verify cost v": _number(cost.get("verify")),
     }
 
 
-def _decoders(report: dict, lengths: set[int]) -> Iterator[dict[str, Cell]]:
-    """One line for each decoder, by column."""
-    baselines = [name for name in BASELINES if any(name in row["tokens_per_second"] for row in report["suites"])]
-    for row in report["suites"]:
-        plain = row["drafter"] == "none"
-        for key in [name for name in baselines if name in row["tokens_per_second"]] if plain else ["speculative"]:
-            ratios = {name: ("1", 1.0) if key == name else ("", None) for name in baselines}
-            if not plain:
-                ratios = {name: _interval(row["speedup"].get(name)) for name in baselines}
-            acceptance = _number(1.0 if key == "plain" else None) if plain else _interval(length_with_interval(row))
-            cost: dict[str, float] = row.get("cost", {})
-            yield {
-                **_measurement(row),
-                "decoder": (BASELINES[key] if plain else label(row, lengths), None),
-                "rule": ("" if plain else row["rule"], None),
-                "acceptance length": acceptance,
-                "tokens/s": _number(row["tokens_per_second"][key], ".1f"),
-                "end-to-end tokens/s": _number(row["end_to_end_tokens_per_second"][key], ".1f"),
-                "time to first token, ms": _number(1e3 * row["time_to_first_token"][key], ".1f"),
-                **{f"speedup over {BASELINES[name]}": ratio for name, ratio in ratios.items()},
-                "predicted speedup": _number(row.get("predicted_speedup")),
-                "draft cost c": _number(cost.get("draft"), ".3f"),
-                "verify cost v": _number(cost.get("verify")),
-            }
-
-
-def _categories(report: dict, lengths: set[int]) -> Iterator[dict[str, Any]]:
-    for row in drafter_rows(report["suites"]):
-        for part in row.get("categories", ()):
-            yield {
-                **_measurement(row),
-                "category": (part["name"], None),
-                "turns": _number(part["turns"], "d"),
-                "decoder": (label(row, lengths), None),
-                "acceptance length": _interval(length_with_interval(part)),
-                "tokens/s": _number(part["tokens_per_second"]["speculative"], ".1f"),
-                "speedup over plain decoding": _interval(part["speedup"]["plain"]),
-            }
+def _category(row: dict, part: dict, lengths: set[int]) -> Line:
+    return {
+        "category": (part["name"], None),
+        "decoder": (label(row, lengths), None),
+        "temperature": _number(row["temperature"], "g"),
+        "speedup": _interval(part["speedup"]["plain"]),
+        "acceptance length": _interval(length_with_interval(part)),
+        "tokens/s": _number(part["tokens_per_second"]["speculative"], ".1f"),
+        "batch size": _number(row["batch_size"], "d"),
+        "turns": _number(part["turns"], "d"),
+    }

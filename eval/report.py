@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eval.metrics import shown
@@ -40,6 +40,32 @@ def drafter_rows(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["drafter"] != "none"]
 
 
+def best_rows(report: dict) -> list[list[dict]]:
+    """For each suite and batch size, one row per temperature: of adaptive drafting, or else of the fastest chain."""
+    found: dict[tuple, dict[float, dict]] = {}
+    for row in drafter_rows(report["suites"]):
+        rows = found.setdefault((row["name"], row["batch_size"]), {})
+        rows[row["temperature"]] = max(rows.get(row["temperature"], row), row, key=_rank)
+    return [list(rows.values()) for rows in found.values()]
+
+
+def _rank(row: dict) -> tuple[bool, bool, float]:
+    return row["drafter"] == "adaptive", row["drafter"] == "head", row["speedup"]["plain"]["value"]
+
+
+def headlines(report: dict) -> list[str]:
+    """One sentence for each suite and batch size: the speedups over plain decoding, with their intervals."""
+    several = len(best_rows(report)) > 1
+    lines = []
+    for rows in best_rows(report):
+        where = f"{rows[0]['name']}, batch size {rows[0]['batch_size']}: " if several else ""
+        who = {"adaptive": "adaptive drafting", "head": "the draft head"}.get(rows[0]["drafter"], rows[0]["drafter"])
+        first, *others = (f"{shown(row['speedup']['plain'])}{{}} at temperature {row['temperature']:g}" for row in rows)
+        first = first.format(" times as fast as plain decoding")
+        lines.append(f"{where}{who} is {', '.join([first, *(each.format('') for each in others)])}")
+    return lines
+
+
 def facts(report: dict) -> dict[str, str]:
     """Head of the report: models, hardware, versions, and the baselines that did not run."""
     settings = report["settings"]
@@ -62,6 +88,30 @@ def groups(report: dict) -> dict[str, list[dict]]:
     return found
 
 
+def decoder_lines(rows: list[dict]) -> Iterator[tuple[dict, str, str | None, dict]]:
+    """The decoders of rows that were measured together, the fastest first.
+
+    Yields (row, its key in the row's speeds, name of a baseline, speedup over plain decoding); baselines have no
+    interval.
+    """
+    found: list[tuple[dict, str, str | None, dict]] = []
+    for row in rows:
+        speeds = row["tokens_per_second"]
+        if row["drafter"] != "none":
+            found.append((row, "speculative", None, row["speedup"]["plain"]))
+            continue
+        for key in (key for key in BASELINES if key in speeds):
+            value = speeds[key] / speeds["plain"] if speeds["plain"] else 1.0
+            found.append((row, key, BASELINES[key], {"value": value, "low": None, "high": None}))
+    return iter(sorted(found, key=lambda line: -line[-1]["value"]))
+
+
+def reached(row: dict) -> int:
+    """Number of draft positions at which something was verified: 1 more than the most accepted tokens, if drafted."""
+    most = max((n for n, steps in enumerate(row["accepted_lengths"]) if steps), default=0)
+    return min(most + 1, row["num_speculative_tokens"])
+
+
 def head_lengths(report: dict) -> set[int]:
     """Draft lengths of the head, if several were measured together; empty otherwise."""
     heads = [
@@ -73,14 +123,14 @@ def head_lengths(report: dict) -> set[int]:
 def plots(report: dict) -> dict[str, str]:
     """Names of the report's plots, and their captions."""
     names = {
-        "acceptance": "acceptance rate per position",
-        "speed": "tokens per second",
-        "lengths": "accepted tokens per step",
+        "speed": "speedup over plain decoding, with 95% intervals",
+        "acceptance": "acceptance rate of drafted tokens by position, given that the one before was accepted",
+        "lengths": "accepted draft tokens per step",
     }
     if len(head_lengths(report)) > 1:
-        names["draft_lengths"] = "speedup against draft length"
+        names["draft_lengths"] = "speedup by num_speculative_tokens"
     if any("categories" in row for row in report["suites"]):
-        names["categories"] = "acceptance length by category"
+        names["categories"] = "speedup by category, with 95% intervals"
     return names
 
 
@@ -92,6 +142,8 @@ def markdown(report: dict) -> str:
         "",
         *(f"- {name}: `{fact}`" if name in quoted else f"- {name}: {fact}" for name, fact in facts(report).items()),
         *(f"- **warning**: {line}" for line in report["warnings"]),
+        "",
+        *(f"**{line[0].upper()}{line[1:]}.**" for line in headlines(report)),
         "",
         HOW_TO_READ,
     ]
@@ -140,7 +192,7 @@ def _line(name: str, acceptance_length: str, row: dict, key: str, ratios: list[s
 
 
 def _details(row: dict, lengths: set[int]) -> str:
-    rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
+    rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"][: reached(row)])
     cost = row["cost"]
     parts = [
         f"- {label(row, lengths)}: rule {row['rule']}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from itertools import product
@@ -26,7 +25,7 @@ from eval.decoders import OPTIONAL, Decoder, check_batches, decoder_of, decoders
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
-from eval.report import markdown, warnings
+from eval.report import headlines, markdown, warnings
 from eval.servers import SERVERS, default_lengths, server_decoders, server_log
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
@@ -40,6 +39,7 @@ from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
+from speculator.terminal import log
 
 
 def build_parser() -> OneLineParser:
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.report_to == "wandb":
         tracking.send(report, arguments.output)
-    print(f"\n{(arguments.output / 'report.md').read_text()}\nThe report and its plots are in {arguments.output}")
+    print("\n".join([*headlines(report), f"report: {arguments.output / 'report.html'}"]))
 
 
 def evaluate(
@@ -235,7 +235,7 @@ def evaluate(
     write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
     render(report, traces, output)
     for line in report["warnings"]:
-        print(f"warning: {line}", file=sys.stderr)
+        log(f"warning: {line}")
     return report
 
 
@@ -252,7 +252,7 @@ def _tuned_tables(
     """The decoders by temperature: the fixed ones, with the head's fastest draft if it was tuned, and adaptive."""
     tables, tuning = {}, read_tuning(folder, head)
     for temperature in temperatures:
-        adaptive = adaptive_drafter(head, target, tuning, temperatures=[temperature], batch_size=batch_size)
+        adaptive = adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size)
         tables[temperature] = list(fixed)
         if tuning:
             fastest = HeadDrafter(head, adaptive.fastest(temperature == 0, batch_size))

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 from scipy import stats
-from tqdm import tqdm
 
 from eval.checks import Check
 from eval.greedy_check import Recorder, compare_completions, gaps, transformers_greedy
@@ -17,6 +16,7 @@ from eval.metrics import drafted_share
 from speculator import Drafter, Generation, Sampling, Target, generate
 from speculator.decoding.engine import Engine
 from speculator.decoding.sampling import Noise, RowSampling
+from speculator.terminal import Progress
 
 _ALPHA = 1e-3  # probability that a lossless run fails, over all its tests together
 _TOKENS = 3  # tokens per completion; the prefill samples the first, so the two after it are tested
@@ -43,7 +43,7 @@ def sampled_checks(
     # One engine for each sample, so that a prompt is prefilled once for all its batches.
     engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
     alpha, checks = _ALPHA / len(cases), []
-    for case, (temperature, number) in enumerate(tqdm(cases, desc="sampling", unit="prompt")):
+    for case, (temperature, number) in enumerate(Progress(cases, title="sampling", unit="prompts")):
         # The seeds of the samples are 2**32 apart, so no two rows share a random stream.
         drafted, plain = (
             _completions(engine, prompts[number], Sampling(temperature, seed=seed + (2 * case + i) * 2**32), samples)
@@ -82,7 +82,9 @@ def coupled_checks(
         drafted, plain, score_gaps, generations = [], [], [], []
         samplings = [Sampling(temperature, seed=seed + number) for number in range(len(prompts))]
         rows = zip(prompts, samplings, strict=True)
-        for prompt, sampling in tqdm(rows, desc=f"temperature {temperature:g}", unit="prompt", total=len(prompts)):
+        for prompt, sampling in Progress(
+            rows, title=f"temperature {temperature:g}", unit="prompts", total=len(prompts)
+        ):
             recorder = Recorder(target, None)
             generations.append(generate(target, drafter, [prompt], sampling, max_new_tokens=count))
             drafted += generations[-1].tokens

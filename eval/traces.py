@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -13,15 +14,23 @@ from eval.suites import Suite
 from speculator.decoding.draft import Draft
 from speculator.decoding.engine import Engine, Verified
 from speculator.decoding.sampling import Sampling
+from speculator.drafters.adaptive import LookupPath
 from speculator.target.model import Target
 
 PROMPTS, TOKENS = 3, 128  # traced prompts of a suite, and tokens of each
 _WINDOW = 16  # preceding tokens with which a token is decoded
 
 
+class Piece(NamedTuple):
+    """Text of a token, and who proposed it: "head", "ngram", "draft_model" or "target"."""
+
+    text: str
+    source: str
+
+
 @dataclass
 class TracedStep:
-    """One step, as texts of tokens. The first step is the prefill, which drafts nothing.
+    """One step. The first step is the prefill, which drafts nothing.
 
     Attributes:
         accepted: accepted draft tokens.
@@ -30,9 +39,9 @@ class TracedStep:
         drafted: number of draft tokens, of a tree all nodes.
     """
 
-    accepted: list[str]
-    rejected: list[str]
-    sampled: list[str]
+    accepted: list[Piece] = field(default_factory=list)
+    rejected: list[Piece] = field(default_factory=list)
+    sampled: list[Piece] = field(default_factory=list)
     drafted: int = 0
 
 
@@ -85,16 +94,21 @@ def _trace(
     sequence, steps = list(prompt), []
 
     def on_step(row: int, new: list[int], accepted: int) -> None:
-        rejected, drafted = _rejected(*engine.newest) if engine.newest else ([], 0)
+        step = TracedStep()
+        path: list[tuple[int, str]] = []
+        if engine.newest:
+            path, step.drafted = _path(engine, decoder.key, *engine.newest)
         engine.newest = None
-        step = TracedStep([], [], [], drafted)
-        for place, token in enumerate(new):
-            (step.accepted if place < accepted else step.sampled).append(piece(target.tokenizer, sequence, token))
-            if place == accepted:  # the rejected tokens were drafted for this position
-                alternative = list(sequence)
-                for other in rejected:
-                    step.rejected.append(piece(target.tokenizer, alternative, other))
-                    alternative.append(other)
+        for (token, source), _ in zip(path, new[:accepted], strict=False):
+            step.accepted.append(Piece(piece(target.tokenizer, sequence, token), source))
+            sequence.append(token)
+        if new[accepted:]:  # the rejected tokens were drafted for this position
+            alternative = list(sequence)
+            for token, source in path[accepted:]:
+                step.rejected.append(Piece(piece(target.tokenizer, alternative, token), source))
+                alternative.append(token)
+        for token in new[accepted:]:
+            step.sampled.append(Piece(piece(target.tokenizer, sequence, token), "target"))
             sequence.append(token)
         steps.append(step)
 
@@ -103,18 +117,24 @@ def _trace(
     return steps
 
 
-def _rejected(draft: Draft, verified: Verified) -> tuple[list[int], int]:
-    """Path of first children below the last accepted token, and the number of drafted tokens."""
+def _path(engine: Engine, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
+    """Accepted tokens and the path of first children below them, each with its source, and the draft's size."""
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()
+    sources = [key] * drafted
+    if key in ("adaptive", "hybrid"):
+        of_head = int(draft.base.lengths[0]) if draft.base else drafted
+        of_head = 0 if isinstance(getattr(engine.drafter, "shape", None), LookupPath) else of_head
+        sources = ["head" if i < of_head else "ngram" for i in range(drafted)]
+    places = []
     at = 0  # position in the verification; draft token i is at position i + 1
     for token in verified.tokens[0, 1 : 1 + int(verified.accepted[0])].tolist():
         at = next(i + 1 for i in range(drafted) if parents[i] == at and tokens[i] == token)
-    path = []
+        places.append(at - 1)
     while (child := next((i for i in range(drafted) if parents[i] == at), None)) is not None:
-        path.append(tokens[child])
+        places.append(child)
         at = child + 1
-    return path, drafted
+    return [(tokens[i], sources[i]) for i in places], drafted
 
 
 def piece(tokenizer: PreTrainedTokenizerBase | None, before: Sequence[int], token: int) -> str:

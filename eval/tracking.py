@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from speculator import terminal
 from speculator.errors import first_line, refuse
 
 
@@ -46,7 +47,7 @@ def start(folder: Path, **facts: Any) -> None:
         init(mode)
     except wandb.Error as error:
         refuse((mode != "online", f"wandb: {first_line(error)}"))
-        print(f"wandb: {first_line(error)}; continuing offline; upload the run with `wandb sync`", file=sys.stderr)
+        terminal.log(f"wandb: {first_line(error)}; continuing offline; upload the run with `wandb sync`")
         init("offline")
 
 

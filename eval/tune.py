@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
@@ -29,6 +28,7 @@ from speculator.errors import OneLineParser
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
+from speculator.terminal import Progress, log
 
 _KINDS = {"greedy": 0.0, "sampled": 1.0}
 _BRANCHES = (4, 2)  # children measured at each depth; deeper tokens have one
@@ -36,7 +36,7 @@ _TREE_SIZES = (3, 5, 8)
 _ACCEPTANCE_STEPS = 16  # per prompt
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
 _ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
-_COST_SECONDS = 60.0
+_COST_SECONDS = 20.0
 
 
 def build_parser() -> OneLineParser:
@@ -95,6 +95,7 @@ def write_tuning(
 
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
     """Add step costs, and keep the best tree of each kind if it is predicted to beat all chains at one row."""
+    log(f"tuning: measuring the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most")
     choices = choices_of(head, tuning)
     sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
     alone = measure_costs(target, head, shapes_to_measure(head, choices), sizes, _COST_SECONDS / 2)
@@ -173,7 +174,8 @@ def rank_acceptance(
     hits = [torch.zeros(width) for width in branches]
     reached = [0] * len(branches)
     drafter = HeadDrafter(head, Candidates(branches))
-    for prompt in tqdm(prompts, desc=f"acceptance, temperature {sampling.temperature:g}", unit="prompt"):
+    title = f"tuning: acceptance at temperature {sampling.temperature:g}"
+    for prompt in Progress(prompts, title=title, unit="prompts"):
         for draft, result in timed_steps(target, drafter, [prompt], sampling, steps, StepSeconds()):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
             accepted = int(result.accepted[0])

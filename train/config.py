@@ -153,8 +153,8 @@ class StageConfig:
     """Steps between log lines."""
     eval_steps: PositiveInt = 200
     """Steps between evaluations."""
-    save_steps: PositiveInt = 200
-    """Steps between checkpoints, a multiple of eval_steps."""
+    save_steps: PositiveInt | None = None
+    """Steps between checkpoints, a multiple of eval_steps (default: eval_steps)."""
     save_total_limit: int = 3
     """Number of checkpoints to keep, the best among them; at least 2."""
     patience: PositiveInt | None = None
@@ -246,6 +246,10 @@ class RunConfig:
     """Seed of the weights, the order of the data and the sampling."""
     report_to: Literal["wandb", "none"] = "wandb"
     """Tracker: wandb (offline unless a key is set) or none."""
+
+    def __post_init__(self) -> None:
+        for stage in (self.stage1, self.stage2):
+            stage.save_steps = stage.save_steps or stage.eval_steps
 
 
 def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from data.magpie import SELF
 from data.readers import PYTHON_SOURCES, hub_id
-from data.sources import parse
+from data.sources import SourceError, documents, parse
+from data.tally import Tally
 from speculator.errors import UserError, first_line
 from speculator.target.gguf import read_config
 from train import checks, interrupts
@@ -38,6 +40,7 @@ from train.processes import join
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
+_ROWS_READ = 100  # of each local source
 _ROWS = {"train": 24, "validation": 6, "held-out": 6}
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -49,7 +52,8 @@ Stage = TypeVar("Stage", bound=StageConfig)
 def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     """Run the config on stand-ins in a temporary folder, and print what was done.
 
-    The files of the target, its adapter, the sources and `speculator.warm_start` are not tried, nor a sharded target.
+    The first rows of local sources are read. The files of the target and its adapter, hub datasets and
+    `speculator.warm_start` are not tried, nor is a sharded target.
 
     Args:
         config: the real run's; all processes of a launch come here.
@@ -57,7 +61,9 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     """
     checks.settings(config)
     for source in parse(config.data.sources):
-        if source.location not in (PYTHON_SOURCES, SELF) and not Path(source.location).exists():
+        if Path(source.location).exists():
+            _look_at(source.location, config)
+        elif source.location not in (PYTHON_SOURCES, SELF):
             hub_id(source.location)
     known = known_config(config)
     if known is not None:
@@ -80,6 +86,15 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         state.wait_for_everyone()
         if state.is_main_process:
             print("\n".join(_done(config, folder / "run")))
+
+
+def _look_at(location: str, config: RunConfig) -> None:
+    """Read the first rows of a local source."""
+    tally = Tally(config.data.max_bad_rows)
+    found = list(islice(documents([location], None, tally=tally), _ROWS_READ))
+    tally.check(location)
+    if not found:
+        raise SourceError(f"{location}: no rows in it")
 
 
 @contextmanager

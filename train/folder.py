@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from filelock import FileLock
 
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_text, write_text
+from speculator.terminal import log
 from train.config import ROOT, RunConfig
 
 _RECORD = "config.yaml"
@@ -58,7 +60,15 @@ def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
             before[stage][_ACCUMULATION] = steps
     difference = _first_difference(before, now)
     if difference and not config.overwrite_output_dir:
-        raise UserError(f"{folder} holds a run with another {difference}; --overwrite_output_dir replaces it")
+        raise UserError(
+            f"{folder} holds a run with another {difference}; choose another --output_dir, such as "
+            f"{_unused(folder)}; --overwrite_output_dir deletes the run that is there"
+        )
+
+
+def _unused(folder: Path) -> Path:
+    """The first of FOLDER-2, FOLDER-3, ... that does not exist."""
+    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
 def _is_passing(path: Path) -> bool:
@@ -111,7 +121,7 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
             was, has = _batches(begun), _batches(now)
             others = [f"{has[stage]} in {stage}, before {was[stage]}" for stage in has if was[stage] != has[stage]]
             if others:
-                print(f"{folder}: rows per optimiser step changed: {', '.join(others)}", file=sys.stderr)
+                log(f"{folder}: rows per optimiser step changed: {', '.join(others)}")
             write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
         return
     make_folder(folder)

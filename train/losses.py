@@ -131,7 +131,7 @@ class ChunkedLoss:
         logits: Sequence[Sequence[Term]],
         labels: Tensor,
         slots: Tensor,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
     ) -> Tensor | None:
         if self.weights.d_pace == 1:
             return None

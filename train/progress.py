@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
+from speculator.terminal import Progress, log
 from train.timing import Stopwatch
 
 
@@ -55,26 +56,47 @@ class Pace(TrainerCallback):
 
 
 class ProgressLine(ProgressCallback):
-    """Progress bar with one line per log entry."""
+    """Progress bars with the stage's title, and one line per log entry."""
+
+    def __init__(self, title: str):
+        super().__init__()
+        self.title = title
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = Progress(
+                title=self.title, unit="steps", total=state.max_steps, initial=state.global_step
+            )
+        self.current_step = state.global_step
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            if self.prediction_bar is None:
+                self.prediction_bar = Progress(
+                    title="evaluating", unit="batches", total=len(eval_dataloader), leave=False
+                )
+            self.prediction_bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if self.training_bar is None or not logs or "train_runtime" in logs:
-            return
-        prefix = "eval_" if "eval_loss" in logs else ""
-        heads = [f"{v:.2f}" for k, v in logs.items() if k.startswith(f"{prefix}head") and k.endswith("/accuracy")]
-        parts = [
-            f"{'eval' if prefix else 'step'} {state.global_step:>5}/{state.max_steps}",
-            f"loss {logs[f'{prefix}loss']:.3f}",
-            f"head accuracy {' '.join(heads)}",
-            f"teacher-forced acceptance length {logs[f'{prefix}teacher_forced_acceptance_length']:.2f}",
-        ]
-        if prefix:
-            real, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
-            parts.append(f"acceptance length {real:.2f} greedy, {sampled:.2f} at temperature 1")
-        else:
-            parts.append(f"lr {logs['learning_rate']:.1e} | step/target {logs['step_over_target']:.1f}")
-            parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
-            if "mfu" in logs:
-                parts.append(f"MFU {logs['mfu']:.1%}")
-            parts.append(f"{timedelta(seconds=round(logs['seconds_left']))} left")
-        self.training_bar.write(" | ".join(parts))
+        if self.training_bar is not None and logs and "train_runtime" not in logs:
+            log(log_line(state.global_step, state.max_steps, logs))
+
+
+def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
+    """One line of at most 120 characters about some training steps, or about an evaluation."""
+    if "eval_loss" in logs:
+        greedy, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
+        lengths = f"acceptance length {greedy:.2f} greedy, {sampled:.2f} sampled (plain decoding: 1)"
+        return f"evaluation at step {step}: loss {logs['eval_loss']:.2f}, {lengths}"
+    first = next(value for name, value in logs.items() if name.endswith("/accuracy"))
+    parts = [
+        f"step {step}/{max_steps}: loss {logs['loss']:.2f}",
+        f"first token right {first:.0%}",
+        f"lr {logs['learning_rate']:.1e}",
+        f"{logs['tokens_per_second']:,.0f} tokens/s",
+        *([f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []),
+        f"{timedelta(seconds=round(logs['seconds_left']))} left",
+    ]
+    return ", ".join(parts)

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import json
 import os
-import sys
+import shlex
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -16,7 +16,6 @@ import datasets
 import torch
 from accelerate import PartialState
 from transformers import set_seed
-from transformers.utils import logging as transformers_logging
 
 from data.conversations import Conversation
 from data.magpie import only_self
@@ -25,6 +24,7 @@ from data.prepare import token_rows
 from data.prompts import Room, conversations
 from data.tally import Tally
 from eval import tracking
+from eval.report import headlines
 from eval.run import evaluate, render
 from eval.suites import Suite, from_text
 from eval.tune import write_tuning
@@ -40,6 +40,7 @@ from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.terminal import library_bars, log, phase, quiet_libraries
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
@@ -52,6 +53,20 @@ from train.self_source import fresh_rows, with_self_written
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
+_LOAD, _PREPARE, _STAGE1, _WRITE, _STAGE2, _MEASURE = PHASES = (
+    "loading the target",
+    "preparing data",
+    "training, stage 1",
+    "generating the target's own text for stage 2",
+    "training, stage 2",
+    "tuning the head and measuring it",
+)
+
+
+def announce(config: RunConfig, name: str) -> None:
+    """Print the header of one of the run's phases."""
+    phases = [each for each in PHASES if config.stage2.max_steps or each not in (_WRITE, _STAGE2)]
+    phase(phases.index(name) + 1, len(phases), name)
 
 
 def main(config: RunConfig) -> int:
@@ -92,23 +107,27 @@ def _run(config: RunConfig) -> None:
     checks.settings(config)
     if state.is_main_process:
         for line in checks.warnings(config):
-            print(f"warning: {line}", file=sys.stderr)
+            log(f"warning: {line}")
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
     if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
         if state.is_main_process and not (folder / "speculator" / CARD).exists():
             write_card(folder / "speculator")  # the run was killed just before
-        state.print(f"{folder} is done: see {report.with_suffix('.md')} (--overwrite_output_dir starts again)")
+        state.print(
+            f"{folder} is done; another --output_dir starts another run, --overwrite_output_dir replaces this one"
+        )
+        state.print(summary(config))
         return
     if config.target.parallel != "device_map":
         say_what_is_idle(state)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_libraries()
     use_all_cores()
     set_seed(config.seed)
     refuse_too_large(config, state.num_processes)
+    announce(config, _LOAD)
     target = load_target(config)
+    announce(config, _PREPARE)
     checks.fits_target(config, target)
     read = with_self_written(config, target)
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
@@ -149,27 +168,47 @@ def _train(
     head_folder = folder / "speculator"
     if not is_published(head_folder):
         measured_on = (validation_rows, suites["validation"])
+        announce(config, _STAGE1)
         best = train_stage("stage1", config, target, heads.pop, train_rows, *measured_on)
         gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
+            announce(config, _WRITE)
             own_text = generate_own_text(config, target, best, own_prompts)
             checks.batch("stage2", config.stage2, len(own_text), state.num_processes)
+            announce(config, _STAGE2)
             best = train_stage(
                 "stage2", config, target, lambda: for_rows(load_any(best), target, own_text), own_text, *measured_on
             )
         if state.is_main_process:
             publish(load_any(best), head_folder)
     state.wait_for_everyone()
+    announce(config, _MEASURE)
     if state.is_main_process:
         if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
         _measure(config, target, suites, folder)
         tracking.stop()
         write_card(head_folder)
-        print(f"\n{(folder / 'eval' / 'report.md').read_text()}\nThe report and its plots are in {folder / 'eval'}")
+        print(summary(config))
     elif target.group is not None and target.group.index == 0:
         with TemporaryDirectory() as scratch, redirect_stderr(StringIO()):
             _measure(config, target, suites, Path(scratch))
+
+
+def summary(config: RunConfig) -> str:
+    """Five lines about a finished run: what the head gains, where it is, and the commands that use it."""
+    folder = Path(config.output_dir)
+    report = json.loads((folder / "eval" / "report.json").read_text())
+    how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
+    how += f" --adapter {shlex.quote(config.target.adapter)}" if config.target.adapter else ""
+    lines = [
+        *headlines(report),
+        f"head:   {folder / 'speculator'}",
+        f"report: {folder / 'eval' / 'report.html'}",
+        f'try:    python -m speculator generate {how} --prompt "..."',
+        f"serve:  python -m speculator serve {how}",
+    ]
+    return "\n".join(lines)
 
 
 def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder: Path) -> None:
@@ -198,7 +237,8 @@ def load_target(config: RunConfig) -> Target:
     """Load the configured target."""
     given = dataclasses.asdict(config.target)
     variables = given.pop("chat_template_kwargs")
-    target = Target.load(given.pop("name_or_path"), **given)
+    with library_bars():
+        target = Target.load(given.pop("name_or_path"), **given)
     set_template_variables(target.tokenizer, variables)
     return target
 
@@ -216,10 +256,9 @@ def say_what_is_idle(state: PartialState) -> None:
     """Print how to use all GPUs if one process sees several."""
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if state.num_processes == 1 and count > 1:
-        print(
+        log(
             f"{count} GPUs are visible, one process uses one; "
-            f"`accelerate launch --multi_gpu --num_processes {count} train.py` uses all",
-            file=sys.stderr,
+            f"`accelerate launch --multi_gpu --num_processes {count} train.py` uses all"
         )
 
 

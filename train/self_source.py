@@ -15,12 +15,13 @@ from filelock import FileLock
 
 from data.magpie import SELF, names_self, prompt_sampling_of, self_rows, summary
 from data.sources import SourceError, parse, token_documents
-from data.tally import Tally, log
+from data.tally import Tally
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.files import acquire, cache_folder, make_folder
 from speculator.target.model import Target
+from speculator.terminal import log
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from math import ceil
@@ -26,6 +25,7 @@ from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.terminal import log
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
 from train.plan import token_at_peak
@@ -82,6 +82,7 @@ def train_stage(
         decode=decode,
         keep=settings.save_total_limit,
         patience=settings.patience,
+        title=name.replace("stage", "stage "),
         shard_optimizer=config.shard_optimizer,
         args=arguments(
             output_dir=str(folder),
@@ -98,17 +99,18 @@ def train_stage(
     resume, passed_over = checkpoint.newest(folder)
     if state.is_main_process:
         for line in passed_over:
-            print(line, file=sys.stderr)
+            log(line)
         if resume:
-            print(f"resuming from {resume}", file=sys.stderr)
+            log(f"resuming from {resume}")
         read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
         passes = read * state.num_processes / len(train_rows)
-        shape = f"{trainer.model.num_parameters() / 1e6:.1f}M parameters, {len(train_rows):,} rows read "
-        shape += f"{passes:,.1f} times in {settings.max_steps:,} steps"
-        many = f"{state.num_processes} process{'es' if state.num_processes > 1 else ''}"
+        processes = f" on {state.num_processes} processes" if state.num_processes > 1 else ""
         drafted = trainer.model.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
-        print(f"{name}: {shape}, {many}{share}", file=sys.stderr)
+        log(
+            f"{name}: a head of {trainer.model.num_parameters() / 1e6:.1f} million weights, "
+            f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{processes}{share}"
+        )
     done = _state_of(resume) if resume else {}
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
@@ -122,7 +124,7 @@ def train_stage(
     if state.is_main_process:
         best, passed_over = checkpoint.best(folder, done["log_history"], settings.save_steps, settings.max_steps)
         for line in passed_over:
-            print(line, file=sys.stderr)
+            log(line)
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
@@ -137,7 +139,7 @@ def _state_of(folder: Path) -> dict:
 def _stop(last: Path) -> NoReturn:
     tracking.stop()
     if PartialState().is_main_process:
-        print(f"stopped by SIGTERM: the same command resumes from {last}", file=sys.stderr)
+        log(f"stopped by SIGTERM: the same command resumes from {last}")
     raise SystemExit(143)
 
 
@@ -146,7 +148,7 @@ def is_published(folder: Path) -> bool:
     state = PartialState()
     problem = manifest_error(folder) if folder.exists() else "it is not there"
     if state.is_main_process and folder.exists() and problem:
-        print(f"{folder}: {problem}; it is written again", file=sys.stderr)
+        log(f"{folder}: {problem}; it is written again")
     state.wait_for_everyone()
     return problem is None
 

@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from speculator.errors import UserError
 from speculator.files import write_manifest
@@ -85,6 +85,7 @@ class SpeculatorTrainer(Trainer):
         keep: number of checkpoints to keep, the best among them; None keeps all.
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
+        title: title of the progress bar.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class SpeculatorTrainer(Trainer):
         keep: int | None = None,
         patience: int | None = None,
         shard_optimizer: bool = False,
+        title: str = "training",
         **kwargs: Any,
     ):
         self.shard_optimizer = shard_optimizer
         super().__init__(**kwargs)
-        self.remove_callback(ProgressCallback)
-        self.add_callback(ProgressLine)
+        for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
+            self.remove_callback(callback)
+        self.add_callback(ProgressLine(title))
         self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
         self.patience = patience
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size)

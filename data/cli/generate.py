@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from data.batches import state
 from data.client import CONCURRENCY, fetch_rows
@@ -28,6 +27,7 @@ from speculator.errors import OneLineParser, UserError, check_text, printable, r
 from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
+from speculator.terminal import quiet_libraries
 
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
 SELF_FLAGS = {"max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
@@ -84,8 +84,7 @@ def _turns(text: str) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Generate the rows, and print where they are."""
     _check(arguments)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
     samplings = _samplings(arguments)
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}

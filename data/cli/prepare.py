@@ -14,6 +14,7 @@ from data.rendering import load_tokenizer
 from data.tally import add_max_bad_rows
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder
+from speculator.terminal import quiet_libraries
 
 
 def build_parser() -> OneLineParser:
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
             "--max_tokens must be at least --seq_length",
         ),
     )
+    quiet_libraries()
     counts = save_rows(
         arguments.sources,
         load_tokenizer(arguments.target, arguments.revision),

@@ -1,6 +1,7 @@
 """`python -m data view`: show rows as text, and mark the tokens that have loss.
 
-Text with loss is green and other text is dim. Without a terminal, text with loss is in [[double brackets]].
+Text with loss is green and other text is dim. Without colours (in a file or pipe, or with NO_COLOR), text with loss is
+in [[double brackets]].
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from data.rendering import load_tokenizer
 from data.sources import token_documents
 from data.tally import Tally
 from speculator.errors import OneLineParser, printable, refuse
-
-_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
 
 
 def build_parser() -> OneLineParser:
@@ -34,8 +34,9 @@ def build_parser() -> OneLineParser:
 def run(arguments: argparse.Namespace) -> None:
     """Print the first rows."""
     refuse((arguments.rows < 1, "--rows must be at least 1"))
+    quiet_libraries()
     tokenizer = load_tokenizer(arguments.target, arguments.revision)
-    marks = (_DIM, _PLAIN, _GREEN, _PLAIN) if arguments.color or sys.stdout.isatty() else ("", "", "[[", "]]")
+    marks = (DIM, PLAIN, GREEN, PLAIN) if arguments.color or colours(sys.stdout) else ("", "", "[[", "]]")
     tally = Tally(max_share=1.0)
     documents = token_documents([arguments.source], None, tokenizer, tally=tally)
     # A packed row is rendered as its documents, all with the row's id.
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
         count, with_loss = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
         print(f"--- {printable(name)}: {count} tokens, {with_loss} with loss")
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
+    if next(found, None):
+        log(f"there are more rows: --rows {2 * arguments.rows} shows twice as many")
     refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
     tally.warn(arguments.source)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from speculator.checkpoints import layouts, load_any
 from speculator.device import dtype_name
@@ -157,7 +158,9 @@ def _license(base: str | None) -> dict[str, Any]:
     )
     if not isinstance(file, str | Path) or not Path(file).is_file():
         return {}
-    known = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+    known: dict[str, Any] = {}
+    with suppress(ValueError, yaml.YAMLError):
+        known = metadata_load(file) or {}
     return {name: known[name] for name in ("license", "license_name", "license_link") if known.get(name)}
 
 

@@ -7,8 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.utils import logging
-
 from speculator.chat import set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.decoding.verify import RULES
@@ -26,6 +24,7 @@ from speculator.drafters import (
 from speculator.drafters.hybrid import Hybrid
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.target.model import Target
+from speculator.terminal import library_bars
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
@@ -61,16 +60,15 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
-    """Load the target that the flags name, without the libraries' progress bars."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    target = Target.load(
-        arguments.target,
-        revision=arguments.revision,
-        dtype=arguments.dtype,
-        adapter=arguments.adapter,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    """Load the target that the flags name."""
+    with library_bars():
+        target = Target.load(
+            arguments.target,
+            revision=arguments.revision,
+            dtype=arguments.dtype,
+            adapter=arguments.adapter,
+            trust_remote_code=arguments.trust_remote_code,
+        )
     set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
     return target
 

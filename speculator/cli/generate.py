@@ -14,11 +14,12 @@ from speculator.cli import drafting
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, acceptance_length, check_prompts
 from speculator.decoding.sampling import Sampling
-from speculator.decoding.streaming import LEGEND, TextStream, decode
+from speculator.decoding.streaming import TextStream, decode
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below, show
 from speculator.files import check_output_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
+from speculator.terminal import colours
 
 HELP = "continue prompts or chat; the text is the target's own with any drafter"
 Rows = list[tuple[dict, Prompt]]
@@ -52,7 +53,7 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--batch_size", type=int, default=1, help="texts to decode at a time (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help=".jsonl file for the texts, which are then not printed")
-    parser.add_argument("--show_drafts", action="store_true", help="colour accepted draft tokens green")
+    parser.add_argument("--show_drafts", action="store_true", help="mark accepted draft tokens: green, or [[...]]")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -75,7 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     engine = Engine(target, drafter, slots=slots, rule=arguments.rule)
     submit = partial(engine.submit, max_new_tokens=arguments.max_new_tokens, stop_strings=arguments.stop)
     if arguments.show_drafts:
-        print(LEGEND, file=sys.stderr)
+        mark = "green" if colours(sys.stdout) else "in [[brackets]]"
+        print(f"accepted draft tokens are {mark}; the other tokens are sampled from the target", file=sys.stderr)
     requests = _converse(submit, engine, arguments) if conversation else _continue(submit, engine, rows, arguments)
     print(_summary(requests, engine), file=sys.stderr)
 
@@ -151,7 +153,7 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
         if line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             ids = Prompt(messages, chat=True, where="the conversation").tokens(tokenizer)
-            stream = TextStream(tokenizer, colours=arguments.show_drafts)
+            stream = TextStream(tokenizer, show_drafts=arguments.show_drafts)
             request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
             engine.run()
             stream.finish()

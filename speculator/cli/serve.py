@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from speculator.errors import OneLineParser, UserError, check_secret, refuse, re
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import same_target
 from speculator.target.model import Target
+from speculator.terminal import log
 
 HELP = "start a server with OpenAI's API"
 KEY_VARIABLE = "SPECULATOR_API_KEY"
@@ -68,7 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
     key = _check(arguments)
     listening = _bind(arguments.host, arguments.port)  # before the target is loaded: a taken port is an error at once
     leave_a_core()
-    print(f"loading {arguments.target}", file=sys.stderr)
+    started = time.monotonic()
+    log(f"loading {arguments.target}")
     target = drafting.load_target(arguments)
     context, slots = target.context_length, arguments.max_num_seqs
     target.context_length = arguments.max_model_len or context
@@ -99,7 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    print(f"serving {arguments.target} at {url}: {_memory(target, slots)}", file=sys.stderr)
+    took = f"ready after {time.monotonic() - started:.0f} s"
+    log(f"serving {arguments.target} at {url}, {took}: {_memory(target, slots)}")
     if arguments.host not in _LOOPBACK and not key:
         print("warning: anyone who reaches this address can use the server: there is no --api_key", file=sys.stderr)
     if recorder:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from speculator.errors import safe, show
-
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
-LEGEND = f"{_GREEN}green{_PLAIN}: accepted draft tokens; uncoloured: tokens sampled from the target"
-
+from speculator.terminal import GREEN, PLAIN, colours
 
 _MAX_CONTEXT = 16
 """Preceding tokens that are decoded together with new ones."""
@@ -103,23 +101,25 @@ class TextStream:
 
     Args:
         lead: text to print before the first token.
-        colours: print accepted draft tokens in green. A character of several tokens has the colour of the last.
+        show_drafts: print accepted draft tokens in green, or without colours in [[brackets]].
         before: see `decode`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, lead: str = "", colours: bool = False, before: Sequence[int] = ()
+        self, tokenizer: PreTrainedTokenizerBase, lead: str = "", show_drafts: bool = False, before: Sequence[int] = ()
     ):
         self.detokenizer = Detokenizer(tokenizer, before)
-        self.lead, self.colours = lead, colours
+        self.lead, self.marks = lead, ("", "")
+        if show_drafts:
+            self.marks = (GREEN, PLAIN) if colours(sys.stdout) else ("[[", "]]")
 
     def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:
         """Print a step's new tokens, the first `drafted` of which come from the draft."""
-        text, self.lead = safe(self.lead), ""
-        for place, token in enumerate(tokens):
-            piece = safe(self.detokenizer.push(token))
-            text += f"{_GREEN}{piece}{_PLAIN}" if piece and self.colours and place < drafted else piece
-        print(text, end="", flush=True)
+        lead, self.lead = self.lead, ""
+        pieces = [safe(self.detokenizer.push(token)) for token in tokens]
+        accepted, sampled = "".join(pieces[:drafted]), "".join(pieces[drafted:])
+        before, after = self.marks if accepted else ("", "")
+        print(f"{safe(lead)}{before}{accepted}{after}{sampled}", end="", flush=True)
 
     def finish(self) -> None:
         """Print the text held back, and end the line."""

@@ -7,7 +7,6 @@ again when decoding starts, within six seconds, and kept in the user's cache fol
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from speculator.errors import UserError
 from speculator.files import cached_object, read_json
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.terminal import log
 
 TUNED = "decoding.json"
 SECONDS = 6.0
@@ -45,7 +45,6 @@ SECONDS = 6.0
 _LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
 """Limits of chains deeper than the head was trained for: tokens, and the chance that all of them are accepted."""
 _MEASURED_PATH = 4  # length of the lookup path in the measured hybrid draft
-_log = logging.getLogger(__name__)
 
 Ranks = Sequence[Sequence[float]]
 """a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was."""
@@ -193,7 +192,7 @@ def _costs_here(
         found = target.broadcast_object(stored.get("entries"))
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
             return [entry_from_json(entry) for entry in found]
-        _log.warning("measuring the costs of decoding steps on this machine, once")
+        log(f"measuring which drafts are fastest on this machine: {SECONDS:g} s at most, and only once")
         entries = measure_costs(target, head, shapes, sizes, SECONDS)
         found = target.broadcast_object([entry_to_json(entry) for entry in entries])
         stored["entries"] = found

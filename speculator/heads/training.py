@@ -79,7 +79,7 @@ class TokenLoss(Protocol):
         logits: Sequence[Sequence[Term]],
         labels: Tensor,  # [N, K] as below
         slots: Tensor,  # [N, K] index of each label in `shape`, flattened
-        shape: tuple[int, int],  # drafts, tokens of a draft
+        shape: tuple[int, ...],  # drafts, tokens of a draft
     ) -> Tensor | None:  # [N, K]
         """Weight of each label by its share in its draft's expected length (`loss.d_pace`); None if that is off."""
         ...

@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-_PROGRESS_BAR = re.compile(r"\d\S*/s\]|\?\S*/s\]|it/s\]")
+_PROGRESS_BAR = re.compile(r"\d\S*/s\]|\?\S*/s\]|it/s\]|^\d/\d ")
 
 
 def _train(argv: list[str]) -> int:

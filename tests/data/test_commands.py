@@ -113,3 +113,44 @@ def test_wrong_input_of_prepare_is_one_line_and_writes_nothing(target, tmp_path,
     error = capfd.readouterr().err.splitlines()[-1]
     assert re.match(f"data prepare: .*{message}", error)
     assert not (tmp_path / "rows").exists()
+
+
+def test_view_says_when_there_are_more_rows(target, capsys):
+    assert main(["view", "chats.jsonl", "--target", target]) == 0
+    assert "--rows" in capsys.readouterr().err
+    assert main(["view", "chats.jsonl", "--target", target, "--rows", "200"]) == 0
+    assert "--rows" not in capsys.readouterr().err
+
+
+def test_exact_copies_are_counted(target, tmp_path, capsys):
+    rows = [CHATS[i % 2] for i in range(60)]
+    (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert prepare(target, "--output", "rows", "--sources", "copies.jsonl", "--seq_length", "500") == 2
+    split = re.search(r"(\d+) of (\d+) rows are exact copies", capsys.readouterr().err)
+    assert int(split[1]) > int(split[2]) - 3
+
+
+def test_text_parts_are_read_as_text(target, tmp_path, capsys):
+    parts = [{"type": "text", "text": "Que"}, {"type": "text", "text": "stion 0?"}]
+    chat = [{"role": "user", "content": parts}, *CHATS[0]["messages"][1:]]
+    shown = []
+    for name, messages in (("parts", chat), ("text", CHATS[0]["messages"])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+        assert main(["view", f"{name}.jsonl", "--target", target]) == 0
+        shown.append(capsys.readouterr().out.partition("\n")[2])
+    assert shown[0] == shown[1] != ""
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, *CHATS[0]["messages"][1:]]
+    (tmp_path / "image.jsonl").write_text(json.dumps({"messages": image}) + "\n")
+    assert main(["view", "image.jsonl", "--target", target]) == 2
+
+
+def test_without_colours_text_with_loss_is_in_brackets(target, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = {}
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert main(["view", "chats.jsonl", "--target", target]) == 0
+        shown[no_color] = capsys.readouterr().out
+    assert "\x1b[32m" in shown[""]
+    assert "\x1b" not in shown["1"]
+    assert "[[" in shown["1"]

@@ -6,12 +6,16 @@ import pytest
 from conftest import tiny_head, tiny_model
 
 from eval.decoders import Decoder
+from eval.metrics import shown
 from eval.page import page
+from eval.report import best_rows, headlines
 from eval.run import evaluate
 from eval.suites import Suite
 from eval.traces import piece, trace_suite
-from speculator import HeadDrafter, NgramDrafter, Sampling, Target, generate
-from speculator.drafters.shapes import Tree
+from speculator import HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, generate
+from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.shapes import Chain, Tree
+from speculator.drafters.tuning import adaptive_drafter
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 5], [9, 10, 11, 12], [1, 1, 1, 1]])
 VOID = {"meta", "img", "input"}
@@ -54,7 +58,7 @@ def made(drafter, target, temperature=0.0, rule=None):
 
 
 def ids(pieces) -> list[int]:
-    return [int(text) for text in pieces]
+    return [int(piece.text) for piece in pieces]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -68,7 +72,7 @@ def test_every_token_has_its_drafter_and_rejected_tokens_were_drafted(target, mo
     prompts = SUITE.prompts[:3]
     expected = generate(target, drafter, prompts, Sampling(temperature, seed=3), max_new_tokens=24)
     for sample, tokens, steps in zip(samples, expected.tokens, expected.steps, strict=True):
-        assert ids(text for step in sample.steps for text in step.accepted + step.sampled) == tokens
+        assert ids(piece for step in sample.steps for piece in step.accepted + step.sampled) == tokens
         assert [len(step.accepted) + len(step.sampled) for step in sample.steps[1:]] == [s.emitted for s in steps]
     of_steps = [step for sample in samples for step in sample.steps[1:]]
     assert any(step.rejected for step in of_steps)
@@ -88,6 +92,30 @@ def test_lookup_that_finds_nothing_shows_no_draft(target):
     assert any(step.drafted == 0 and not step.rejected for step in steps[1:])
     whole = [step for step in steps if step.sampled]
     assert all(len(step.accepted) + len(step.rejected) == step.drafted for step in whole)
+
+
+def test_each_token_of_a_mixed_draft_has_its_own_drafter(target, monkeypatch):
+    drafts = {"head": [], "ngram": []}
+
+    def note(shape, name):
+        draft = shape.draft
+
+        def noted(self, *args):
+            made = draft(self, *args)
+            drafts[name].append(made)
+            return made
+
+        monkeypatch.setattr(shape, "draft", noted)
+
+    note(LookupPath, "ngram")
+    note(Chain, "head")
+    head = tiny_head()
+    samples = made(adaptive_drafter(head, target), target)
+    samples += made(HybridDrafter(HeadDrafter(head, 2), NgramDrafter(3)), target)
+    pieces = [piece for sample in samples for step in sample.steps for piece in step.accepted + step.rejected]
+    assert {piece.source for piece in pieces} == {"head", "ngram"}
+    of_head = {token for draft in drafts["head"] for token in draft.tokens[0].tolist()}
+    assert all(int(piece.text) in of_head for piece in pieces if piece.source == "head")
 
 
 @pytest.mark.parametrize("text", ["plain text", "né 漢字 \U0001f600!"])
@@ -119,8 +147,27 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     sorted_by = [float(attrs["data-v"]) for tag, attrs in found.tags if tag == "td" and "data-v" in attrs]
     assert report["suites"][1]["acceptance_length"] in sorted_by
     classes = {attrs.get("class", "").split(" ")[0] for tag, attrs in found.tags if tag in ("span", "s")}
-    assert classes == {"target", "head", "ngram", "draft_model", "hybrid", "adaptive", ""}
+    assert classes <= {"target", "head", "ngram", ""}, "of adaptive drafts, too, each token has its own drafter"
+    assert classes >= {"target", "head", ""}
     assert "draft head" in found.texts["td"]
+
+
+def test_the_page_shows_six_columns_the_others_on_demand_and_explains_each(report):
+    _, text = report
+    found = Page(text)
+    columns = [attrs["class"] for tag, attrs in found.tags if tag == "th"]
+    assert columns.count("") == 6
+    assert "more" in columns
+    assert all(attrs["title"] for tag, attrs in found.tags if tag == "button")
+
+
+def test_the_page_and_the_summary_begin_with_the_speedup(report):
+    report, text = report
+    (line,) = headlines(report)
+    adaptive = report["suites"][-1]
+    assert shown(best_rows(report)[0][0]["speedup"]["plain"]) in line
+    assert f"{line}." in Page(text).texts["p"]
+    assert adaptive["temperature"] == 0
 
 
 def test_hostile_texts_are_shown_and_never_run(report):

@@ -171,3 +171,8 @@ def test_whatever_a_setting_is_given_the_answer_is_a_config_or_one_line(capsys):
             error = capsys.readouterr().err
             assert (code, error.count("\n")) == (2, 1), (name, value, error)
             assert error[:-1].isprintable()
+
+
+def test_checkpoints_are_saved_at_every_evaluation_by_default():
+    assert parse(["--stage1.eval_steps", "70"]).stage1.save_steps == 70
+    assert parse(["--stage1.eval_steps", "70", "--stage1.save_steps", "140"]).stage1.save_steps == 140

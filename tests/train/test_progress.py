@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from train import progress, timing
-from train.progress import Pace, ProgressLine
+from train.progress import Pace, log_line
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
@@ -34,15 +34,15 @@ def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
 
 
 @pytest.mark.parametrize("token_at_peak", [None, 0.03])
-def test_one_line_says_everything(monkeypatch, token_at_peak):
-    lines = []
-    bar = ProgressLine()
-    bar.training_bar = SimpleNamespace(write=lines.append)
-    logs = {"loss": 1.5, "learning_rate": 1e-3, "head0/accuracy": 0.25, "teacher_forced_acceptance_length": 1.25}
-    state = SimpleNamespace(global_step=12, max_steps=20)
-    bar.on_log(None, state, None, {**logs, **paced(monkeypatch, token_at_peak)})
-    share = "" if token_at_peak is None else " | MFU 40.0%"
-    assert lines == [
-        "step    12/20 | loss 1.500 | head accuracy 0.25 | teacher-forced acceptance length 1.25 | lr 1.0e-03"
-        f" | step/target 1.5 | 27 tokens/s{share} | 0:00:32 left"
-    ]
+def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypatch, token_at_peak):
+    logs = {"loss": 16.5, "learning_rate": 1e-3, "head0/accuracy": 0.25, "head1/accuracy": 0.5}
+    figures = {**logs, **paced(monkeypatch, token_at_peak), "seconds_left": 99_999.0, "tokens_per_second": 1_234_567.0}
+    line = log_line(12_345, 20_000, figures)
+    assert len(line) <= 120
+    assert ("MFU" in line) is (token_at_peak is not None)
+    assert all(part in line for part in ("12345/20000", "loss 16.50", "25%", "1,234,567 tokens/s", "left"))
+    evaluated = {"eval_loss": 2.5, "eval_acceptance_length": 1.25, "eval_acceptance_length_sampled": 1.5}
+    line = log_line(12_345, 20_000, evaluated)
+    assert len(line) <= 120
+    assert all(part in line for part in ("12345", "2.50", "1.25", "1.50"))
+    assert "_" not in line

@@ -23,7 +23,7 @@ from train.command_line import parse
 from train.run import main
 
 ROOT = Path(__file__).parents[2]
-_PROGRESS = re.compile(r"Generating|Saving the dataset|^$")  # bars of the datasets library
+_PROGRESS = re.compile(r"^\d/\d |^$")  # headers of phases
 SIZES = {
     "data.seq_length": 64,
     "data.max_tokens": 40_000,
@@ -99,6 +99,7 @@ def finished(command, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "whole"
     done = run(command(folder))
     assert done.returncode == 0, done.stderr
+    (folder / "wandb" / "said").write_text(done.stderr + done.stdout)
     return folder
 
 
@@ -184,11 +185,23 @@ def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
     assert 1 <= evaluation["eval_teacher_forced_acceptance_length"] <= 4
 
 
+def test_what_a_run_says_has_phases_a_summary_of_five_lines_and_no_codes_or_dicts(finished):
+    said = (finished / "wandb" / "said").read_text()
+    assert re.findall(r"^(\d)/6 ", said, flags=re.MULTILINE) == list("123456")
+    summary = said.splitlines()[-5:]
+    assert "times as fast as plain decoding" in summary[0]
+    assert all(word in summary[k] for k, word in enumerate(["(", "speculator", "report.html", "generate", "serve"]))
+    assert not set("\r\x1b{") & set(said)
+    assert all(len(line) <= 120 for line in said.splitlines() if line.startswith(("step ", "evaluation ")))
+    assert "metadata block" not in said
+
+
 def test_the_same_command_again_says_that_it_is_done(finished, command):
     before = (finished / "eval" / "report.json").stat().st_mtime_ns
     done = run(command(finished))
     assert done.returncode == 0
     assert "is done" in done.stdout
+    assert str(finished / "eval" / "report.html") in done.stdout
     assert (finished / "eval" / "report.json").stat().st_mtime_ns == before
 
 
@@ -228,6 +241,7 @@ def test_another_config_in_the_same_folder_is_refused_by_key(finished, command, 
     message = refused(command(finished, **{"stage1.learning_rate": 0.1}))
     assert "stage1.learning_rate" in message
     assert "--overwrite_output_dir" in message
+    assert f"--output_dir, such as {finished}-2" in message
 
 
 def kill_when(built, moment) -> None:
