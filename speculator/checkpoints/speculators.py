@@ -139,6 +139,7 @@ def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  
         (known is None, f"{where} is not on this machine: --base_model names a folder or a model in the hub's cache"),
         (is_gguf(name), f"{where} is a GGUF file: --base_model names the same model in safetensors"),
     )
+    assert known is not None
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     with torch.device("meta"):
