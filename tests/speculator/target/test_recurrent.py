@@ -257,3 +257,19 @@ def test_packed_documents_do_not_see_each_other(family):
     for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
         alone = target.hidden(tokens[row : row + 1, start:stop])[0]
         torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_idle_rows_of_a_single_token_step_keep_their_states():
+    """Captured steps run idle rows along, which commit nothing."""
+    target = Target(tiny_model("qwen3_5"), tokenizer=None)
+    cache = target.cache(2, 32)
+    target.extend(cache, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    cache.commit(torch.tensor([3, 3]))
+    states = [state for layer in cache.recurrent.values() for state in layer.states]
+    before = [state.clone() for state in states]
+    cache.select(0, 2, 3)
+    target.extend(cache, torch.tensor([[7], [8]]))
+    cache.commit(torch.tensor([0, 1]))
+    for state, old in zip(states, before, strict=True):
+        assert torch.equal(state[0], old[0])
+        assert not torch.equal(state[1], old[1])
