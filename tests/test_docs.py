@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import data.__main__ as data
+import eval.__main__ as eval_
 import speculator
 from speculator.errors import OneLineParser
 from train.command_line import parse
@@ -46,6 +48,12 @@ def commands(text: str) -> list[str]:
 def test_the_reference_has_every_public_name():
     named = re.findall(r"auto(?:class|function|exception):: (\w+)", (ROOT / "docs/reference/python.md").read_text())
     assert set(named) == set(speculator.__all__)
+
+
+def test_the_reference_has_every_command():
+    named = set(re.findall(r"<!-- generated: flags (.*) -->", (ROOT / "docs/reference/command-line.md").read_text()))
+    assert {f"data {name}" for name in data.COMMANDS} | {f"eval {name}" for name in eval_.COMMANDS} <= named
+    assert {"eval", "speculator generate", "speculator serve", "speculator export"} <= named
 
 
 def test_the_reference_has_every_section_of_settings():
