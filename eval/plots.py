@@ -12,6 +12,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from eval.report import decoder_lines, drafter_rows, groups, head_lengths, label, plots, reached
 from speculator.files import write_bytes
@@ -110,7 +111,7 @@ def _acceptance(axis, rows: list[dict], lengths: set[int]) -> None:
             axis.plot(places, rates, marker="o", color=_colour(row, lengths), label=label(row, lengths))
             for place, rate in zip(places, rates, strict=True):
                 axis.annotate(f"{rate:.2f}", (place, rate), (0, 6), textcoords="offset points", ha="center", fontsize=7)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylim(0, 1.1)
     axis.set_xlabel("draft position", fontsize=8)
     axis.set_ylabel("acceptance rate", fontsize=8)
@@ -123,7 +124,7 @@ def _lengths(axis, rows: list[dict], lengths: set[int]) -> None:
     for row in rows:
         shares = [count / max(1, row["steps"]) for count in row["accepted_lengths"][: most + 1]]
         axis.plot(range(len(shares)), shares, marker="o", color=_colour(row, lengths), label=label(row, lengths))
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylim(bottom=0)
     axis.set_xlabel("accepted draft tokens", fontsize=8)
     axis.set_ylabel("share of steps", fontsize=8)
