@@ -92,10 +92,10 @@ def loss_per_token(
 def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]
     """Weight of each step by its share in the expected length of the draft (2605.18810); 0 where it has no label.
 
-    P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, and w_j = sum_{m >= j} P_m.
+    P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, which come first, and w_j = sum_{m >= j} P_m.
     """
-    reached = (live * ((1 - alpha) * q + alpha) + ~live).cumprod(0) * live
-    return reached.flip(0).cumsum(0).flip(0) * live
+    reached = ((1 - alpha) * q + alpha).cumprod(0) * live
+    return reached.flip(0).cumsum(0).flip(0)
 
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
@@ -124,7 +124,6 @@ class ChunkedLoss:
     def step_weights(self, steps: int) -> Tensor:  # [N]
         return torch.tensor([self.weights.head_decay**i for i in range(steps)])
 
-    @torch.no_grad()
     @torch.no_grad()
     def pace(
         self,

@@ -154,6 +154,14 @@ def test_d_pace_weighs_a_step_by_its_share_in_the_expected_length(chunk):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_d_pace_counts_a_label_outside_the_draft_vocabulary_as_rejected():
+    """Two steps of one draft, q = 0 and 1/4: P = 0.5, 0.5 * 0.625."""
+    loss = ChunkedLoss(lambda hidden: hidden, LossConfig(cross_entropy=1, kl=0, d_pace=0.5), vocab_size=4)
+    terms, labels = [[(torch.zeros(2, 3), torch.zeros(4, 3))]], torch.tensor([[-1, 2]])
+    weights = loss.pace(terms, labels, torch.tensor([[0, 1]]), (1, 2))
+    torch.testing.assert_close(weights, torch.tensor([[0.8125, 0.3125]]))
+
+
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("name", ["mix", "cross-entropy"])
 def test_a_token_weight_multiplies_the_loss_of_every_step_that_predicts_it(name, chunk):
