@@ -94,6 +94,6 @@ def test_a_wrong_draft_vocabulary_keeps_the_text_exact():
     assert overfit("mlp", shift=0, pruned=True, shift_map=1) < 1.5
 
 
-def test_a_head_of_a_multimodal_target_drafts_the_whole_text(tmp_path):
+def test_an_overfit_head_of_a_multimodal_target_drafts_nearly_the_whole_text(tmp_path):
     save_multimodal("qwen2_5_vl", tmp_path)
-    assert overfit("mlp", shift=0, target=Target.load(str(tmp_path))) == 4.0
+    assert overfit("mlp", shift=0, target=Target.load(str(tmp_path))) > 3.5
