@@ -92,8 +92,11 @@ def packed(tmp_path, rows, tokenizer, length):
 
 def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
     tokenizer = chat_tokenizer("qwen3")
-    rows = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}. " * (i % 40)}]}
-            for i in range(1, 200)]  # fmt: skip
+    turns = [(f"{i}?", f"{i}. " * (1 + i % 40)) for i in range(1, 200)]
+    rows: list[dict] = [
+        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+        for ask, answer in turns
+    ]
     for i in range(0, 199, 10):
         rows[i] = {"text": f"{i}: a text\n" * 9}
     source = packed(tmp_path, rows, tokenizer, 48)

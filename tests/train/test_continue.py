@@ -54,7 +54,7 @@ def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, t
 
     def no_report(config, target, suites, run_folder):
         (run_folder / "eval").mkdir()
-        (run_folder / "eval" / "report.md").write_text("not measured here")
+        (run_folder / "eval" / "report.json").write_text('{"suites": []}')
 
     monkeypatch.setattr(run, "_measure", no_report)
     monkeypatch.setattr(run, "write_card", lambda folder: None)

@@ -72,7 +72,7 @@ def report(target, head, suites, output: Path, **settings) -> None:
     """Stands in for the final evaluation, which takes half of a small run's time."""
     output.mkdir(exist_ok=True)
     for name in ("report.md", "report.json"):
-        (output / name).write_text("{}")
+        (output / name).write_text('{"suites": []}')
 
 
 @pytest.fixture(scope="module")
