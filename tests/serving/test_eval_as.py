@@ -46,7 +46,8 @@ def test_drafts_and_accepted_tokens_per_position_are_predicted(tmp_path, run_in,
     config = config_class.for_target(
         target.config, n_predict=max(length, least), base_model_name_or_path=str(TARGET), **changes
     )
-    head = fitted(bind(head_class(config), target), target, suite.prompts, NEW, steps=120, rate=1e-3)
+    steps, rate = (320, 3e-3) if kind == "dflash" else (120, 1e-3)
+    head = fitted(bind(head_class(config), target), target, suite.prompts, NEW, steps, rate)
     save(head, tmp_path / "head", layout_of(layout, head))
 
     ours = evaluate(
@@ -67,4 +68,4 @@ def test_drafts_and_accepted_tokens_per_position_are_predicted(tmp_path, run_in,
     accepted, drafts = [int(count) for count in theirs["accepted"]], int(theirs["spec_decode_num_drafts"])
     report(f"{kind}, G = {length}: vLLM {accepted} of {drafts} drafts, predicted {ours}")
     assert (ours["drafts"], ours["accepted_per_position"]) == (drafts, accepted)
-    assert all(0 < count < drafts for count in accepted[:2])
+    assert all(0 < count < drafts for count in accepted[:2])  # so that a shift by a position shows

@@ -338,4 +338,4 @@ class DSparkSpeculator(AttentionHead):
 
     def probe(self) -> tuple[Tensor, ...]:
         aux_hidden, tokens, matrix = super().probe()
-        return aux_hidden, tokens, matrix, matrix
+        return aux_hidden, nn.functional.pad(tokens, (0, 1)), matrix, matrix  # also the last state has a block after it

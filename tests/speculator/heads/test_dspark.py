@@ -111,6 +111,11 @@ def test_a_trained_head_that_is_cut_to_some_tokens_has_their_logits_and_no_other
         again.load_state_dict(made.state_dict())
 
 
+def test_the_inputs_that_compare_an_exported_head_suffice_for_a_draft_of_one_token():
+    made = head(n_predict=1)
+    assert made.logits(*made.probe()).shape == (1, 4, 1, V)
+
+
 def test_a_head_that_is_run_in_the_other_layout_drafts_something_else():
     tokens, states = text()
     one, other = head(), head(sample_from_anchor=False)
