@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,6 +90,10 @@ def _files_in(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
+def _readable_files(path: Path) -> list[Path]:
+    return [file for file in _files_in(path) if _suffix(file) in _SUFFIXES]
+
+
 def is_recorded(path: Path) -> bool:
     """Return whether a server recorded this folder, see `serve --record`."""
     manifest = path / "manifest.json"
@@ -97,8 +102,9 @@ def is_recorded(path: Path) -> bool:
 
 def _recorded(folder: Path) -> Iterator[Document]:
     """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest."""
-    count = sum(1 for file in _files_in(folder) for _ in read_rows(file))
-    for number, document in enumerate(local_files(folder) if count else ()):
+    files = _readable_files(folder)  # listed once, because the server may be adding shards
+    count = sum(1 for file in files for _ in read_rows(file))
+    for number, document in enumerate(chain.from_iterable(_local_file(file, file.name) for file in files)):
         bucket = 100 * number // count
         yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
 
@@ -109,7 +115,7 @@ def _suffix(file: Path) -> str:
 
 def local_files(path: Path) -> Iterator[Document]:
     """Yield the documents of a local file or folder; text files are cut into pieces of about 10 kB."""
-    files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES]
+    files = _readable_files(path)
     if not files:
         fault = "holds no readable file" if path.is_dir() else "is not a readable file"
         raise SourceError(f"{path} {fault}: .jsonl, .json, .parquet or .txt; all but .parquet also as .gz")

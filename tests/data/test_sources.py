@@ -8,6 +8,7 @@ import pytest
 from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
+from data import readers
 from data.readers import hub_dataset
 from data.sources import (
     SPLITS,
@@ -20,6 +21,7 @@ from data.sources import (
     token_documents,
 )
 from speculator.errors import UserError
+from speculator.files import read_rows
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 CALL = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"name": "search"}]}]
@@ -280,3 +282,23 @@ def test_an_existing_file_may_be_named_like_a_weight(tmp_path):
     assert parse([f"{here}@2@3", f"{here}@1"]) == [Source(f"{here}@2", 3.0), Source(here, 1.0)]
     assert contents(f"{here}@2") == [{"text": "texts@2"}]
     assert contents(here) == [{"text": "texts"}]
+
+
+def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_reading(tmp_path, monkeypatch):
+    def shard(number: int) -> None:
+        line = json.dumps({"input_ids": [number, 1], "loss_mask": [0, 1]})
+        (tmp_path / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+
+    def count_slowly(file):
+        yield from read_rows(file)
+        shard(2)
+
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "manifest.json").write_text('{"recorded": true}')
+    (tmp_path / "rows" / "00000002.jsonl.gz.77.partial").write_bytes(b"half of a shard")
+    shard(0)
+    shard(1)
+    monkeypatch.setattr(readers, "read_rows", count_slowly)
+    found = [row["input_ids"][0] for row in readers.read(str(tmp_path), 0)]
+    assert found == [0, 1]
+    assert len(list(readers.read(str(tmp_path), 0))) == 3
