@@ -207,7 +207,7 @@ class Worker:
             loaded.set_result(None)
 
     def _restart(self) -> None:
-        """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs."""
+        """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs and heads."""
         self._outputs = []
         try:
             self.engine = self._make_engine(self._drafter)
@@ -215,11 +215,16 @@ class Worker:
             _log.exception("the engine can't be created again: restart the server")
             self._broken = True
         with self._wake:
-            failed = self._jobs + (self._submitted if self._broken else [])
-            self._jobs, self._submitted = [], [] if self._broken else self._submitted
+            failed, self._jobs, loads = self._jobs, [], []
+            if self._broken:
+                failed, self._submitted = failed + self._submitted, []
+                loads, self._loads = self._loads, []
         for job in failed:
             job.cancel()
             self._loop.call_soon_threadsafe(job.put, APIError(_FAILED, status=500))
+        for _, loaded in loads:
+            if loaded.set_running_or_notify_cancel():
+                loaded.set_exception(APIError(_FAILED, status=500))
 
 
 def _deliver(outputs: list[tuple[Job, StepOutput | APIError]]) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx
@@ -15,6 +17,7 @@ from speculator.__main__ import build_parser, main
 from speculator.checkpoints.loading import bind
 from speculator.cli import drafting, serve
 from speculator.files import write_manifest
+from speculator.server.errors import APIError
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 120, "return_token_ids": True}
 
@@ -99,6 +102,26 @@ def test_the_old_head_is_freed_and_a_failed_engine_gets_the_new_one(chat_target)
         assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 500
         until(lambda: worker.engine.step is not None)
         assert worker.engine.drafter.head is heads[-1]()
+
+
+def test_a_head_that_waits_while_the_engine_fails_for_good_is_an_error(chat_target):
+    with serving(chat_target) as (url, worker), ThreadPoolExecutor() as threads:
+        reached, go = threading.Event(), threading.Event()
+
+        def fail() -> None:
+            reached.set()
+            go.wait(10)
+            raise RuntimeError("the device is lost")
+
+        worker.engine.step, worker._make_engine = fail, lambda _: fail()
+        answer = threads.submit(httpx.post, f"{url}/v1/completions", json=BODY)
+        assert reached.wait(10)
+        loading = asyncio.run_coroutine_threadsafe(worker.replace_drafter(lambda: None), worker._loop)
+        until(lambda: worker._loads)
+        go.set()
+        assert answer.result(10).status_code == 500
+        with pytest.raises(APIError):
+            loading.result(10)
 
 
 @pytest.fixture
