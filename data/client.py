@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import openai
 from datasets import Dataset
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
@@ -115,8 +114,7 @@ async def _fetch(
             available.remove(server)
             if not available:
                 raise UserError(fault) from None
-            with tqdm.external_write_mode(sys.stderr):
-                log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
+            log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
 
     async def probe(server: _Server) -> None:
         try:

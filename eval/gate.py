@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from eval.metrics import paired_bootstrap, shown
 from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
@@ -26,6 +24,7 @@ from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.errors import OneLineParser, refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
+from speculator.terminal import Progress
 
 
 def build_parser() -> OneLineParser:
@@ -85,7 +84,7 @@ def compare(
     stop = sorted(target.eos_token_ids) if suite.chat else []
     for drafter in drafters:  # the first pass allocates
         time_ours(target, drafter, suite.prompts[:1], sampling, min(8, max_new_tokens), Timed(), engines, stop_at=stop)
-    for number, prompt in enumerate(tqdm(suite.prompts, desc=f"old and new head, {suite.name}", unit="prompt")):
+    for number, prompt in enumerate(Progress(suite.prompts, title=f"old and new head, {suite.name}", unit="prompts")):
         for which in (0, 1) if number % 2 else (1, 0):
             time_ours(target, drafters[which], [prompt], sampling, max_new_tokens, timed[which], engines, stop_at=stop)
     samples = [
