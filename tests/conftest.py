@@ -57,6 +57,7 @@ from transformers import (
     Qwen3NextConfig,
     Zamba2Config,
 )
+from transformers.cache_utils import Cache
 
 from speculator.checkpoints.loading import bind
 from speculator.decoding.draft import Draft
@@ -208,6 +209,9 @@ RECURRENT = {
     "falcon_mamba": FalconMambaConfig(**_PURE),
 }
 """Families with recurrent layers; the last three have no attention at all."""
+RECURRENT_RUNS = pytest.mark.skipif(
+    not hasattr(Cache, "get_conv_state"), reason="recurrent layers need transformers 5.23 or later"
+)
 
 
 def tiny_model(family: str = "llama", scale: float = 4.0):

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from speculator.target.recurrences import Step, convolution, like, running
 from speculator.target.tree import TokenTree
@@ -144,6 +144,8 @@ def state_forms(layer: Any) -> tuple[StateForm, ...]:
     """Return the forms of the states of a layer of transformers' cache, after a pass; () if it is not recurrent."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()
+    if not hasattr(Cache, "get_conv_state"):
+        raise ValueError("its recurrent layers need transformers 5.23 or later")
     if layer.number_of_states > 1:
         raise ValueError("its layers have several recurrent states each")
     states = [layer.conv_states[0], layer.recurrent_states[0]]

@@ -4,7 +4,7 @@ import httpx
 import pytest
 import torch
 from chat_templates import chat_tokenizer
-from conftest import tiny_head
+from conftest import RECURRENT_RUNS, tiny_head
 from multimodal_targets import CONFIGS, save_multimodal
 from safetensors import safe_open
 from serving_here import serving
@@ -28,7 +28,9 @@ def texts_of(model, prompts=PROMPTS, count=48) -> list[list[int]]:
     return [row[len(prompt) :].tolist() for prompt, row in zip(prompts, made, strict=True)]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[RECURRENT_RUNS] * (name == "qwen3_5")) for name in CONFIGS]
+)
 def test_greedy_text_is_that_of_the_multimodal_class(family, tmp_path):
     model = save_multimodal(family, tmp_path)
     target = Target.load(str(tmp_path))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import (
     RECURRENT,
+    RECURRENT_RUNS,
     VOCAB,
     Oracle,
     ScriptedLookup,
@@ -37,6 +38,7 @@ from speculator.decoding.scheduler import Scheduler
 from speculator.target.recurrences import delta_rule
 from speculator.target.recurrent import RecurrentLayer
 
+pytestmark = RECURRENT_RUNS
 PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in (5, 1, 11, 4, 23, 2, 37, 9)]
 FEW = ["qwen3_5", *(pytest.param(family, marks=pytest.mark.soak) for family in ("lfm2", "falcon_h1", "jamba"))]
 """A delta rule; a convolution only, attention and state-space in one layer, Mamba 1."""
