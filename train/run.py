@@ -200,7 +200,11 @@ def summary(config: RunConfig) -> str:
     folder = Path(config.output_dir)
     report = json.loads((folder / "eval" / "report.json").read_text())
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
-    how += f" --adapter {shlex.quote(config.target.adapter)}" if config.target.adapter else ""
+    for flag in ("revision", "adapter"):
+        how += f" --{flag} {shlex.quote(value)}" if (value := getattr(config.target, flag)) else ""
+    how += " --trust_remote_code" if config.target.trust_remote_code else ""
+    if variables := config.target.chat_template_kwargs:
+        how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
     lines = [
         *headlines(report),
         f"head:   {folder / 'speculator'}",

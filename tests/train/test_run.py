@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,11 @@ import yaml
 from datasets import load_from_disk
 from safetensors.torch import load_file
 
+from speculator.__main__ import build_parser
 from train import checkpoint
 from train.command_line import parse
-from train.run import main
+from train.config import RunConfig, TargetConfig
+from train.run import main, summary
 
 ROOT = Path(__file__).parents[2]
 _PROGRESS = re.compile(r"^\d/\d |^$")  # headers of phases
@@ -188,12 +191,22 @@ def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
 def test_what_a_run_says_has_phases_a_summary_of_five_lines_and_no_codes_or_dicts(finished):
     said = (finished / "wandb" / "said").read_text()
     assert re.findall(r"^(\d)/6 ", said, flags=re.MULTILINE) == list("123456")
-    summary = said.splitlines()[-5:]
-    assert "times as fast as plain decoding" in summary[0]
-    assert all(word in summary[k] for k, word in enumerate(["(", "speculator", "report.html", "generate", "serve"]))
+    lines = said.splitlines()[-5:]
+    assert "times as fast as plain decoding" in lines[0]
+    assert all(word in lines[k] for k, word in enumerate(["(", "speculator", "report.html", "generate", "serve"]))
     assert not set("\r\x1b{") & set(said)
     assert all(len(line) <= 120 for line in said.splitlines() if line.startswith(("step ", "evaluation ")))
     assert "metadata block" not in said
+
+
+def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
+    target = TargetConfig("a/b", revision="old", trust_remote_code=True, chat_template_kwargs={"think": False})
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
+    line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
+    arguments = build_parser().parse_args(shlex.split(line)[shlex.split(line).index("serve") :])
+    for name in ("revision", "adapter", "trust_remote_code", "chat_template_kwargs"):
+        assert getattr(arguments, name) == getattr(target, name), name
 
 
 def test_the_same_command_again_says_that_it_is_done(finished, command):
