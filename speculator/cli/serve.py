@@ -22,6 +22,7 @@ from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
+from speculator.files import check_output_folder
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import same_target
 from speculator.target.model import Target
@@ -152,6 +153,8 @@ def _check(arguments: argparse.Namespace) -> str:
         (not 0 < arguments.record_share <= 1, f"--record_share {arguments.record_share:g} is not in (0, 1]"),
         (not arguments.record_max > 0, f"--record_max {arguments.record_max:g} is not above 0"),
     )
+    if arguments.record:
+        check_output_folder("--record", arguments.record)
     drafting.check(arguments)
     from_environment = arguments.api_key is None
     key = os.environ.get(KEY_VARIABLE, "") if from_environment else arguments.api_key
