@@ -110,10 +110,11 @@ async def _fetch(
 
     def drop(server: _Server, error: Exception) -> None:
         fault = server.describe(error)
-        if server in available:
-            available.remove(server)
-            if not available:
-                raise UserError(fault) from None
+        known = server in available
+        available.discard(server)
+        if not available:  # also for later errors: a task that missed its cancellation must not wait for a slot
+            raise UserError(fault) from None
+        if known:
             log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
 
     async def probe(server: _Server) -> None:
