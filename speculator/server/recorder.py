@@ -75,12 +75,13 @@ class Recorder:
     def add(self, requests: Sequence[Request]) -> None:
         """Record finished requests; the rows are written with their shard."""
         for request in requests:
-            prompt, new = len(request.prompt), request.tokens
+            marks = rejection_marks(request.steps)
+            prompt, new = len(request.prompt), request.tokens[: len(marks)]  # the engine may just be appending a step
             self._rows.append(
                 {
                     "input_ids": [*request.prompt, *new],
                     "loss_mask": [0] * prompt + [1] * len(new),
-                    "rejected": [0] * prompt + rejection_marks(request.steps),
+                    "rejected": [0] * prompt + marks,
                 }
             )
         if len(self._rows) >= SHARD_ROWS or time.monotonic() - self._written > _SHARD_SECONDS:
