@@ -323,6 +323,7 @@ def chi_square_p(counts: Counter, probs: dict, total: int) -> float:
             rest, rest_seen = rest + probability * total, rest_seen + counts[outcome]
     if rest >= 5:
         cells.append((rest_seen, rest))
+    assert len(cells) > 1, "too few samples: with all outcomes in one cell, the test can't fail"
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return torch.special.gammaincc(half[0], half[1]).item()
