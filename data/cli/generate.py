@@ -78,6 +78,8 @@ def build_parser() -> OneLineParser:
 
 
 def _turns(text: str) -> int:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither all nor a number of turns")
     return ALL if text == "all" else int(text)
 
 

@@ -48,6 +48,7 @@ COMMANDS = [
         {
             "": "required",
             "--prompts PROMPTS --sources TEXT": "not allowed",
+            "--sources TEXT --turns none": "turns",
             "--prompts PROMPTS --max_new_tokens 0": "max_new_tokens",
             "--prompts PROMPTS --temperature nan": "temperature",
             "--prompts PROMPTS --speculator MLP --num_speculative_tokens 99": "99",
