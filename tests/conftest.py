@@ -39,7 +39,6 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
@@ -411,9 +410,21 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
     """Folder with a tiny Llama and its tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
+    return save_tiny("llama", tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def hybrid_folder(tmp_path_factory) -> Path:
+    """Folder with a tiny Qwen 3.5, which has recurrent layers, and its tokenizer."""
+    return save_tiny("qwen3_5", tmp_path_factory.mktemp("hybrid"))
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """Save a random model of the tiny tokenizer's vocabulary."""
+    config = copy.deepcopy((CONFIGS | RECURRENT)[family])
+    config.vocab_size, config.eos_token_id = 300, 0
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**_SHAPE, "vocab_size": 300, "eos_token_id": 0})).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 

@@ -69,7 +69,7 @@ def decode(target: Target, rank: int = 0) -> dict[str, list[list[int]]]:
         "chain": HeadDrafter(head, 3),
         "tree": HeadDrafter(head, Candidates((3, 2))),
         "fixed tree": HeadDrafter(head, FixedTree([(0,), (1,), (0, 0)])),
-        "early exit": EarlyExitDrafter(target, 1, Candidates((2, 1))),
+        "early exit": EarlyExitDrafter(target, 1, 2 if target.recurrent else Candidates((2, 1))),
         "hybrid": HybridDrafter(HeadDrafter(head, 2), NgramDrafter(2)),
         "auto": alternating_drafter(head),
     }
@@ -152,7 +152,7 @@ def main(folder: str, output: str, head_folder: str, rows: str, *kinds: str) -> 
                 made["each by itself"] = generate(target, None, PROMPTS, SAMPLED, max_new_tokens=8).tokens
             Group.broadcast = broadcast
         with torch.no_grad():
-            made["heads"] = target.cache(1, 4).layers[0].keys.shape[1]
+            made["heads"] = target.cache(1, 4).layers[-1].keys.shape[1]
         if parallel == "tp":  # known to be wrong: a pass of rows that are not the same everywhere
             gathered, Group.gathered = Group.gathered, lambda group, rows: rows.repeat(group.size, 1)
             made["apart"] = target.hidden(torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import RECURRENT_RUNS, VOCAB, tiny_model
 from multimodal_targets import save_multimodal
 
 from speculator import HeadDrafter, Target, generate
@@ -97,3 +97,9 @@ def test_a_wrong_draft_vocabulary_keeps_the_text_exact():
 def test_an_overfit_head_of_a_multimodal_target_drafts_nearly_the_whole_text(tmp_path):
     save_multimodal("qwen2_5_vl", tmp_path)
     assert overfit("mlp", shift=0, target=Target.load(str(tmp_path))) > 3.5
+
+
+@RECURRENT_RUNS
+@pytest.mark.parametrize("architecture", ["mlp", "dspark", pytest.param("eagle3", marks=pytest.mark.soak)])
+def test_an_overfit_head_of_a_hybrid_target_drafts_the_whole_text(architecture):
+    assert overfit(architecture, shift=0, target=Target(tiny_model("qwen3_5"), tokenizer=None)) == 4.0

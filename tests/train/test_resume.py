@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from conftest import tiny_head
+from conftest import RECURRENT_RUNS, tiny_head
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -156,12 +156,20 @@ BLOCK = ATTENTION | {
 }
 
 
-@pytest.fixture(scope="module", params=[ATTENTION, BLOCK], ids=["eagle3", "dspark"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((ATTENTION, "target_folder"), id="eagle3"),
+        pytest.param((BLOCK, "target_folder"), id="dspark"),
+        pytest.param((ATTENTION, "hybrid_folder"), id="hybrid", marks=RECURRENT_RUNS),
+    ],
+)
 def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:
     """A finished run of a head with attention; the target's own text is drafted by the head of stage 1."""
-    folder = tmp_path_factory.mktemp("runs") / "attention"
-    assert run(folder, **request.param) == 0
-    return folder, request.param
+    folder, (settings, target) = tmp_path_factory.mktemp("runs") / "attention", request.param
+    settings = {**settings, "target.name_or_path": request.getfixturevalue(target)}
+    assert run(folder, **settings) == 0
+    return folder, settings
 
 
 class Killed(BaseException):

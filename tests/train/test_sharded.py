@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_head, write_tuning
+from conftest import RECURRENT_RUNS, tiny_head, write_tuning
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from sharded_process import PROMPTS, decode, read, trainer_of
@@ -118,6 +118,13 @@ def assert_alike(
 @pytest.mark.parametrize("parallel", ["tp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_two_processes_with_a_target_in_shards_do_what_one_does(target_folder, whole, tmp_path, monkeypatch, parallel):
     assert_alike(target_folder, whole, tmp_path, monkeypatch, 2, parallel)
+
+
+@pytest.mark.soak
+@RECURRENT_RUNS
+def test_two_processes_with_a_hybrid_target_do_what_one_does(hybrid_folder, tmp_path, monkeypatch):
+    whole = Target.load(str(hybrid_folder), dtype="float64")
+    assert_alike(hybrid_folder, whole, tmp_path, monkeypatch, 2, "none", "tp", "fsdp")
 
 
 @pytest.mark.soak
