@@ -31,9 +31,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     if package == "train.py":
         return import_module("train.command_line").build_parser()
     if package == "speculator":
-        parser = import_module("speculator.__main__").build_parser()
-        commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        return commands.choices[subcommand[0]]
+        return import_module("speculator.__main__").build_parser(subcommand[0])
     module = f"data.cli.{subcommand[0]}" if package == "data" else ".".join([package, *(subcommand or ["run"])])
     return import_module(module).build_parser()
 

@@ -1,29 +1,43 @@
-"""`python -m speculator`: the commands generate, serve, export, inspect and push."""
+"""`python -m speculator`: use a trained head.
+
+    generate    continue prompts or chat
+    serve       start a server with OpenAI's API
+    inspect     describe a head's folder
+    export      write a head in another checkpoint layout
+    push        upload a head to the Hugging Face hub
+
+`python -m speculator COMMAND --help` lists the flags.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from importlib import import_module
 
 from speculator.errors import OneLineParser, run_command, start
 
+COMMANDS = ("generate", "serve", "inspect", "export", "push")
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2, with one line on stderr, for wrong input."""
-    arguments = build_parser().parse_args(argv)
+    """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = OneLineParser(
+        prog="python -m speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    command = parser.parse_args(argv[:1]).command
+    arguments = build_parser(command).parse_args(argv[1:])
     return run_command("speculator", lambda: arguments.run(arguments))
 
 
-def build_parser() -> OneLineParser:
-    """Build the parser of all commands."""
-    from speculator.cli import export, generate, inspect, push, serve  # importing torch takes seconds
-
-    parser = OneLineParser(prog="python -m speculator")
-    commands = parser.add_subparsers(dest="command", required=True)
-    modules = {"generate": generate, "serve": serve, "export": export, "inspect": inspect, "push": push}
-    for name, module in modules.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        command.set_defaults(run=module.run)
-        module.add_flags(command)
+def build_parser(command: str) -> OneLineParser:
+    """Build the parser of one command."""
+    module = import_module(f"speculator.cli.{command}")  # takes seconds, so only the command that is asked for
+    parser = OneLineParser(prog=f"python -m speculator {command}", description=module.HELP)
+    parser.set_defaults(run=module.run)
+    module.add_flags(parser)
     return parser
 
 

@@ -204,7 +204,7 @@ def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
     line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
-    arguments = build_parser().parse_args(shlex.split(line)[shlex.split(line).index("serve") :])
+    arguments = build_parser("serve").parse_args(shlex.split(line)[shlex.split(line).index("serve") + 1 :])
     for name in ("revision", "adapter", "trust_remote_code", "chat_template_kwargs"):
         assert getattr(arguments, name) == getattr(target, name), name
 

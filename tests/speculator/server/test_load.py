@@ -141,9 +141,9 @@ def heads(chat_target, tmp_path):
 
 
 def loader(target):
-    arguments = ["serve", "--target", "tiny", "--num_speculative_tokens", "3"]
+    arguments = ["--target", "tiny", "--num_speculative_tokens", "3"]
     make_drafter = partial(drafting.drafter, target=target, temperatures=[0.0, 1.0])
-    return partial(serve._load, build_parser().parse_args(arguments), target, make_drafter)
+    return partial(serve._load, build_parser("serve").parse_args(arguments), target, make_drafter)
 
 
 def test_a_head_that_does_not_fit_is_an_error_and_the_old_one_stays(chat_target, drafter, heads):
