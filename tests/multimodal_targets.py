@@ -33,13 +33,19 @@ _TEXT = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _IMAGE = {"image_size": 28, "patch_size": 14}
 _QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
 _QWEN_TOWER |= {"out_hidden_size": 32}
 _QWEN_TOKENS = {"image_token_id": 290, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293}
+
+
+def _mrope() -> dict:
+    """Return M-RoPE settings, which configs change in place."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+
+
 _SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}
 CONFIGS = {
     "gemma3": Gemma3Config(
@@ -71,15 +77,15 @@ CONFIGS = {
         image_token_index=290,
     ),
     "qwen2_5_vl": Qwen2_5_VLConfig(
-        text_config=_TEXT | _MROPE, vision_config=_QWEN_TOWER | {"fullatt_block_indexes": [0]}, **_QWEN_TOKENS
+        text_config=_TEXT | _mrope(), vision_config=_QWEN_TOWER | {"fullatt_block_indexes": [0]}, **_QWEN_TOKENS
     ),
     "qwen3_5": Qwen3_5Config(
-        text_config=_TEXT | _MROPE | _LINEAR,
+        text_config=_TEXT | _mrope() | _LINEAR,
         vision_config=_QWEN_TOWER | {"num_position_embeddings": 16},
         **_QWEN_TOKENS,
     ),
     "qwen3_vl": Qwen3VLConfig(
-        text_config=_TEXT | _MROPE,
+        text_config=_TEXT | _mrope(),
         vision_config=_QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **_QWEN_TOKENS,
     ),

@@ -70,7 +70,7 @@ def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
         "is_causal": config.is_causal,
         **block,
         _NESTED: block,
-        **({"num_target_layers": base.num_hidden_layers} if base else {}),
+        **({"num_target_layers": base.get_text_config().num_hidden_layers} if base else {}),
         **({"base_model_name_or_path": name} if name else {}),
     }
 

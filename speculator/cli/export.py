@@ -70,7 +70,8 @@ def check_base(config: SpeculatorConfig) -> str:
     if base is None:
         refuse((Path(name).is_dir(), f"{name}: not the folder of a model that transformers can read"))
         return f"base model: {name}, not on this machine, so its sizes were not checked"
-    vocab, hidden = base.vocab_size, base.hidden_size
+    text = base.get_text_config()
+    vocab, hidden = text.vocab_size, text.hidden_size
     refuse(
         (vocab != config.vocab_size, f"the head has a vocabulary of {config.vocab_size} tokens; {name} has {vocab}"),
         (hidden != config.emb_dim, f"the head reads hidden states of size {config.emb_dim}; {name} has {hidden}"),

@@ -77,10 +77,14 @@ class AttentionConfig(SpeculatorConfig):
     def for_target(cls, target: PreTrainedConfig, **changes: Any) -> AttentionConfig:
         """Build a config with the target's sizes, heads and rope; `changes` override them.
 
-        The rope is that of the target's full-attention layers. It is a plain one if the target's depends on the text's
-        length, covers a part of each head, or is absent.
+        The rope is that of the target's full-attention layers, for text only. It is a plain one if the target's depends
+        on the text's length, covers a part of each head, or is absent.
         """
-        heads = target.num_attention_heads
+        heads = getattr(target, "num_attention_heads", None)
+        if heads is None:
+            raise UserError(
+                f"{target.model_type} has no attention whose shape a {cls.model_type} could copy: train an mlp"
+            )
         inner = getattr(target, "intermediate_size", None)
         rope = getattr(target, "rope_parameters", None) or {}
         rope = rope.get("full_attention") or rope
@@ -95,7 +99,8 @@ class AttentionConfig(SpeculatorConfig):
             # vars: some families raise in getattr, because their layers differ.
             "head_dim": vars(target).get("head_dim") or target.hidden_size // heads,
             "rms_norm_eps": getattr(target, "rms_norm_eps", None) or cls.rms_norm_eps,
-            "rope_parameters": dict(rope),
+            # Servers give a head with M-RoPE the positions of images.
+            "rope_parameters": {name: value for name, value in rope.items() if not name.startswith("mrope_")},
             "max_position_embeddings": target.max_position_embeddings,
         }
         layers = target.num_hidden_layers

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, RECURRENT
 from torch.nn.functional import silu
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -409,9 +409,9 @@ def test_an_invalid_config_raises(wrong, message):
         head_of(**wrong)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma4", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma4", "gpt_oss", "kimi_linear", "nemotron_h"])
 def test_every_familys_target_has_a_head(family):
-    target = CONFIGS[family].get_text_config()
+    target = (CONFIGS | RECURRENT)[family].get_text_config()
     config = Eagle3SpeculatorConfig.for_target(target, aux_layers=[0, 1], n_predict=2)
     head = Eagle3Speculator(config)
     aux_hidden, tokens, embedding = head.probe()
@@ -419,6 +419,12 @@ def test_every_familys_target_has_a_head(family):
     assert logits.shape == (2, 1, 4, target.vocab_size)
     assert logits.isfinite().all()
     assert config.rope_parameters["rope_type"] == ("yarn" if family == "gpt_oss" else "default")
+
+
+def test_a_target_without_attention_is_refused_in_one_line():
+    with pytest.raises(UserError, match="mamba2 has no attention") as error:
+        Eagle3SpeculatorConfig.for_target(RECURRENT["mamba2"], aux_layers=[0, 1])
+    assert "\n" not in str(error.value)
 
 
 def test_a_head_takes_its_targets_sizes_and_rope():

@@ -1,5 +1,7 @@
 """Checkpoints with a vision tower generate text as the class that saved them."""
 
+import json
+
 import httpx
 import pytest
 import torch
@@ -11,12 +13,10 @@ from serving_here import serving
 from transformers import T5Config, T5ForConditionalGeneration
 
 from speculator import HeadDrafter, Target, UserError, generate
+from speculator.__main__ import main
 from speculator.checkpoints.eagle3 import EMBEDDING
-from speculator.checkpoints.layout import save
 from speculator.checkpoints.loading import bind
-from speculator.checkpoints.speculators import SPECULATORS
-from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
-from speculator.heads.eagle3.model import Eagle3Speculator
+from speculator.heads import DSparkSpeculator, Eagle3Speculator
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], list(range(20, 57)), [3]]
 
@@ -45,13 +45,32 @@ def test_the_vision_tower_takes_no_memory(tmp_path):
     assert loaded.num_parameters() < model.num_parameters() - 0.9 * tower
 
 
-def test_an_export_finds_the_embedding_of_a_multimodal_target(tmp_path):
-    save_multimodal("qwen3_vl", tmp_path / "target")
-    target = Target.load(str(tmp_path / "target"))
-    base = {"base_model_name_or_path": str(tmp_path / "target")}
-    config = Eagle3SpeculatorConfig.for_target(target.config, inner_dim=32, n_predict=3, aux_layers=[1, 2, 3], **base)
-    save(bind(Eagle3Speculator(config), target), tmp_path / "exported", SPECULATORS)
-    with safe_open(tmp_path / "exported" / "model.safetensors", "pt") as stored:
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=RECURRENT_RUNS)])
+def test_exports_name_the_multimodal_checkpoint_and_have_the_sizes_of_its_text_side(family, tmp_path):
+    """Servers load the target by its own class, and the head as one that reads text positions."""
+    folder = tmp_path / "target"
+    whole = save_multimodal(family, folder)
+    target = Target.load(str(folder))
+    shape = {"inner_dim": 32, "n_predict": 3, "aux_layers": [1, 2, 3], "base_model_name_or_path": str(folder)}
+    exports = {}
+    for head_class in (Eagle3Speculator, DSparkSpeculator):
+        head = bind(head_class(head_class.config_class.for_target(target.config, **shape)), target)
+        own = head.config.model_type.split("_")[0]
+        head.save_pretrained(tmp_path / own)
+        for layout in (own, "speculators"):
+            output = tmp_path / f"{own}-{layout}"
+            flags = ["--speculator", str(tmp_path / own), "--format", layout, "--output", str(output)]
+            assert main(["export", *flags]) == 0
+            exports[own, layout] = config = json.loads((output / "config.json").read_text())
+            layers = config.get("transformer_layer_config", config)
+            assert layers["hidden_size"] == target.hidden_size
+            assert layers["rope_parameters"].keys() == {"rope_type", "rope_theta"}
+    for own in ("eagle3", "dspark"):
+        assert exports[own, own]["base_model_name_or_path"] == str(folder)
+        verifier = exports[own, "speculators"]["speculators_config"]["verifier"]
+        assert verifier == {"name_or_path": str(folder), "architectures": [type(whole).__name__]}
+    assert exports["dspark", "dspark"]["num_target_layers"] == target.config.num_hidden_layers
+    with safe_open(tmp_path / "eagle3-speculators" / "model.safetensors", "pt") as stored:
         assert torch.equal(stored.get_tensor(EMBEDDING), target.model.get_input_embeddings().weight)
 
 
