@@ -68,6 +68,12 @@ PRESETS = {
         acceptance_length=3.03,
         source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
     ),
+    "smollm2-135m": Preset(
+        llama(49_152, 576, 1536, 30, 9, 3, 8192),
+        _untied(576, 3),
+        acceptance_length=1.31,
+        source="docs/lab/smollm2: the MLP head on 26 prompts of Spec-Bench, temperature 0",
+    ),
     "tiny": Preset(
         llama(512, 64, 128, 2, 4, 2, 1024),
         _untied(32, 3),
