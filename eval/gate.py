@@ -70,9 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
         old, new = (fixed_acceptance(target, head, guard, sampling, count) for head in heads)
         result["guard"] = {"name": guard.name, "old": old, "new": new, "change": new / old - 1, "allowed": -share}
     result["accepted"] = accepted(result)
+    result["line"] = line(result)
     if arguments.output:
         write_json(arguments.output, result)
-    show(line(result))
+    show(result["line"])
     return 0 if result["accepted"] else 1
 
 

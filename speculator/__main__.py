@@ -2,6 +2,7 @@
 
     generate    continue prompts or chat
     serve       start a server with OpenAI's API
+    adapt       train the head on the server's answers, and load it there if it is faster
     inspect     describe a head's folder
     export      write a head in another checkpoint layout
     push        upload a head to the Hugging Face hub
@@ -17,7 +18,7 @@ from importlib import import_module
 
 from speculator.errors import OneLineParser, run_command, start
 
-COMMANDS = ("generate", "serve", "inspect", "export", "push")
+COMMANDS = ("generate", "serve", "adapt", "inspect", "export", "push")
 
 
 def main(argv: list[str] | None = None) -> int:

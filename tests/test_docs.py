@@ -53,7 +53,7 @@ def test_the_reference_has_every_public_name():
 def test_the_reference_has_every_command():
     named = set(re.findall(r"<!-- generated: flags (.*) -->", (ROOT / "docs/reference/command-line.md").read_text()))
     assert {f"data {name}" for name in data.COMMANDS} | {f"eval {name}" for name in eval_.COMMANDS} <= named
-    assert {"eval", "speculator generate", "speculator serve", "speculator export"} <= named
+    assert {"eval", "speculator generate", "speculator serve", "speculator adapt", "speculator export"} <= named
 
 
 def test_the_reference_has_every_section_of_settings():
@@ -136,7 +136,7 @@ def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
 
 
 def known_flags() -> set[str]:
-    names = [f"speculator {name}" for name in ("generate", "serve", "export", "inspect", "push")]
+    names = [f"speculator {name}" for name in ("generate", "serve", "adapt", "export", "inspect", "push")]
     names += [f"data {name}" for name in ("prepare", "generate", "view")]
     names += ["train.py", "eval", "eval tune", "eval lossless", "eval compare", "eval gate"]
     return {flag for name in names for action in parser_of(name)._actions for flag in action.option_strings}

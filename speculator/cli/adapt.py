@@ -1,0 +1,285 @@
+"""`python -m speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
+
+    OUTPUT/speculator             link to the head in use
+    OUTPUT/rounds.html, .svg      page and plot of all rounds
+    OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
+    OUTPUT/round-001/run/         run of train.py
+    OUTPUT/round-001/gate.json    figures of `python -m eval gate`
+    OUTPUT/round-001/round.json   outcome of the round, written last
+
+These files say how far a round is, so the same command resumes it after a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import html
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from speculator.checkpoints.files import read_config
+from speculator.cli.serve import KEY_VARIABLE
+from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
+from speculator.files import make_folder, new_folder, read_json, read_rows, write_bytes, write_json, write_text
+from speculator.terminal import log
+
+HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
+ROOT = Path(__file__).parents[2]
+_POLL_SECONDS = 5
+_LOAD_SECONDS = 600
+_PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</title>
+<style>body {{ font: 15px/1.5 system-ui; max-width: 72rem; margin: auto }} td {{ padding: .2rem .8rem }}</style>
+<h1>Acceptance over rounds</h1>
+<p>Each round measures both heads on the newest answers, which it does not train on.</p>
+<img src="rounds.svg" alt="Acceptance length over rounds"><table>{table}</table>
+"""
+
+
+def add_flags(parser: OneLineParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--server", required=True, metavar="URL", help="server to load new heads into")
+    parser.add_argument(
+        "--record", required=True, type=Path, metavar="FOLDER", help="folder that the server records to"
+    )
+    parser.add_argument("--head", required=True, type=Path, help="folder of the head that the server started with")
+    parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
+    parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=ROOT / "configs" / "continue.yaml",
+        help="settings of train.py (default: configs/continue.yaml)",
+    )
+    parser.add_argument(
+        "--mix",
+        action="append",
+        default=[],
+        metavar="SOURCE@WEIGHT",
+        help="another source to train on, such as self@0.25; the recorded answers have the weight 1",
+    )
+    parser.add_argument(
+        "--gate_flags",
+        type=shlex.split,
+        default=[],
+        metavar="FLAGS",
+        help="flags of `python -m eval gate`, such as '--guard python-sources'",
+    )
+    parser.add_argument(
+        "--every_tokens",
+        type=int,
+        default=200_000,
+        help="recorded answer tokens since the last round that start a round (default: 200000)",
+    )
+    parser.add_argument(
+        "--every_minutes", type=float, help="minutes after which fewer tokens start a round too (default: never)"
+    )
+    parser.add_argument("--rounds", type=int, help="number of rounds after which to stop (default: no end)")
+    parser.add_argument("--api_key", help=f"key of the server (default: ${KEY_VARIABLE})")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Resume the unfinished round, then wait for new answers and begin the next one."""
+    key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
+    check_secret("--api_key", key)
+    refuse(
+        (not (ROOT / "train.py").is_file(), f"adapt runs train.py and `python -m eval`, which are not in {ROOT}"),
+        (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
+    )
+    read_config(arguments.head)
+    read_json(arguments.record / "manifest.json")
+    make_folder(arguments.output)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with _alone(arguments.output) as lock:
+        _ask(arguments.server, key, {})
+        first = str(arguments.head.resolve())
+        rounds, head = _settle(arguments.output, first)
+        if rounds and rounds[0]["old"] != first:
+            raise UserError(f"{arguments.output} began with {rounds[0]['old']}; choose another --output for {first}")
+        last: dict[str, Any] = rounds[-1] if rounds else {"newest": "", "finished": time.time()}
+        while arguments.rounds is None or len(rounds) < arguments.rounds:
+            folder = arguments.output / f"round-{len(rounds) + 1:03d}"
+            if not (folder / "traffic").exists():
+                _wait(arguments, last)
+                _copy_shards(arguments.record, folder / "traffic")
+            last = _round(arguments, folder, head, key, lock)
+            rounds, head = _settle(arguments.output, first)
+            log(f"round {len(rounds)}: {last['gate']['line']}; {last['outcome']}")
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[IO[str]]:
+    """Lock the folder; the commands of a round inherit the lock, so that it outlives a kill as long as they do."""
+    with (output / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{output}: another adapt, or a command that a killed one started, is running") from None
+        yield lock
+
+
+def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the outcomes of the finished rounds and the head in use.
+
+    This deletes what finished rounds no longer need, updates OUTPUT/speculator, and writes the page.
+    """
+    rounds, head = [], first
+    for file in sorted(output.glob("round-*/round.json")):
+        rounds.append(read_json(file))
+        head = rounds[-1]["new"] if rounds[-1]["outcome"] == "loaded" else head
+        for name in ("traffic", "cache", "run/stage1"):
+            shutil.rmtree(file.parent / name, ignore_errors=True)
+    scratch = output / "speculator.partial"
+    scratch.unlink(missing_ok=True)
+    scratch.symlink_to(head)
+    scratch.replace(output / "speculator")
+    if rounds:
+        write_page(output, rounds)
+    return rounds, head
+
+
+def _shards(record: Path) -> list[Path]:
+    return sorted((record / "rows").glob("*.jsonl.gz"))
+
+
+@cache
+def _answer_tokens(shard: Path) -> int:
+    return sum(sum(row["loss_mask"]) for _, row in read_rows(shard))
+
+
+def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
+    """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
+    log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
+    while True:
+        count = 0
+        for shard in _shards(arguments.record):
+            with suppress(UserError):  # the server deletes the oldest shards
+                count += _answer_tokens(shard) if shard.name > last["newest"] else 0
+        minutes = (time.time() - last["finished"]) / 60
+        late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
+        if count >= arguments.every_tokens or (count and late):
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _copy_shards(record: Path, output: Path) -> None:
+    """Freeze the recorded answers by hard links, or copies if the file system has none."""
+    with new_folder(output) as scratch:
+        make_folder(scratch / "rows")
+        shutil.copyfile(record / "manifest.json", scratch / "manifest.json")
+        for shard in _shards(record):
+            with suppress(FileNotFoundError):  # the server deletes the oldest shards
+                try:
+                    os.link(shard, scratch / "rows" / shard.name)
+                except OSError:
+                    shutil.copyfile(shard, scratch / "rows" / shard.name)
+
+
+def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
+    """Train, gate and load; return the outcome, which is also in round.json."""
+    traffic, trained, gate = folder / "traffic", folder / "run", folder / "gate.json"
+    target = arguments.target or read_json(traffic / "manifest.json")["target"]
+    sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
+    new = str((trained / "speculator").resolve())
+    training = [ROOT / "train.py", "--config", arguments.config, "--target.name_or_path", target]
+    training += ["--speculator.warm_start", old, "--data.sources", json.dumps(sources), "--output_dir", trained]
+    _call(training, lock, SPECULATOR_CACHE=str(folder.resolve() / "cache"))
+    if not gate.exists():
+        gating = ["-m", "eval", "gate", old, new, "--target", target, "--suite", traffic, "--output", gate]
+        _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
+    figures = read_json(gate)
+    fault = _ask(arguments.server, key, {"path": new}) if figures["accepted"] else "rejected"
+    outcome = {
+        "old": old,
+        "new": new,
+        "answer_tokens": sum(map(_answer_tokens, _shards(traffic))),
+        "newest": _shards(traffic)[-1].name,
+        "gate": figures,
+        "outcome": fault or "loaded",
+        "finished": time.time(),
+    }
+    write_json(folder / "round.json", outcome)
+    return outcome
+
+
+def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **variables: str) -> None:
+    """Run a command of this project; it prints its own errors."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    process = subprocess.Popen([sys.executable, *map(str, argv)], env=environment, pass_fds=[lock.fileno()])
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()  # train.py saves a checkpoint
+        process.wait()
+        raise
+    refuse((code not in accepted, f"{' '.join(map(str, argv[:3]))} ended with exit code {code}"))
+
+
+def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
+    """Ask the server to load a head; return the reason if it does not. An empty body only checks the server."""
+    url = server.rstrip("/").removesuffix("/v1")
+    try:
+        answer = httpx.post(
+            f"{url}/v1/speculator/load",
+            json=body,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(10, read=_LOAD_SECONDS),
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(f"--server {server}: no answer: {first_line(error)}") from None
+    refuse(
+        (answer.status_code == 401, f"--server {server}: the API key is missing or wrong: give --api_key"),
+        (answer.status_code in (404, 405), f"--server {server} can't load heads: start it with --allow_load"),
+    )
+    return None if answer.is_success else f"not loaded: {answer.text[:300]}"
+
+
+def write_page(output: Path, rounds: Sequence[dict[str, Any]]) -> None:
+    """Write rounds.html and its plot."""
+    lines = [("round", "finished", "answer tokens", "gate", "outcome")]
+    for number, each in enumerate(rounds, start=1):
+        finished = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(each["finished"]))
+        lines.append((str(number), finished, f"{each['answer_tokens']:,}", each["gate"]["line"], each["outcome"]))
+    table = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in line) for line in lines)
+    write_bytes(output / "rounds.svg", _plot(rounds))
+    write_text(output / "rounds.html", _PAGE.format(table=table))
+
+
+def _plot(rounds: Sequence[dict[str, Any]]) -> bytes:
+    """Acceptance length of the old and the new head in each round, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    numbers = range(1, len(rounds) + 1)
+    old, new = zip(*(each["gate"]["suite"]["acceptance_length"] for each in rounds), strict=True)
+    axis.plot(numbers, old, "s-", color="#9aa4ae", label="head before the round")
+    for loaded, fill, label in ((True, "#1f6feb", "new head, loaded"), (False, "none", "new head, not loaded")):
+        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "loaded") is loaded]
+        axis.plot(among, [new[n - 1] for n in among], "o", color="#1f6feb", markerfacecolor=fill, label=label)
+    axis.set_xticks(numbers)
+    axis.set_xlabel("round")
+    axis.set_ylabel("acceptance length")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return content.getvalue()

@@ -1,0 +1,165 @@
+"""`python -m speculator adapt`: rounds of training, gate and swap. `tests/soak` has one with the real commands."""
+
+import gzip
+import json
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import exit_code
+from serving_here import serving, tiny_head_for
+
+from speculator.__main__ import build_parser, main
+from speculator.cli import adapt, drafting, serve
+
+KEY = "secret"
+
+
+def record_shard(record, number: int, rows: int = 2) -> None:
+    (record / "rows").mkdir(parents=True, exist_ok=True)
+    (record / "manifest.json").write_text(json.dumps({"recorded": True, "target": "tiny"}))
+    row = json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
+    (record / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress(f"{row}\n".encode() * rows))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing handles it."""
+
+
+class Loop:
+    """A server, a folder of answers, and stand-ins for training and gate."""
+
+    def __init__(self, target, folder, url, worker):
+        self.folder, self.record, self.url, self.worker = folder, folder / "traffic", url, worker
+        self.target, self.verdicts, self.calls, self.damaged = target, [], [], False
+        tiny_head_for(target).float().save_pretrained(folder / "head")
+        record_shard(self.record, 0)
+
+    def argv(self, *flags: str) -> list[str]:
+        argv = ["adapt", "--server", self.url, "--record", str(self.record), "--head", str(self.folder / "head")]
+        return [*argv, "--api_key", KEY, "--output", str(self.folder / "out"), "--every_tokens", "4", *flags]
+
+    def call(self, argv, lock, accepted=(0,), **variables) -> None:
+        argv = [str(word) for word in argv]
+        value = lambda flag: argv[argv.index(flag) + 1]  # noqa: E731
+        if "gate" in argv:
+            self.calls.append(("gate", argv[3]))
+            suite = {"acceptance_length": [2.0, 2.5]}
+            verdict = {"accepted": self.verdicts.pop(0), "suite": suite, "line": "<faster>"}
+            Path(value("--output")).write_text(json.dumps(verdict))
+        else:
+            self.calls.append(("train", value("--speculator.warm_start")))
+            made = Path(value("--output_dir")) / "speculator"
+            tiny_head_for(self.target).float().save_pretrained(made)
+            if self.damaged:
+                (made / "model.safetensors").write_bytes(b"damaged")
+
+    def round(self, number: int) -> dict:
+        return json.loads((self.folder / "out" / f"round-{number:03d}" / "round.json").read_text())
+
+
+@pytest.fixture
+def loop(chat_target, drafter, tmp_path, monkeypatch):
+    arguments = build_parser("serve").parse_args(["--target", "tiny", "--num_speculative_tokens", "3"])
+    make_drafter = partial(drafting.drafter, target=chat_target, temperatures=[0.0, 1.0])
+    load = partial(serve._load, arguments, chat_target, make_drafter)
+    with serving(chat_target, drafter, load_drafter=load, api_key=KEY) as (url, worker):
+        made = Loop(chat_target, tmp_path, url, worker)
+        monkeypatch.setattr(adapt, "_call", made.call)
+        monkeypatch.setattr(adapt, "_POLL_SECONDS", 0.01)
+        monkeypatch.setattr("signal.signal", lambda *_: None)
+        yield made
+
+
+def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_loaded(loop, capsys):
+    out, heads = loop.folder / "out", [loop.worker.engine.drafter.head]
+    for number, verdict in enumerate([True, False, True, True]):
+        loop.verdicts, loop.damaged = [verdict], number == 2
+        record_shard(loop.record, number)
+        assert main(loop.argv("--rounds", str(number + 1))) == 0
+        heads.append(loop.worker.engine.drafter.head)
+    assert [new is old for old, new in pairwise(heads)] == [False, True, True, False]
+    first, fourth = (str(out / name / "run/speculator") for name in ("round-001", "round-004"))
+    start = str(loop.folder / "head")
+    assert loop.calls == [(name, head) for head in (start, first, first, first) for name in ("train", "gate")]
+    outcomes = [loop.round(number)["outcome"] for number in (1, 2, 3, 4)]
+    assert [outcomes[0], outcomes[1], outcomes[3]] == ["loaded", "rejected", "loaded"]
+    assert outcomes[2].startswith("not loaded")
+    assert (out / "rounds.html").read_text().count("&lt;faster&gt;") == 4
+    assert b"<svg" in (out / "rounds.svg").read_bytes()
+    assert not list(out.glob("round-*/traffic")), "no answers outlive their round"
+    assert main(loop.argv("--rounds", "4")) == 0, "nothing is left to do"
+    assert str((out / "speculator").resolve()) == fourth
+    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]) == 4
+
+
+@pytest.mark.parametrize("moment", ["_copy_shards", "train", "_ask", "write_json", "write_page"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
+    loop.verdicts, killed = [True], []
+
+    def dying(function):
+        def call(*arguments, **settings):
+            due = moment != "_ask" or bool(arguments[2])
+            if due and not killed and not after:
+                killed.append(True)
+                raise Killed
+            function(*arguments, **settings)
+            if due and not killed:
+                killed.append(True)
+                raise Killed
+
+        return call
+
+    name = "_call" if moment == "train" else moment
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt, name, dying(getattr(adapt, name)))
+        with pytest.raises(Killed):
+            main(loop.argv("--rounds", "1"))
+    record_shard(loop.record, 1)  # the server goes on
+    old = loop.worker.engine.drafter.head
+    assert main(loop.argv("--rounds", "1")) == 0
+    assert loop.round(1)["outcome"] == "loaded"
+    begun = moment != "_copy_shards" or after
+    assert loop.round(1)["newest"] == ("00000000.jsonl.gz" if begun else "00000001.jsonl.gz")
+    assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_json" and after))
+    assert loop.verdicts == []
+
+
+def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
+    loop.verdicts, slept = [True, False], []
+
+    def sleep(_) -> None:
+        slept.append(True)
+        record_shard(loop.record, len(slept), rows=1)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(loop.argv("--rounds", "1", "--every_tokens", "7")) == 0
+    assert len(slept) == 2
+    assert loop.round(1)["answer_tokens"] == 8
+    assert main(loop.argv("--rounds", "2", "--every_tokens", "1000", "--every_minutes", "0")) == 0
+    assert len(slept) == 3, "without a new answer nothing begins"
+    assert loop.round(2)["newest"] == "00000003.jsonl.gz"
+
+
+def test_what_cannot_work_is_one_line_before_any_training(loop, chat_target, capsys):
+    with adapt._alone(loop.folder) as lock, serving(chat_target) as (without_route, _):
+        wrong = [
+            ["--output", str(loop.folder)],  # locked
+            ["--api_key", "wrong"],
+            ["--server", without_route],
+            ["--server", "http://127.0.0.1:9"],
+            ["--record", str(loop.folder / "nowhere")],
+            ["--head", str(loop.record)],
+            ["--every_tokens", "0"],
+        ]
+        for flags in wrong:
+            assert exit_code(main, loop.argv(*flags)) == 2, flags
+            assert capsys.readouterr().err.count("\n") == 1, flags
+        assert lock
+    loop.verdicts = [True]
+    assert main(loop.argv("--rounds", "1")) == 0
+    tiny_head_for(chat_target).save_pretrained(loop.folder / "other")
+    assert exit_code(main, loop.argv("--head", str(loop.folder / "other"))) == 2
+    assert [name for name, _ in loop.calls] == ["train", "gate"]
