@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculator.decoding import cuda_graphs
+from speculator.decoding import cuda_graphs, prefill
 from speculator.decoding.cuda_graphs import Captured
-from speculator.decoding.draft import Draft, gather_at, take_at
+from speculator.decoding.draft import Draft, gather_at
 from speculator.decoding.drafter import Drafter, Sequences, Shape
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.request import (
@@ -40,7 +40,7 @@ from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.device import is_out_of_memory
 from speculator.errors import UserError
-from speculator.target.kv_cache import KVCache, bucketed
+from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
 _log = logging.getLogger(__name__)
@@ -418,45 +418,22 @@ class Engine:
             rows = self.scheduler.rows_in(PREFILLING)
         decoding = self.scheduler.count(DECODING)
         budget = max(self.chunk, decoding * self._tokens_per_step) if decoding else None
-        rows, widths = self.scheduler.next_chunk(rows, self.chunk, budget)
-        slots = [self.scheduler.slots[row] for row in rows]
-        sequences, begins = [slot.sequence for slot in slots], [slot.num_computed_tokens for slot in slots]
-        # Rows are padded to the widest chunk, which must fit the cache after the row with the most tokens.
-        width = min(max(widths), self._capacity - bucketed(max(begins), self.target.device))
-        counts = [min(width, own) for own in widths]
-        chunks = [list(text[begin : begin + n]) for text, begin, n in zip(sequences, begins, counts, strict=True)]
-        device = self.target.device
-        tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
-        last = torch.tensor(counts, device=device) - 1
-        self.cache.select(rows[0], rows[-1] + 1, max(begins))
-        self.cache.truncate(torch.tensor(begins))
-        with self.target.aux_layers.recorded(self._aux_layers) as states:
-            hidden = self.target.extend(self.cache, tokens, counts=last + 1)
-        self.cache.commit(last + 1)
-        if self.drafter:
-            self.drafter.prefill(rows[0], sequences, begins, states(hidden), counts)
-        for slot, count in zip(slots, counts, strict=True):
+        chunk = prefill.next_chunk(self.scheduler, rows, self.chunk, budget, self.cache)
+        hidden = prefill.process(chunk, self.target, self.cache, self.drafter)
+        self.num_prefilled_tokens += sum(chunk.counts)
+        complete = {}
+        for i, count in enumerate(chunk.counts):
+            slot = self.scheduler.slots[chunk.start + i]
             slot.num_computed_tokens += count
-        self.num_prefilled_tokens += sum(counts)
-        complete = {
-            row: slot.request
-            for row, slot in zip(rows, slots, strict=True)
-            if slot.request and slot.num_computed_tokens == len(slot.sequence)
-        }
+            if slot.request and slot.num_computed_tokens == len(slot.sequence):
+                complete[i] = slot.request
         if complete:
-            self._sample_first_tokens(complete, take_at(hidden, last)[[row - rows[0] for row in complete]])
+            self._start_decoding({chunk.start + i: request for i, request in complete.items()}, hidden[list(complete)])
 
-    def _sample_first_tokens(self, requests: dict[int, Request], hidden: Tensor) -> None:
-        """Sample each row's next token from its last hidden state [R, D]; a preempted request has a completion."""
-        sampling = RowSampling([request.sampling for request in requests.values()], hidden.device)
-        logits = self.target.logits(hidden)
-        lengths = torch.tensor([len(request.sequence) for request in requests.values()], device=hidden.device)
-        noise = Noise(sampling, lengths, self.target.vocab_size, 0, coupled=True)
-        first = noise.samples(logits[:, None], Draft.none(lengths))[:, 0]
-        (first,) = self.target.broadcast(first)
+    def _start_decoding(self, requests: dict[int, Request], hidden: Tensor) -> None:
+        """Sample each row's next token from its last hidden state [R, D], and decode the row from now on."""
+        first, logprobs = prefill.first_tokens(self.target, list(requests.values()), hidden)
         self.pending[list(requests)] = first
-        num_top = max_logprobs(requests.values())
-        logprobs = None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
             self.scheduler.slots[row].phase = DECODING
             if not request.finish_reason:

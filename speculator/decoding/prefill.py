@@ -1,0 +1,76 @@
+"""Prefill: a chunk of the waiting prompts goes through the target, and complete prompts get their first new token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft, take_at
+from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
+from speculator.decoding.request import Request, max_logprobs
+from speculator.decoding.sampling import Noise, RowSampling
+from speculator.decoding.scheduler import Scheduler
+from speculator.target.kv_cache import KVCache, bucketed
+from speculator.target.model import Target
+
+
+@dataclass
+class Chunk:
+    """Prompt tokens that one forward pass processes, of neighbouring rows.
+
+    Attributes:
+        start: the first row.
+        sequences: each row's prompt; of a preempted request, its completion too.
+        begins: tokens of each sequence that are in the cache.
+        counts: tokens of each sequence in the chunk.
+    """
+
+    start: int
+    sequences: Sequences
+    begins: list[int]
+    counts: list[int]
+
+
+def next_chunk(scheduler: Scheduler, rows: list[int], width: int, budget: int | None, cache: KVCache) -> Chunk:
+    """Choose up to `width` tokens of neighbouring rows, and at most `budget` tokens of all rows together."""
+    rows, widths = scheduler.next_chunk(rows, width, budget)
+    slots = [scheduler.slots[row] for row in rows]
+    begins = [slot.num_computed_tokens for slot in slots]
+    # Rows are padded to the widest chunk, which must fit the cache after the row with the most tokens.
+    room = cache.capacity - bucketed(max(begins), cache.lengths.device)
+    return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
+
+
+def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | None) -> Tensor:  # [R, D]
+    """Run target and drafter over a chunk; return the hidden state of each row's last token."""
+    width, device = max(chunk.counts), target.device
+    parts = [text[n : n + count] for text, n, count in zip(chunk.sequences, chunk.begins, chunk.counts, strict=True)]
+    tokens = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
+    counts = torch.tensor(chunk.counts, device=device)
+    cache.select(chunk.start, chunk.start + len(parts), max(chunk.begins))
+    cache.truncate(torch.tensor(chunk.begins))
+    with target.aux_layers.recorded(drafter.aux_layers if drafter else ()) as states:
+        hidden = target.extend(cache, tokens, counts=counts)
+    cache.commit(counts)
+    if drafter:
+        drafter.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)
+    return take_at(hidden, counts - 1)
+
+
+def first_tokens(
+    target: Target,
+    requests: Sequence[Request],
+    hidden: Tensor,  # [R, D] of the last token of each request's sequence
+) -> tuple[Tensor, list[list[TokenLogprobs]] | None]:  # [R]
+    """Sample the next token of each request, and return it with its log-probabilities, if one asks for them."""
+    logits = target.logits(hidden)
+    lengths = torch.tensor([len(request.sequence) for request in requests], device=hidden.device)
+    sampling = RowSampling([request.sampling for request in requests], hidden.device)
+    noise = Noise(sampling, lengths, target.vocab_size, 0, coupled=True)
+    (first,) = target.broadcast(noise.samples(logits[:, None], Draft.none(lengths))[:, 0])
+    num_top = max_logprobs(requests)
+    return first, None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)
