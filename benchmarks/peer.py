@@ -102,6 +102,7 @@ class Problem:
     def ours(self, work: str) -> Stepper:
         head = type(self.made)(self.made.config).to(self.device)
         head.load_state_dict(self.made.state_dict())
+        pack_linears(head)  # as the trainer does
         output = self.bind(head)
         loss: ChunkedLoss = ChunkedLoss(output, self.weights, len(self.embedding))
         if work == "equal work":

@@ -19,6 +19,7 @@ from speculator.errors import UserError
 from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
+from speculator.target.linear import pack_linears
 from speculator.target.model import Target
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
@@ -110,6 +111,7 @@ class SpeculatorTrainer(Trainer):
         self.patience = patience
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size)
         self._aux_layers = kwargs["model"].aux_layers
+        pack_linears(kwargs["model"])
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Metric]] = {"train": {}, "eval": {}}

@@ -2,13 +2,16 @@
 
 Speculative decoding pays because verifying G+1 tokens reads the weights once, as a plain step does. torch's own product
 (MKL) takes two to three times as long for a few rows as for one on some processors (docs/lab/linear.md). Each
-weight therefore has a second copy in oneDNN's layout, multiplied by the operators that torch.compile generates. Small
-products, other dtypes and devices, and calls that need a gradient use torch's own product.
+weight therefore has a second copy in oneDNN's layout, multiplied by the operators that torch.compile generates.
+
+Products that need a gradient use oneDNN too, without a copy; there torch's own float32 products took twice as long.
+Small products, other dtypes and other devices use torch's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +66,27 @@ class _Copy:
         return self._original.data_ptr() == weight.data_ptr() and self._version == weight._version
 
 
+class _Trained(torch.autograd.Function):
+    """`torch.nn.functional.linear` whose three products are oneDNN's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x, d_weight, d_bias = ctx.needs_input_grad
+        d_rows = d_out.flatten(0, -2)
+        return (
+            product(d_out, weight.T) if d_x else None,
+            product(d_rows.T, x.flatten(0, -2).T) if d_weight else None,
+            d_rows.sum(0) if d_bias else None,
+        )
+
+
 class PackedLinear(nn.Linear):
     """A `torch.nn.Linear` that multiplies by a copy of its weight in oneDNN's layout.
 
@@ -75,10 +99,12 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
         weight = self._parameters.get("weight")  # `self.weight` takes longer to look up
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
-        if weight is None or trained or not _is_fast(input, weight) or torch.compiler.is_compiling():
+        if weight is None or not _is_fast(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
         if input.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS:
             return nn.functional.linear(input, weight, self.bias)
+        if trained:
+            return _Trained.apply(input, weight, self.bias)
         if self._copy is None or not self._copy.is_current(weight):
             self._copy = _Copy(weight)
         return _onednn(input, self._copy.packed, self.bias)

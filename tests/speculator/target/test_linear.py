@@ -78,6 +78,25 @@ def test_gradients_are_kept(layer):
     assert layer._copy is None
 
 
+@needs_onednn
+@pytest.mark.parametrize("shape", [(5,), (2, 3)])
+def test_a_trained_layer_has_torchs_gradients(shape):
+    torch.manual_seed(0)
+    ours = nn.Linear(WIDE, HIGH)
+    theirs, x = copy.deepcopy(ours).double(), torch.randn(*shape, WIDE, requires_grad=True)
+    pack_linears(ours)
+    exact = x.detach().double().requires_grad_()
+    weights = torch.randn(*shape, HIGH)
+    out = ours(x)
+    assert "_Trained" in type(out.grad_fn).__name__
+    (out * weights).sum().backward()
+    (theirs(exact) * weights).sum().backward()
+    given = (x, ours.weight, ours.bias)
+    for mine, other in zip(given, (exact, theirs.weight, theirs.bias), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad.float(), rtol=1e-5, atol=1e-5)
+    assert ours._copy is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_use_torchs_product(layer, dtype):
     layer.to(dtype)
