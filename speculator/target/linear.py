@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 _MIN_MULTIPLICATIONS = 2**20
 """Below this torch's own product is as fast or faster: calling oneDNN takes longer."""
+_MIN_MULTIPLICATIONS_PACKED = 2**16
+"""The same for a weight in oneDNN's layout. It has to be small: if plain decoding of a small model stayed below it and
+verification did not, drafts would seem to pay more than they do."""
 
 
 def _dtypes() -> tuple[torch.dtype, ...]:
@@ -101,7 +104,7 @@ class PackedLinear(nn.Linear):
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
         if weight is None or not _is_fast(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
-        if input.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS:
+        if input.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS_PACKED:
             return nn.functional.linear(input, weight, self.bias)
         if trained:
             return _Trained.apply(input, weight, self.bias)

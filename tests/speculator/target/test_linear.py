@@ -37,6 +37,16 @@ def test_packed_products_equal_torchs_own(layer, shape, dtype):
 
 
 @needs_onednn
+def test_one_row_of_a_small_model_is_multiplied_as_several_are():
+    """Otherwise plain decoding would be slower than it could be, and drafts would seem to pay more than they do."""
+    small = nn.Linear(576, 192).requires_grad_(False)
+    pack_linears(small)
+    with torch.no_grad():
+        small(torch.randn(1, 576))
+    assert small._copy is not None
+
+
+@needs_onednn
 @pytest.mark.parametrize("change", ["in place", "data", "loaded"])
 def test_a_changed_weight_is_packed_again(layer, change):
     x = torch.randn(3, WIDE)
