@@ -282,6 +282,7 @@ class Engine:
         draft, noise = self.draft(sequences)
         verified = self.verify(draft, noise)
         self.commit(verified)
+        self.update_drafter(verified)
         return verified.report
 
     @property
@@ -337,14 +338,18 @@ class Engine:
         return Verified(tokens, hidden, accepted, next_token, report)
 
     def commit(self, verified: Verified) -> None:
-        """Keep the pending token and the accepted ones in the cache and in the drafter."""
-        counts = verified.accepted + 1
-        if self.capturing:
-            counts = counts * self.selected_active
-        self.cache.commit(counts)  # rejected positions become free; nothing is copied
+        """Keep the pending token and the accepted ones in the cache."""
+        self.cache.commit(self._counts(verified))  # rejected positions become free; nothing is copied
         self.selected_pending.copy_(verified.next_token)
+
+    def update_drafter(self, verified: Verified) -> None:
+        """Keep the same tokens in the drafter."""
         if self.drafter:
-            self.drafter.commit(verified.tokens, verified.hidden, counts)
+            self.drafter.commit(verified.tokens, verified.hidden, self._counts(verified))
+
+    def _counts(self, verified: Verified) -> Tensor:
+        counts = verified.accepted + 1
+        return counts * self.selected_active if self.capturing else counts
 
     # ---- host work around a step
 
@@ -501,9 +506,7 @@ class Engine:
             assert engine is not None
             if not engine.capturing or engine._num_logprobs is not None:
                 return work.work(engine, *arguments)
-            layers = engine.cache.recurrent.values()
-            state = [engine.cache.lengths, engine.pending, *(state for layer in layers for state in layer.states)]
-            state += engine.drafter.buffers if engine.drafter else ()
+            state = [*engine.cache.state, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
                 drafting = engine.drafter and (engine.drafter.shape, engine.drafter.version)
                 key = (len(engine.selected_pending), engine.cache.longest, engine.sampling.kind, drafting)

@@ -47,7 +47,7 @@ class StepSeconds:
     Attributes:
         plain: plain steps.
         draft: selecting the rows, drafting, and updating the drafter.
-        verify: verification, the accept rule and the copy to the host.
+        verify: verification, the accept rule, the commit and the copy to the host.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -103,19 +103,21 @@ def timed_steps(
     while engine.scheduler.prefilling:
         engine.prefill()
     cache, who, capturing = engine.cache, engine.drafter, engine.capturing
-    plainly, propose, verify, keep = map(engine.capturable_method, ("decode_rows", "draft", "verify", "commit"))
+    methods = ("decode_rows", "draft", "verify", "commit", "update_drafter")
+    plainly, propose, verify, commit, update = map(engine.capturable_method, methods)
 
     def plain_steps() -> float:
         """Seconds of a block of plain steps, without the first one."""
-        lengths, pending = cache.lengths.clone(), engine.pending.clone()
+        state = [*cache.state, engine.pending]
+        before = [each.clone() for each in state]
         engine.drafter, engine.capturing = None, capturable(target, None)
         seconds = [
             clock(lambda: engine.append_tokens(plainly(engine.select_decoding_rows()).tolist()))[0]
             for _ in range(BLOCK)
         ]
         engine.drafter, engine.capturing = who, capturing
-        cache.lengths.copy_(lengths)
-        engine.pending.copy_(pending)
+        for each, old in zip(state, before, strict=True):
+            each.copy_(old)
         for request in requests:
             del request.sequence[-BLOCK:]
         return sum(seconds[1:])
@@ -128,10 +130,11 @@ def timed_steps(
             plain, sums = plain_steps(), [0.0, 0.0]
         drafting, (draft, noise) = clock(lambda: propose(engine.select_decoding_rows()))
         verifying, result = clock(verify, draft, noise)
-        committing, _ = clock(keep, result)
+        committing, _ = clock(commit, result)
+        updating, _ = clock(update, result)
         appending, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
         if place:
-            sums = [sums[0] + drafting + committing, sums[1] + verifying + appending]
+            sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
         if place == BLOCK - 1 and Captured.prepared == prepared:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)

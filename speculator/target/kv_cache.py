@@ -204,6 +204,11 @@ class KVCache(Cache):
     def single_row(self) -> bool:
         return self.bucket == 1 and self.rows[1] - self.rows[0] == 1
 
+    @property
+    def state(self) -> list[Tensor]:
+        """Return the tensors that a step changes in place, besides free positions."""
+        return [self.lengths, *(state for layer in self.recurrent.values() for state in layer.states)]
+
     @contextmanager
     def writing(
         self, width: int, tree: TokenTree | None = None, base: int = 0, counts: Tensor | None = None

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 import torch
-from conftest import Oracle, tiny_head, tiny_model
+from conftest import RECURRENT_RUNS, Oracle, tiny_head, tiny_model
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
 from speculator.drafters.adaptive import LookupPath
@@ -44,10 +44,12 @@ def test_a_machine_that_halves_its_speed_or_stalls_once_changes_nothing():
         assert both.figures(4)[name] == pytest.approx(fast.figures(4)[name])
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=RECURRENT_RUNS)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["chain", "tree", "ngram"])
-def test_the_steps_walked_are_the_loops(target, kind, temperature):
+def test_the_steps_walked_are_the_loops(kind, temperature, family):
     """Same drafts kept, same tokens, batch and seeds: what is measured is what runs."""
+    target = Target(tiny_model(family), tokenizer=None)
     make = {
         "chain": lambda: HeadDrafter(tiny_head()),
         "tree": lambda: HeadDrafter(tiny_head(), Tree((2, 2, 1), 5)),
