@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig
 
 from speculator.device import resolve_device, synchronize
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
@@ -22,7 +22,7 @@ from speculator.target.model import Target
 
 @dataclass(frozen=True)
 class Preset:
-    """Shapes of a target (arguments of LlamaConfig) and its head (arguments of MLPSpeculatorConfig).
+    """Shapes of a target (arguments of its config class) and its head (arguments of MLPSpeculatorConfig).
 
     `acceptance_length` is a published figure for projections, with its source.
     """
@@ -31,6 +31,7 @@ class Preset:
     head: dict[str, Any]
     acceptance_length: float
     source: str
+    config_class: type[PreTrainedConfig] = LlamaConfig
 
 
 NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -55,6 +56,10 @@ def _untied(inner_dim: int, n_predict: int) -> dict[str, Any]:
     return {"inner_dim": inner_dim, "n_predict": n_predict, "tie_weights": False, "scale_input": False}
 
 
+_SMOLLM2 = llama(49_152, 576, 1536, 30, 9, 3, 8192)
+_MEASURED = "docs/lab/smollm2: an MLP head that drafts 3 tokens, 26 prompts of Spec-Bench, temperature 0"
+_LINEAR_ATTENTION = {"linear_num_key_heads": 9, "linear_num_value_heads": 9}
+_LINEAR_ATTENTION |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
 PRESETS = {
     "llama-3-8b": Preset(
         llama(128_256, 4096, 14_336, 32, 32, 8, 8192),
@@ -68,11 +73,9 @@ PRESETS = {
         acceptance_length=3.03,
         source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
     ),
-    "smollm2-135m": Preset(
-        llama(49_152, 576, 1536, 30, 9, 3, 8192),
-        _untied(576, 3),
-        acceptance_length=1.31,
-        source="docs/lab/smollm2: the MLP head on 26 prompts of Spec-Bench, temperature 0",
+    "smollm2-135m": Preset(_SMOLLM2, _untied(576, 8), acceptance_length=1.31, source=_MEASURED),
+    "smollm2-135m-hybrid": Preset(  # linear attention in three of four layers
+        _SMOLLM2 | _LINEAR_ATTENTION, _untied(576, 8), 1.31, _MEASURED, config_class=Qwen3_5TextConfig
     ),
     "tiny": Preset(
         llama(512, 64, 128, 2, 4, 2, 1024),
@@ -85,7 +88,8 @@ PRESETS = {
 
 def random_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
     """Create a target of a preset's shape directly on the device and in its dtype."""
-    config = LlamaConfig(**PRESETS[name].target, **NO_ENDS)
+    preset = PRESETS[name]
+    config = preset.config_class(**preset.target, **NO_ENDS)
     config.name_or_path = f"{name}, random weights"
     return of_random_weights(config, dtype, resolve_device())
 
@@ -106,18 +110,19 @@ def random_head(target: Target, shape: dict[str, Any], dtype: torch.dtype = torc
 
 
 def step_bytes(target: Target, rows: int, live: int) -> int:
-    """Bytes that a forward pass must read: every weight once, and keys and values of `live` positions per row.
+    """Bytes that a forward pass must read: every weight once, states, and keys and values of `live` positions per row.
 
     An embedding table that is not tied to the output matrix does not count: only a few of its rows are read.
     """
-    model, config = target.model, target.config
+    model, cache = target.model, target.cache(1, 1)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert isinstance(embedding, nn.Parameter)
     if embedding is not output:
         weights -= embedding.nbytes
-    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * embedding.element_size()
-    return weights + rows * live * position
+    position = sum(stack[:, 0, :, 0].nbytes for stack in cache.stacks.values())
+    states = sum(state.nbytes for layer in cache.recurrent.values() for state in layer.states)
+    return weights + rows * (states + live * position)
 
 
 def draft_bytes(head: MLPSpeculator, length: int) -> float:
