@@ -7,7 +7,7 @@ from math import inf
 import pytest
 import torch
 from conftest import AlternatingDrafter, alternating_drafter, tiny_head, tiny_model
-from enumeration import branching, every_run, joint_distribution
+from enumeration import distance_of_runs, joint_distribution
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculator import (
@@ -57,22 +57,17 @@ def distance(
     target, head = small
     auto = alternating_drafter(head, cost)
 
-    def decode(pick):
-        with monkeypatch.context() as patch:
-            branching(patch, pick, rules)
-            drafter = drafter_class(head, auto.choices, auto.lookup, auto.cost)
-            engine = engine_class(target, drafter, slots=1)
-            request = engine.submit(PROMPT, SAMPLING, max_new_tokens=count)
-            while engine.busy:
-                engine.step()
-                if taken is not None and hasattr(engine.drafter, "shape"):
-                    taken[type(engine.drafter.shape).__name__, engine.drafter.shape.nodes] += 1
-            return tuple(request.tokens)
+    def run() -> tuple[int, ...]:
+        drafter = drafter_class(head, auto.choices, auto.lookup, auto.cost)
+        engine = engine_class(target, drafter, slots=1)
+        request = engine.submit(PROMPT, SAMPLING, max_new_tokens=count)
+        while engine.busy:
+            engine.step()
+            if taken is not None and hasattr(engine.drafter, "shape"):
+                taken[type(engine.drafter.shape).__name__, engine.drafter.shape.nodes] += 1
+        return tuple(request.tokens)
 
-    made = every_run(decode)
-    exact = joint_distribution(target.model, PROMPT, count, SAMPLING)
-    assert sum(made.values()) == pytest.approx(1)
-    return 0.5 * sum(abs(made.get(text, 0) - exact.get(text, 0)) for text in made.keys() | exact.keys())
+    return distance_of_runs(monkeypatch, run, joint_distribution(target.model, PROMPT, count, SAMPLING), rules)
 
 
 def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(small, monkeypatch):

@@ -1,9 +1,11 @@
 """Recurrent layers: states roll back exactly, and nothing but the rows' own tokens moves them."""
 
+import copy
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+import httpx
 import pytest
 import torch
 from conftest import (
@@ -16,8 +18,11 @@ from conftest import (
     tiny_block_head,
     tiny_head,
     tiny_model,
+    tiny_tokenizer,
 )
-from enumeration import chi_square_p, joint_distribution
+from enumeration import chi_square_p, distance_of_runs, joint_distribution
+from serving_here import serving
+from transformers import AutoModelForCausalLM
 
 from speculator import (
     Candidates,
@@ -27,6 +32,8 @@ from speculator import (
     Engine,
     HeadDrafter,
     HybridDrafter,
+    MLPSpeculator,
+    MLPSpeculatorConfig,
     NgramDrafter,
     Sampling,
     Target,
@@ -39,7 +46,7 @@ from speculator.target.recurrences import delta_rule
 from speculator.target.recurrent import RecurrentLayer
 
 pytestmark = RECURRENT_RUNS
-PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in (5, 1, 11, 4, 23, 2, 31, 9)]
+PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in (5, 1, 13, 4, 23, 2, 31, 9)]
 FEW = ["qwen3_5", *(pytest.param(family, marks=pytest.mark.soak) for family in ("lfm2", "falcon_h1", "jamba"))]
 """A delta rule; a convolution only, attention and state-space in one layer, Mamba 1."""
 
@@ -121,17 +128,61 @@ def test_sampled_text_follows_the_enumerated_distribution(family, shape):
     assert sampled_p_value(family, HeadDrafter(tiny_head(), shape)) > 1e-4
 
 
-def sampled_p_value(family: str, drafter, spoil=None, rows: int = 2000) -> float:
+def sampled_p_value(family: str, drafter, rows: int = 2000) -> float:
     """Test the joint distribution of the new tokens after the first, which the prefill gives."""
     model, sampling = tiny_model(family, scale=2.0), Sampling(1.0, top_k=6, seed=3)
     expected: Counter = Counter()
     for tokens, probability in joint_distribution(model, PROMPTS[0], 3, sampling).items():
         expected[tokens[1:]] += probability
     target = Target(model, tokenizer=None)
-    if spoil:
-        spoil()
     made = generate(target, drafter, [PROMPTS[0]] * rows, sampling, max_new_tokens=3)
     return chi_square_p(Counter(tuple(row[1:]) for row in made.tokens), expected, rows)
+
+
+def small(family: str = "qwen3_5") -> tuple[Target, MLPSpeculator]:
+    """A target of four tokens whose states last, and a head for it."""
+    torch.manual_seed(3)
+    config = copy.deepcopy(RECURRENT[family])
+    config.vocab_size = 4
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.data *= 4
+        if name.endswith("A_log"):
+            weight.data.fill_(-3)
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=4, emb_dim=32, inner_dim=8, n_predict=2))
+    return Target(model, tokenizer=None), head
+
+
+def distance(target: Target, drafter: HeadDrafter, rule: str, monkeypatch) -> float:
+    """Total variation of the engine's texts in all its runs, beside a longer prompt with the same prefix."""
+    prompt, sampling = [0, 1, 0, 2, 3, 1, 2, 2, 0, 3, 1], Sampling(1.0, top_k=2)
+
+    def run() -> tuple[int, ...]:
+        engine = Engine(target, drafter, slots=2, rule=rule)
+        engine.submit([*prompt[:-1], 2, 0, 3, 1, 3], max_new_tokens=1)
+        request = engine.submit(prompt, sampling, max_new_tokens=4)
+        engine.run()
+        return tuple(request.tokens)
+
+    return distance_of_runs(monkeypatch, run, joint_distribution(target.model, prompt, 4, sampling))
+
+
+RULES = [
+    pytest.param(Chain(2), "match", id="match"),
+    pytest.param(Candidates((2, 1)), "match", id="match-tree"),
+    *(pytest.param(Chain(2), rule, id=rule, marks=pytest.mark.soak) for rule in ("rejection", "block")),
+    pytest.param(Candidates((2, 1)), "multi_candidate", id="multi_candidate", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("shape", "rule"), RULES)
+@pytest.mark.parametrize("family", FEW)
+def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(family, shape, rule, monkeypatch):
+    target, head = small(family)
+    assert (
+        distance(target, HeadDrafter(head, shape), rule, monkeypatch) < 1e-4
+    )  # rounding; a wrong state gives 0.05 and more
 
 
 # ---- known-wrong variants
@@ -185,9 +236,15 @@ def test_wrong_states_change_the_text(wrong, monkeypatch):
     assert Engine(target, Mistaken(expected), slots=3, chunk=8).generate(PROMPTS, max_new_tokens=24).tokens != expected
 
 
-def test_a_wrong_state_changes_the_distribution(monkeypatch):
-    drafter = HeadDrafter(tiny_head(), Chain(2))
-    assert sampled_p_value("qwen3_5", drafter, lambda: convolution_not_gathered(monkeypatch)) < 1e-6
+def prefix_shared_past_a_boundary(monkeypatch):
+    monkeypatch.setattr("speculator.decoding.engine.Scheduler", lambda slots, recurrent: Scheduler(slots))
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, prefix_shared_past_a_boundary])
+def test_wrong_states_change_the_exact_distribution(wrong, monkeypatch):
+    target, head = small()
+    wrong(monkeypatch)
+    assert distance(target, HeadDrafter(head, Chain(2)), "match", monkeypatch) > 0.02
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -221,10 +278,22 @@ def test_prefixes_are_shared_where_a_state_exists(head):
         assert engine.num_prefilled_tokens - before < sum(map(len, turns)) - (30 if head is None else 0)
 
 
+def test_a_server_answers_with_a_shared_system_prompt_exactly():
+    """At once, and again when the slots that read the prompt have gone on."""
+    target = Target(tiny_model("qwen3_5").double(), tiny_tokenizer())
+    expected = written(target.model, 9, SIBLINGS)
+    with serving(target, HeadDrafter(tiny_head().double(), Chain(2))) as (url, _), httpx.Client() as client:
+        body = {"max_tokens": 9, "temperature": 0, "return_token_ids": True}
+        for prompts in (SIBLINGS, *([each] for each in SIBLINGS)):
+            answer = client.post(f"{url}/v1/completions", json={"prompt": prompts, **body}, timeout=60).json()
+            made = [choice["token_ids"] for choice in answer["choices"]]
+            assert made == [expected[SIBLINGS.index(prompt)] for prompt in prompts]
+
+
 def test_a_prefix_without_a_state_is_not_shared(monkeypatch):
     target = Target(tiny_model("qwen3_5").double(), tokenizer=None)
     expected = written(target.model, 9, SIBLINGS)
-    monkeypatch.setattr("speculator.decoding.engine.Scheduler", lambda slots, recurrent: Scheduler(slots))
+    prefix_shared_past_a_boundary(monkeypatch)
     assert Engine(target, slots=4).generate(SIBLINGS, max_new_tokens=9).tokens != expected
 
 
