@@ -39,6 +39,7 @@ KEPT = {
     "markov_rank": int,
     "sample_from_anchor": bool,
     "is_causal": bool,
+    "sliding_window": int,
     "confidence_head": bool,
 }
 OUTPUT = "lm_head.weight"
@@ -49,8 +50,12 @@ _PREFIX = "model."
 
 def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
     """Return the layers as a transformers config."""
-    count = config.num_hidden_layers
-    own = {"num_hidden_layers": count, "attention_bias": False, "layer_types": ["full_attention"] * count}
+    count, window = config.num_hidden_layers, config.sliding_window
+    own: dict[str, Any] = {"num_hidden_layers": count, "attention_bias": False}
+    if window is None:
+        own["layer_types"] = ["full_attention"] * count
+    else:  # llama.cpp reads use_sliding_window, others read layer_types
+        own |= {"layer_types": ["sliding_attention"] * count, "sliding_window": window, "use_sliding_window": True}
     return layer_config(config, model_type="qwen3", **own)
 
 
@@ -109,7 +114,8 @@ def kind_of(config: DSparkSpeculatorConfig) -> str:
 
 def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     """Build config.json of the `speculators` library."""
-    refuse((config.is_causal, "the speculators layout has no causal blocks with full attention, and this head has"))
+    full = config.sliding_window is None
+    refuse((config.is_causal and full, "the speculators layout has no causal blocks with full attention: use dspark"))
     kind = kind_of(config)
     return {
         "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
@@ -121,7 +127,7 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, 
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         **(own_fields(config) if kind == "dspark" else {"sample_from_anchor": False}),
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not config.is_causal,
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": config.aux_layers,
         "speculators_config": method(config, kind),
@@ -147,11 +153,17 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
     from_anchor = False if dflash else read.get("sample_from_anchor", None if foreign else True)
     rank = 0 if dflash else read.get("markov_rank", 0)
     confidence = bool(read.get("enable_confidence_head", False))
-    kind, windows = read.get("markov_head_type", "vanilla"), "sliding_attention" in (read.get("layer_types") or ())
+    kind, types = read.get("markov_head_type", "vanilla"), set(read.get("layer_types") or ())
+    sliding = "sliding_attention" in types or nested.get("use_swa", False)
+    # Absent keys: in servers, layers with a window are causal, and with use_swa they are not.
+    causal = not read.get("sliding_window_non_causal", False) if foreign else "sliding_attention" in types
     refuse(
         (layers.attention_bias, f"{file}: attention_bias must be false"),
         (kind != "vanilla", f"{file}: markov_head_type is {kind!r}; must be 'vanilla'"),
-        (windows, f"{file}: layer_types has sliding_attention; must be full_attention"),
+        (
+            sliding and len(types) > 1,
+            f"{file}: layer_types must be the same for all layers: {', '.join(sorted(types))}",
+        ),
         (from_anchor is None, f"{file}: sample_from_anchor is missing; vLLM assumes false, and speculators true"),
         (dflash and read.get("sample_from_anchor"), f"{file}: sample_from_anchor must be false for DFlash"),
         (
@@ -168,7 +180,8 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
         "mask_token_id": nested["mask_token_id"],
         "markov_rank": rank,
         "sample_from_anchor": from_anchor,
-        "is_causal": read.get("is_causal", nested.get("causal", False)),
+        "sliding_window": nested.get("swa_window_size", read.get("sliding_window")) if sliding else None,
+        "is_causal": read.get("is_causal", nested.get("causal", sliding and causal)),
         "confidence_head": confidence,
         **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
     }
@@ -204,8 +217,9 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
     """List the programs that may load the `speculators` layout."""
     kind = kind_of(config)
     model = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
+    window = ", which counts the sliding window from a block's anchor" if config.sliding_window else ""
     return [
-        Server(f"speculators {VERSION}", True, f'{model}.from_pretrained("{folder}")'),
+        Server(f"speculators {VERSION}", True, f'{model}.from_pretrained("{folder}")' + window),
         Server("vLLM, SGLang, llama.cpp", False, f"untested: export --format {kind}"),
     ]
 
@@ -220,6 +234,7 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
         sglang = f"--speculative-algorithm {name.upper()} --speculative-num-draft-tokens {slots}"
         convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
         rope = (config.rope_parameters or {}).get("rope_type", "default")
+        window = ["tested sliding window"] * (config.sliding_window is not None)
         cut = ["draft vocabulary"] * (config.draft_vocab_size is not None)
         no_markov = ["DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
         plain_rope = [f"{rope} rope and takes the plain one"] * (rope != "default")
@@ -235,7 +250,7 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
             ),
             server(
                 "SGLang 0.5.23",
-                cut + no_markov,
+                cut + no_markov + window,
                 f"sglang serve --model-path {base} --speculative-draft-model-path {folder} {sglang}",
             ),
             server(

@@ -36,6 +36,7 @@ KINDS = {
     "dspark": (DSparkSpeculatorConfig, "dspark", BLOCK),
     "fill-in dspark": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "sample_from_anchor": False}),
     "causal dspark": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "is_causal": True}),
+    "dspark, window": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "sliding_window": 8}),
     "dspark, draft vocabulary": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "draft_vocab_size": 2000}),
     "dflash": (DSparkSpeculatorConfig, "dflash", {**BLOCK, **DFLASH}),
     "eagle3": (Eagle3SpeculatorConfig, "eagle3", FLAGS),

@@ -18,6 +18,7 @@ KINDS = {
     "fill-in dspark": {"sample_from_anchor": False},
     "three layers, llama3 rope": {"num_hidden_layers": 3, "rope_parameters": LLAMA3},
     "dflash": DFLASH,
+    "dflash, causal": {**DFLASH, "is_causal": True, "sliding_window": 64},  # of full attention it has no causal blocks
     "dflash, draft vocabulary": {**DFLASH, "draft_vocab_size": 100},
 }
 

@@ -121,12 +121,13 @@ def test_text_and_draft_tokens_equal_ours(tmp_path, model, texts, layout, run_in
     assert all(abs(a - b) <= len(texts) for a, b in zip(accepted, per_position, strict=True))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_every_token_of_a_dflash_head_is_ours(tmp_path, texts, layers, run_in, report):
+@pytest.mark.parametrize(("layers", "window"), [(1, None), (2, None), (2, 8)])
+def test_every_token_of_a_dflash_head_is_ours(tmp_path, texts, layers, window, run_in, report):
     """The weights of `k_norm` stay 1: vLLM's CPU backend norms the text's keys of every layer by the first one's."""
     target = Target.load(str(TARGET), dtype="float32")
     torch.manual_seed(0)
     changes = {"n_predict": LENGTH, "num_hidden_layers": layers, "mask_token_id": 3, **DFLASH}
+    changes["sliding_window"] = window
     config = DSparkSpeculatorConfig.for_target(target.config, base_model_name_or_path=str(TARGET), **changes)
     head = bind(DSparkSpeculator(config), target)
     for layer in head.layers:
@@ -145,7 +146,9 @@ def test_every_token_of_a_dflash_head_is_ours(tmp_path, texts, layers, run_in, r
         for mine, (*_, its) in zip(drafts, theirs["drafts"], strict=False):
             same, drafted = same + sum(a == b for a, b in zip(mine, its, strict=True)), drafted + len(mine)
     found = sum(sum(run["accepted"]) for run in made)
-    report(f"DFlash, {layers} layers: {same} of {drafted} tokens equal; accepted: vLLM {found}, ours {kept}")
+    report(
+        f"DFlash, {layers} layers, window {window}: {same} of {drafted} tokens equal; accepted: vLLM {found}, ours {kept}"
+    )
     assert same == drafted
     assert 0 < kept < drafted
     assert abs(found - kept) <= len(texts) * LENGTH  # the text may end inside the last step

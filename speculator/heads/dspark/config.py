@@ -23,6 +23,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         sample_from_anchor: the anchor's slot predicts the first token, as in DSpark; else the first mask's, as in
             DFlash, and a block has G + 1 slots.
         is_causal: a slot attends to the slots before it only; else to all.
+        sliding_window: number of positions up to its own that a slot attends to, in every layer; None for all.
         confidence_head: predict the chance that each drafted token is accepted.
         mask_token_id: a token that text never contains; -1 for the last one of the vocabulary.
         anchors: blocks that are trained in each row, drawn anew in every epoch.
@@ -35,6 +36,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
     markov_rank: int = 256
     sample_from_anchor: bool = True
     is_causal: bool = False
+    sliding_window: int | None = None
     confidence_head: bool = True
     mask_token_id: int = -1
     anchors: int = 512
@@ -48,6 +50,8 @@ class DSparkSpeculatorConfig(AttentionConfig):
             self.mask_token_id = self.vocab_size - 1
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is not in 0..{self.vocab_size - 1}, the vocabulary")
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise ValueError(f"sliding_window {self.sliding_window} is shorter than a block of {self.block_size}")
         super().__post_init__(**kwargs)
 
     @property
@@ -78,6 +82,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
             f"Markov rank {self.markov_rank}",
             "the anchor's slot drafts" if self.sample_from_anchor else "the anchor's slot drafts nothing",
             *(name for name in ("is_causal", "confidence_head") if getattr(self, name)),
+            *([f"sliding window {self.sliding_window}"] if self.sliding_window else []),
             f"mask {self.mask_token_id}",
         ]
         return ", ".join(parts)

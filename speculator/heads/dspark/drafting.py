@@ -75,6 +75,8 @@ class DSparkSource(CachedSource):
         positions = cache.lengths[:, None] + slots  # [B, size]
         last = slots if head.config.is_causal else slots.new_full((size,), size - 1)
         seen = torch.arange(extent, device=pending.device) <= (cache.lengths[:, None] + last)[..., None]
+        if head.config.sliding_window is not None:
+            seen &= torch.arange(extent, device=pending.device) > positions[..., None] - head.config.sliding_window
         rope = head.rope(positions, head.dtype)
         h = head.block(pending)
         for index, layer in enumerate(head.layers):

@@ -11,7 +11,8 @@ With D the width, a an anchor (the newest token of the text), G the drafted toke
     confidence       = w [h[k] ; markov_w1[x[a+k-1]]] + b   the logit of the chance that x[a+k] is accepted
 
 Each of the layers is one of Qwen 3; c goes to all of them as it is. A slot attends to the whole block (`is_causal`: to
-the slots up to itself). U[k] is that of slot k - 1 (`sample_from_anchor`) or of slot k. For G = 3:
+the slots up to itself). With a `sliding_window` W, the slot at position p attends to those above p - W. U[k] is
+that of slot k - 1 (`sample_from_anchor`) or of slot k. For G = 3:
 
     slot                     0       1       2       3
     input                    x[a]    MASK    MASK    MASK
@@ -234,16 +235,19 @@ class DSparkSpeculator(AttentionHead):
     def _chunk(self, tokens: Tensor, text: list[KeyValue], starts: Tensor, anchors: Tensor) -> Tensor:  # [C, G, D]
         """Compute the blocks at some anchors of one row: [S], N x [S, K, d], [C], [C]."""
         count, size = len(anchors), self.config.block_size
-        first, last = int(starts[0]), int(anchors[-1])
+        window = self.config.sliding_window or int(anchors[-1]) + size
+        first, last = max(int(starts[0]), int(anchors[0]) + 1 - window), int(anchors[-1])
         places = torch.arange(first, last, device=tokens.device)
-        seen_text = (places < anchors[:, None]) & (places >= starts[:, None])  # [C, T]
         slots = torch.arange(size, device=tokens.device).repeat(count)
         blocks = torch.arange(count, device=tokens.device).repeat_interleave(size)
+        positions = anchors[blocks] + slots
+        seen_text = (places < anchors[blocks, None]) & (places >= starts[blocks, None])  # [C * size, T]
+        seen_text &= places > positions[:, None] - window
         seen_block = blocks[:, None] == blocks
         if self.config.is_causal:
             seen_block &= slots[:, None] >= slots
-        seen = torch.cat([seen_text.repeat_interleave(size, 0), seen_block], 1)[None]  # [1, C * size, T + C * size]
-        rope = self.rope(anchors[blocks] + slots, self.dtype)
+        seen = torch.cat([seen_text, seen_block], 1)[None]  # [1, C * size, T + C * size]
+        rope = self.rope(positions, self.dtype)
         h = self.block(tokens[anchors]).flatten(0, 1)  # [C * size, D]
         for layer, (text_keys, text_values) in zip(self.layers, text, strict=True):
             query, key, value = layer.enter(h, rope)

@@ -39,7 +39,12 @@ def head(base=None, **changes) -> DSparkSpeculator:
     return made
 
 
-@pytest.mark.parametrize("changes", [{}, DFLASH, {"draft_vocab_size": 10}, {**DFLASH, "draft_vocab_size": 10}])
+WINDOWS = [{"sliding_window": 8}, {"sliding_window": 4, "is_causal": True}, {**DFLASH, "sliding_window": 6}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, DFLASH, {"draft_vocab_size": 10}, {**DFLASH, "draft_vocab_size": 10}, *WINDOWS]
+)
 @pytest.mark.parametrize("name", ["dspark", "dflash", "speculators", "native"])
 def test_a_head_is_the_same_after_it_was_written_and_read(base, tmp_path, name, changes):
     made = head(base, **changes)
@@ -50,7 +55,7 @@ def test_a_head_is_the_same_after_it_was_written_and_read(base, tmp_path, name, 
     save(made, tmp_path / "head", layout_of(name, made))  # compares the logits
     again = load_any(tmp_path / "head")
     assert recognise(tmp_path / "head").name == name
-    ignored = {"anchors", "dtype", "transformers_version", "architectures", "_name_or_path", "is_causal"}
+    ignored = {"anchors", "dtype", "transformers_version", "architectures", "_name_or_path"}
     before, after = (config.to_dict() for config in (made.config, again.config))
     assert {k: v for k, v in after.items() if k not in ignored} == {k: v for k, v in before.items() if k not in ignored}
 
@@ -108,6 +113,23 @@ def test_a_zlab_folder_is_read(tmp_path):
     assert (again.n_predict, again.config.block_size, again.config.aux_layers) == (3, 4, [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("changes", "window", "causal"),
+    [
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 16}, None, False),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}, 16, True),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 16, "is_causal": False}, 16, False),
+        ({"layer_types": None, "dflash_config": {"use_swa": True, "swa_window_size": 12}}, 12, False),
+        ({"layer_types": ["sliding_attention"] * 2, "dflash_config": {"causal": False}, "sliding_window": 9}, 9, False),
+    ],
+)
+def test_windows_are_read_as_servers_read_them(tmp_path, changes, window, causal):
+    made = head(**DFLASH)
+    again = load_any(foreign(tmp_path / "head", made, {"is_causal": None, **changes}))
+    assert (again.config.sliding_window, again.config.is_causal) == (window, causal)
+    assert same(made, again)
+
+
 @pytest.mark.parametrize("from_anchor", [True, False, None])
 def test_a_folder_of_the_speculators_library_is_read(tmp_path, from_anchor):
     made = head(sample_from_anchor=bool(from_anchor))
@@ -143,7 +165,7 @@ def test_a_folder_of_the_speculators_library_is_read(tmp_path, from_anchor):
     ("changes", "error"),
     [
         ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'; must be 'vanilla'"),
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention; must be full_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be the same for all layers"),
         ({"model_type": "llama"}, "model_type is 'llama'; must be 'qwen3'"),
         ({"block_size": None, "dflash_config": None}, "block_size is missing"),
         ({"target_hidden_size": 8}, "target_hidden_size is 8, not 32"),

@@ -54,6 +54,9 @@ SHAPES = {
     "dflash": DFLASH,
     "causal": {"is_causal": True},
     "one layer": {"num_hidden_layers": 1},
+    "window": {"sliding_window": 6},
+    "DFlash with a window": {**DFLASH, "sliding_window": 4},
+    "causal window": {"is_causal": True, "sliding_window": 5},
 }
 
 
@@ -121,6 +124,36 @@ def test_a_head_that_is_run_in_the_other_layout_drafts_something_else():
     one, other = head(), head(sample_from_anchor=False)
     other.load_state_dict(one.state_dict())
     assert (drafted(one, states, tokens, 9) - drafted(other, states, tokens, 9)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("window", [3, 6, 7, 8])
+def test_a_slot_sees_as_many_positions_as_its_window_has(window):
+    """Slot j at position a + j sees positions above a + j - W, as in servers; one layer, so that it sees no further."""
+    made, (tokens, states) = head(num_hidden_layers=1, sliding_window=window), text()
+    documents, anchors, rows = torch.zeros_like(tokens), torch.tensor([7, 15]), torch.zeros(2, dtype=torch.long)
+    before = made.blocks(states, tokens, documents, rows, anchors)  # [2, G, D]
+    for position in range(16):
+        other = states.clone()
+        other[0, position] += 1
+        differ = (made.blocks(other, tokens, documents, rows, anchors) - before).abs().amax(-1) > 1e-9
+        seen = [[a + j - window < position < a for j in range(3)] for a in (7, 15)]
+        assert differ.tolist() == seen, position
+
+
+def test_a_window_that_covers_the_text_changes_nothing():
+    full, wide, narrow = head(), head(sliding_window=L + 3), head(sliding_window=8)
+    tokens, states = text()
+    anchors = torch.tensor([4, 12, 20])
+    expected = trained(full, states, tokens, torch.zeros_like(tokens), anchors)
+    for made, equal in ((wide, [True] * 3), (narrow, [True, False, False])):
+        found = trained(made, states, tokens, torch.zeros_like(tokens), anchors)
+        assert [torch.allclose(x, y, atol=1e-12) for x, y in zip(found, expected, strict=True)] == equal
+
+
+def test_a_window_shorter_than_a_block_is_refused():
+    head(sliding_window=3)
+    with pytest.raises(ValueError, match="sliding_window 2 is shorter than a block of 3"):
+        head(sliding_window=2)
 
 
 def test_a_block_sees_its_document_before_the_anchor_and_itself():
