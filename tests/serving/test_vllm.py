@@ -146,9 +146,8 @@ def test_every_token_of_a_dflash_head_is_ours(tmp_path, texts, layers, window, r
         for mine, (*_, its) in zip(drafts, theirs["drafts"], strict=False):
             same, drafted = same + sum(a == b for a, b in zip(mine, its, strict=True)), drafted + len(mine)
     found = sum(sum(run["accepted"]) for run in made)
-    report(
-        f"DFlash, {layers} layers, window {window}: {same} of {drafted} tokens equal; accepted: vLLM {found}, ours {kept}"
-    )
+    kind = f"DFlash, {layers} layers, window {window}"
+    report(f"{kind}: {same} of {drafted} tokens equal; accepted: vLLM {found}, ours {kept}")
     assert same == drafted
     assert 0 < kept < drafted
     assert abs(found - kept) <= len(texts) * LENGTH  # the text may end inside the last step
