@@ -34,6 +34,7 @@ import httpx
 
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
+from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, read_json, read_rows, write_bytes, write_json, write_text
 from speculator.terminal import log
@@ -198,6 +199,9 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     training = [ROOT / "train.py", "--config", arguments.config, "--target.name_or_path", target]
     training += ["--speculator.warm_start", old, "--data.sources", json.dumps(sources), "--output_dir", trained]
     _call(training, lock, SPECULATOR_CACHE=str(folder.resolve() / "cache"))
+    tuned = Path(old) / TUNED
+    if tuned.is_file() and not (trained / "speculator" / TUNED).exists():
+        shutil.copyfile(tuned, trained / "speculator" / TUNED)  # both heads draft in the same shapes, at the same costs
     if not gate.exists():
         gating = ["-m", "eval", "gate", old, new, "--target", target, "--suite", traffic, "--output", gate]
         _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))

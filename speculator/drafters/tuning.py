@@ -44,6 +44,8 @@ SECONDS = 6.0
 """Time limit of measuring costs when decoding starts."""
 _LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
 """Limits of chains deeper than the head was trained for: tokens, and the chance that all of them are accepted."""
+_NOT_SHAPE = ("base_model", "trained_length", "training_data", "dtype", "transformers_version", "architectures")
+"""Beginnings of the names in a head's config that step costs do not depend on."""
 _MEASURED_PATH = 4  # length of the lookup path in the measured hybrid draft
 
 Ranks = Sequence[Sequence[float]]
@@ -182,7 +184,8 @@ def _costs_here(
     kinds = sorted({temperature == 0 for temperature in temperatures})
     sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
     place = measured_on(target)
-    facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {head.config.to_json_string()} {sizes}"
+    shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
+    facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
     facts += f"{torch.__version__} {[shape_to_json(shape) for shape in shapes]}"
     name = f"{place['processor']} {place['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     storing: AbstractContextManager[dict[str, Any]] = cached_object("costs", name)

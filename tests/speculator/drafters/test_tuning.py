@@ -5,6 +5,7 @@ from conftest import tiny_head, write_tuning
 
 from speculator import Chain, FixedTree, Target, UserError, generate, load_drafter, load_head, speculative
 from speculator.__main__ import main
+from speculator.checkpoints import load_any
 from speculator.drafters import tuning
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.tuning import adaptive_drafter, choices_of, measured_on, read_tuning, untuned
@@ -45,6 +46,10 @@ def test_costs_of_another_place_are_measured_once(target_folder, tuned_folder, m
     target, measured, measure = Target.load(str(target_folder)), [], tuning.measure_costs
     monkeypatch.setattr(tuning, "measure_costs", lambda *given: measured.append(given) or measure(*given))
     drafters = [load_drafter(tuned_folder, target, batch_size=2) for _ in range(2)]
+    other = load_any(tuned_folder)  # trained on something else: its steps cost the same
+    other.config.training_data, other.config.trained_length = ["other"], 99
+    other.save_pretrained(tuned_folder)
+    load_drafter(tuned_folder, target, batch_size=2)
     assert len(measured) == 1
     assert {(entry.rows, entry.greedy) for entry in drafters[0].cost.entries} == {
         (rows, greedy) for rows in (1, 2) for greedy in (True, False)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import exit_code
+from conftest import exit_code, write_tuning
 from serving_here import serving, tiny_head_for
 
 from speculator.__main__ import build_parser, main
@@ -125,6 +125,17 @@ def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
     assert loop.round(1)["newest"] == ("00000000.jsonl.gz" if begun else "00000001.jsonl.gz")
     assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_json" and after))
     assert loop.verdicts == []
+
+
+def test_both_heads_of_the_gate_draft_with_the_same_tuning(loop):
+    """Timings of a second tuning, on a busy machine, would decide more than the weights."""
+    write_tuning(loop.folder / "head")
+    loop.verdicts = [True, True]
+    assert main(loop.argv("--rounds", "1")) == 0
+    record_shard(loop.record, 1)
+    assert main(loop.argv("--rounds", "2")) == 0
+    files = [loop.folder / "head", *(loop.folder / "out" / f"round-00{n}/run/speculator" for n in (1, 2))]
+    assert len({(file / "decoding.json").read_text() for file in files}) == 1
 
 
 def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
