@@ -38,7 +38,7 @@ from speculator.heads.training import TokenLosses, TrainingBatch
 from speculator.tables import markdown_table
 from speculator.target.linear import pack_linears
 from train.config import LossConfig
-from train.losses import ChunkedLoss
+from train.losses import ChunkedLoss, compiling_pays
 
 # Options of the head, our losses, and the arguments of the peer's forward pass: the recipes in configs/ for SmolLM2.
 HEADS: dict[str, tuple[dict[str, Any], LossConfig, dict[str, Any]]] = {
@@ -104,11 +104,12 @@ class Problem:
         head.load_state_dict(self.made.state_dict())
         pack_linears(head)  # as the trainer does
         output = self.bind(head)
-        loss: ChunkedLoss = ChunkedLoss(output, self.weights, len(self.embedding))
+        compiled = compiling_pays(self.device, len(self.embedding))
+        loss: ChunkedLoss = ChunkedLoss(output, self.weights, len(self.embedding), compiled=compiled)
         if work == "equal work":
             for name, weight in head.named_parameters():
                 weight.requires_grad_(not name.startswith("lm_head"))
-            loss = _OverDraftVocabulary(output, self.drafted.to(self.device), self.weights)
+            loss = _OverDraftVocabulary(output, self.drafted.to(self.device), self.weights, compiled)
         ids, documents = self.ids.to(self.device), torch.zeros_like(self.ids).to(self.device)
         targets = head.config.training_targets(self.ids, torch.zeros_like(self.ids), torch.ones_like(self.ids), [0])
         targets = {name: x.to(self.device) for name, x in targets.items()}
@@ -156,11 +157,11 @@ class Problem:
 class _OverDraftVocabulary(ChunkedLoss):
     """Normalises the target's distribution over the draft vocabulary, as the peer does."""
 
-    def __init__(self, output: nn.Linear, drafted: Tensor, weights: LossConfig):
+    def __init__(self, output: nn.Linear, drafted: Tensor, weights: LossConfig, compiled: bool):
         rows = nn.Linear(output.in_features, len(drafted), bias=False, device="meta")
         rows.weight = nn.Parameter(output.weight[drafted], requires_grad=False)
         pack_linears(rows)
-        super().__init__(rows, weights, len(drafted))
+        super().__init__(rows, weights, len(drafted), compiled=compiled)
 
     def __call__(self, logits: Any, labels: Any, hidden: Any, weights: Any, *rest: Any) -> TokenLosses:
         return super().__call__(logits, labels, hidden, weights, None, *rest[1:])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
+from speculator.target.compiled import Compiled, can_compile
 from speculator.target.linear import product
 from train.config import LossConfig
 
@@ -21,6 +22,8 @@ _CHUNK = {"cpu": 2**23}
 _CHUNK_ON_GPU = 2**26
 """Logits in memory at a time, over the whole vocabulary: 32 MiB and 256 MiB in float32."""
 _OUTER_ROWS = 8192
+_COMPILED_ON_CPU = 2**15
+"""Smallest vocabulary whose losses are compiled on a CPU, which takes seconds."""
 
 
 class TargetProbs(NamedTuple):
@@ -35,7 +38,7 @@ def target_probs(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | N
     def drafted(log_p: Tensor) -> Tensor:  # [C, V] -> [C, V_d]
         return log_p if draft_tokens is None else log_p[:, draft_tokens]
 
-    log_p = (logits.float() if logits.dtype != torch.float64 else logits).log_softmax(-1)
+    log_p = exact(logits).log_softmax(-1)
     if kl_temperature == 1:
         log_p = drafted(log_p)
         log_soft, p = log_p, log_p.exp()
@@ -89,6 +92,40 @@ def loss_per_token(
     return loss, accepted
 
 
+def measure(
+    z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
+) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] -> [C] each
+    """Compute loss, hits and overlap (zeros without a target) of each token."""
+    z = exact(z)
+    loss, accepted = loss_per_token(z, labels, target, weights)
+    if accepted is None:
+        accepted = torch.zeros_like(loss) if target is None else overlap(z.log_softmax(-1), target.p)
+    counted = labels != IGNORE
+    return loss * counted, (z.argmax(-1) == labels).long(), accepted * counted
+
+
+def replace_by_gradient(
+    logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
+) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
+    """Like `measure` (zeros if no loss needs the overlap); overwrites the logits with the weighted loss's gradient."""
+    counted = labels != IGNORE
+
+    def total(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        loss, accepted = loss_per_token(z, labels, target, weights)
+        loss = loss * counted
+        return (loss * token_weights).sum(), (loss, torch.zeros_like(loss) if accepted is None else accepted * counted)
+
+    z = exact(logits)
+    hits = (z.argmax(-1) == labels).long()
+    gradient, (loss, accepted) = torch.func.grad(total, has_aux=True)(z)
+    logits.copy_(gradient)
+    return loss, hits, accepted
+
+
+def exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]
     """Weight of each step by its share in the expected length of the draft (2605.18810); 0 where it has no label.
 
@@ -96,6 +133,11 @@ def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -
     """
     reached = ((1 - alpha) * q + alpha).cumprod(0) * live
     return reached.flip(0).cumsum(0).flip(0)
+
+
+def compiling_pays(device: torch.device, vocab_size: int) -> bool:
+    """Return whether a run should compile its loss. On a CPU small vocabularies have gained too little for its time."""
+    return can_compile(device) and (device.type != "cpu" or vocab_size >= _COMPILED_ON_CPU)
 
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
@@ -113,11 +155,22 @@ class ChunkedLoss:
         weights: weights of the losses.
         vocab_size: V, by which the default chunk is chosen.
         chunk: tokens at a time; None chooses by a fixed budget of logits.
+        compiled: compile what follows the matrix products, in the first batch.
     """
 
     def __init__(
-        self, logits: Callable[[Tensor], Tensor], weights: LossConfig, vocab_size: int, chunk: int | None = None
+        self,
+        logits: Callable[[Tensor], Tensor],
+        weights: LossConfig,
+        vocab_size: int,
+        chunk: int | None = None,
+        compiled: bool = False,
     ):
+        self.target_probs: Callable[..., TargetProbs] = target_probs
+        self.replace_by_gradient: Callable[..., tuple[Tensor, Tensor, Tensor]] = replace_by_gradient
+        if compiled:
+            self.target_probs = Compiled(target_probs, "the target's distribution")
+            self.replace_by_gradient = Compiled(replace_by_gradient, "the loss")
         self.logits, self.weights, self.vocab_size, self.chunk = logits, weights, vocab_size, chunk
         self.needs_target = bool(weights.kl or weights.total_variation or weights.lk)
 
@@ -215,8 +268,8 @@ class _Chunked(torch.autograd.Function):
         d_features = [[torch.zeros_like(x) for x in xs] if train else [] for xs in features]
         # A frozen matrix gets no gradient: that buffer would be as large as the vocabulary is.
         d_matrices = [torch.zeros_like(x) if train and need else None for x, need in zip(matrices, needed, strict=True)]
-        exact = torch.promote_types(matrices[0].dtype, torch.float32)  # a target's matrix may be bfloat16
-        loss, accepted = (torch.zeros(steps, kept, device=device, dtype=exact) for _ in range(2))
+        kept_in = torch.promote_types(matrices[0].dtype, torch.float32)  # a target's matrix may be bfloat16
+        loss, accepted = (torch.zeros(steps, kept, device=device, dtype=kept_in) for _ in range(2))
         hits = torch.zeros(steps, kept, dtype=torch.long, device=device)
         chunk = call.loss.chunk or chunk_tokens(device.type, call.loss.vocab_size)
         for start in range(0, kept, chunk):
@@ -225,26 +278,18 @@ class _Chunked(torch.autograd.Function):
             if call.loss.needs_target:
                 target = _target(call, span)
             for i, which in enumerate(call.matrix_of):
-                counted = labels[i, span] != IGNORE
                 xs = [x[span].to(dtype) for x in features[i]]
-                z = _logits(xs, [cast[j] for j in which]).to(loss.dtype).requires_grad_(train)
-                with torch.set_grad_enabled(train):
-                    each, shared = loss_per_token(z, labels[i, span], target, options)
-                    each = each * counted
-                    total = (each * call.weights[i, span]).sum()
-                loss[i, span] = each.detach()
-                hits[i, span] = (z.argmax(-1) == labels[i, span]).long()
+                z = _logits(xs, [cast[j] for j in which])
                 if train:
-                    (d_z,) = torch.autograd.grad(total, z)
-                    d_z = d_z.to(dtype)
-                    for x, d_x, j in zip(xs, d_features[i], which, strict=True):
-                        d_x[span] = product(d_z, cast[j].T).to(d_x.dtype)
-                        if (d_matrix := d_matrices[j]) is not None:
-                            _add_outer(d_matrix, d_z, x)
-                elif target is not None and shared is None:
-                    shared = overlap(z.log_softmax(-1), target.p)
-                if shared is not None:
-                    accepted[i, span] = shared.detach() * counted
+                    given = labels[i, span], call.weights[i, span], target, options
+                    loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(z, *given)
+                else:
+                    loss[i, span], hits[i, span], accepted[i, span] = measure(z, labels[i, span], target, options)
+                    continue
+                for x, d_x, j in zip(xs, d_features[i], which, strict=True):
+                    d_x[span] = product(z, cast[j].T).to(d_x.dtype)
+                    if (d_matrix := d_matrices[j]) is not None:
+                        _add_outer(d_matrix, z, x)
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
         ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
         ctx.mark_non_differentiable(loss, hits, accepted)
@@ -273,12 +318,15 @@ def _target(call: _Call, span: slice) -> TargetProbs:
     """Return the target's distribution for each label of a chunk; a hidden state is processed once."""
 
     def probs(hidden: Tensor) -> TargetProbs:
-        return target_probs(call.loss.logits(hidden), call.loss.weights.kl_temperature, call.draft_tokens)
+        return call.loss.target_probs(call.loss.logits(hidden), call.loss.weights.kl_temperature, call.draft_tokens)
 
     if call.predictors is None:
         return probs(call.hidden[span])
     distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
-    return TargetProbs(*(x[of_label] for x in probs(call.hidden[distinct])))
+    p, softened, entropy = probs(call.hidden[distinct])
+    p_of_label = p[of_label]
+    same = call.loss.weights.kl_temperature == 1
+    return TargetProbs(p_of_label, p_of_label if same else softened[of_label], entropy[of_label])
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]

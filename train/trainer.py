@@ -24,7 +24,7 @@ from speculator.target.model import Target
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
-from train.losses import ChunkedLoss, summarise
+from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.progress import Pace, ProgressLine
 from train.sharded_adam import ShardedAdam
 
@@ -109,7 +109,8 @@ class SpeculatorTrainer(Trainer):
         self.add_callback(ProgressLine(title))
         self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
         self.patience = patience
-        self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size)
+        compiled = compiling_pays(target.device, target.vocab_size)
+        self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
         self._aux_layers = kwargs["model"].aux_layers
         pack_linears(kwargs["model"])
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.

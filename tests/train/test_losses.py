@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.heads.unrolled import UnrolledHead, align
+from speculator.target.compiled import can_compile
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, d_pace, summarise
 
@@ -70,8 +71,14 @@ class Case:
         self.outputs = [nn.Linear(I, size, bias=False, dtype=torch.float64) for _ in range(1 if tied else N)]
         self.outputs = [self.outputs[min(i, len(self.outputs) - 1)] for i in range(N)]
 
-    def measure(self, weights: LossConfig, chunk: int | None = None, token_weights: torch.Tensor | None = None) -> dict:
-        loss = ChunkedLoss(lambda h: h @ self.lm_head.T, weights, V, chunk)
+    def measure(
+        self,
+        weights: LossConfig,
+        chunk: int | None = None,
+        token_weights: torch.Tensor | None = None,
+        compiled: bool = False,
+    ) -> dict:
+        loss = ChunkedLoss(lambda h: h @ self.lm_head.T, weights, V, chunk, compiled)
         return measured(loss, self.labels, self.features, self.outputs, self.hidden, self.draft_tokens, token_weights)
 
     def naive(self, loss) -> torch.Tensor:
@@ -261,6 +268,18 @@ def test_the_chunk_is_chosen_by_the_whole_vocabulary():
     loss = ChunkedLoss(lm_head, weights, _CHUNK["cpu"] // 4)
     measured(loss, case.labels, case.features, case.outputs, case.hidden, case.draft_tokens)
     assert max(seen) == 4
+
+
+@pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler here")
+def test_a_compiled_loss_has_the_same_values_and_gradients(capsys):
+    case = Case(draft_tokens=[1, 2, 4, 7, 10])
+    weights = LossConfig(cross_entropy=0.3, kl=0.5, total_variation=2, lk=1)
+    eager, compiled = case.measure(weights, 4), case.measure(weights, 4, compiled=True)
+    assert capsys.readouterr().err.count("compiled") == 2
+    for figure in ("objective", "loss", "accuracy", "overlap"):
+        torch.testing.assert_close(compiled[figure], eager[figure], rtol=0, atol=1e-9)
+    for got, wanted in zip(*(case.gradients(sums["objective"]) for sums in (compiled, eager)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
 
 
 def test_a_label_outside_the_draft_vocabulary_counts_as_a_miss():
