@@ -63,15 +63,14 @@ def test_a_step_is_compared_with_a_peers(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peer.Problem, "theirs", lambda problem: nullcontext(NoPeer()))
     small = replace(PRESETS["tiny"], target=llama(512, 64, 128, 7, 4, 2, 1024))
     monkeypatch.setitem(PRESETS, "smollm2-135m", small)
-    flags = ["--peer", "speculators", "--row", "32", "--draft_vocab_size", "64", "--runs", "2"]
+    flags = ["--peer", "speculators", "--row", "32", "--draft_vocab_size", "64", "--runs", "1"]
     assert main([*flags, "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "training-speculators.json").read_text())["rows"]
     assert len(rows) == 2 * 2 * 2  # heads, dtypes, works
     for row in rows:
         speed, ratio = row["tokens_per_second"], row["ratio"]
         assert speed["speculators"] == 32
-        assert ratio["low"] <= ratio["value"] <= ratio["high"]
-        assert ratio["value"] == pytest.approx(speed["ours"] / 32, rel=0.5)
+        assert ratio["value"] == pytest.approx(speed["ours"] / 32)
         assert row["bytes"]["ours"] > 200_000
     assert "| eagle3 | float32 | equal work |" in capsys.readouterr().out
 
