@@ -2,7 +2,8 @@
 
 The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
 acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
-`python -m speculator serve`, and decode every prompt one right after the other.
+`python -m speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
+other.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.metrics import paired_bootstrap, shown
+from eval.servers import SERVERS, default_lengths
 from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.loading import load_drafter
 from speculator.cli import drafting
 from speculator.decoding.request import acceptance_length
-from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters import Chain
 from speculator.errors import OneLineParser, refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
@@ -43,6 +45,7 @@ def build_parser() -> OneLineParser:
         default=0.05,
         help="share of OLD's acceptance length that NEW may lose on the guard suite (default: 0.05)",
     )
+    parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
@@ -61,9 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
     for each in filter(None, (suite, guard)):
         check_lengths(target, max(map(len, each.prompts)), arguments.max_new_tokens)
-    drafters = [
-        load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in (arguments.old, arguments.new)
-    ]
+    if arguments.server == "ours":
+        folders = (arguments.old, arguments.new)
+        drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
+    else:
+        lengths = [*default_lengths(arguments.server, heads[1]), heads[1].n_predict]
+        drafters = [HeadDrafter(head, Chain(lengths[0], sampled=False)) for head in heads]
     count = arguments.max_new_tokens
     result: dict[str, Any] = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
     if guard:
@@ -78,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(
-    target: Target, drafters: Sequence[AdaptiveDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
+    target: Target, drafters: Sequence[HeadDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
     """Decode each prompt with the old and the new drafter; which one is first alternates."""
     timed, engines = (Timed(), Timed()), Engines()

@@ -53,9 +53,13 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</t
 
 def add_flags(parser: OneLineParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--server", required=True, metavar="URL", help="server to load new heads into")
+    parser.add_argument("--server", metavar="URL", help="server to load new heads into (default: load them nowhere)")
     parser.add_argument(
-        "--record", required=True, type=Path, metavar="FOLDER", help="folder that the server records to"
+        "--record",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
     parser.add_argument("--head", required=True, type=Path, help="folder of the head that the server started with")
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
@@ -102,11 +106,13 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
     )
     read_config(arguments.head)
-    read_json(arguments.record / "manifest.json")
+    arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
+    refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:
-        _ask(arguments.server, key, {})
+        if arguments.server:
+            _ask(arguments.server, key, {})
         first = str(arguments.head.resolve())
         rounds, head = _settle(arguments.output, first)
         if rounds and rounds[0]["old"] != first:
@@ -116,7 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
             folder = arguments.output / f"round-{len(rounds) + 1:03d}"
             if not (folder / "traffic").exists():
                 _wait(arguments, last)
-                _copy_shards(arguments.record, folder / "traffic")
+                _copy_shards(arguments, folder / "traffic")
             last = _round(arguments, folder, head, key, lock)
             rounds, head = _settle(arguments.output, first)
             log(f"round {len(rounds)}: {last['gate']['line']}; {last['outcome']}")
@@ -141,7 +147,7 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
     rounds, head = [], first
     for file in sorted(output.glob("round-*/round.json")):
         rounds.append(read_json(file))
-        head = rounds[-1]["new"] if rounds[-1]["outcome"] == "loaded" else head
+        head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
         for name in ("traffic", "cache", "run/stage1"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
     scratch = output / "speculator.partial"
@@ -154,12 +160,18 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _shards(record: Path) -> list[Path]:
-    return sorted((record / "rows").glob("*.jsonl.gz"))
+    folder = record / "rows" if (record / "rows").is_dir() else record
+    return sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
 
 
 @cache
 def _answer_tokens(shard: Path) -> int:
-    return sum(sum(row["loss_mask"]) for _, row in read_rows(shard))
+    """Count the tokens with loss; of chats, estimate them by four characters a token."""
+    count = 0
+    for _, row in read_rows(shard):
+        answers = [each["content"] for each in row.get("messages", ()) if each["role"] == "assistant"]
+        count += sum(row.get("loss_mask", ())) + len("".join(map(str, answers))) // 4
+    return count
 
 
 def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
@@ -177,12 +189,12 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _copy_shards(record: Path, output: Path) -> None:
+def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
     """Freeze the recorded answers by hard links, or copies if the file system has none."""
     with new_folder(output) as scratch:
         make_folder(scratch / "rows")
-        shutil.copyfile(record / "manifest.json", scratch / "manifest.json")
-        for shard in _shards(record):
+        write_text(scratch / "manifest.json", json.dumps({"recorded": True, "target": arguments.target}))
+        for shard in _shards(arguments.record):
             with suppress(FileNotFoundError):  # the server deletes the oldest shards
                 try:
                     os.link(shard, scratch / "rows" / shard.name)
@@ -193,7 +205,7 @@ def _copy_shards(record: Path, output: Path) -> None:
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
     """Train, gate and load; return the outcome, which is also in round.json."""
     traffic, trained, gate = folder / "traffic", folder / "run", folder / "gate.json"
-    target = arguments.target or read_json(traffic / "manifest.json")["target"]
+    target = arguments.target
     sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
     new = str((trained / "speculator").resolve())
     training = [ROOT / "train.py", "--config", arguments.config, "--target.name_or_path", target]
@@ -206,14 +218,16 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
         gating = ["-m", "eval", "gate", old, new, "--target", target, "--suite", traffic, "--output", gate]
         _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
     figures = read_json(gate)
-    fault = _ask(arguments.server, key, {"path": new}) if figures["accepted"] else "rejected"
+    fault = None if figures["accepted"] else "rejected"
+    if figures["accepted"] and arguments.server:
+        fault = _ask(arguments.server, key, {"path": new})
     outcome = {
         "old": old,
         "new": new,
         "answer_tokens": sum(map(_answer_tokens, _shards(traffic))),
         "newest": _shards(traffic)[-1].name,
         "gate": figures,
-        "outcome": fault or "loaded",
+        "outcome": fault or "in use",
         "finished": time.time(),
     }
     write_json(folder / "round.json", outcome)
@@ -275,8 +289,8 @@ def _plot(rounds: Sequence[dict[str, Any]]) -> bytes:
     numbers = range(1, len(rounds) + 1)
     old, new = zip(*(each["gate"]["suite"]["acceptance_length"] for each in rounds), strict=True)
     axis.plot(numbers, old, "s-", color="#9aa4ae", label="head before the round")
-    for loaded, fill, label in ((True, "#1f6feb", "new head, loaded"), (False, "none", "new head, not loaded")):
-        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "loaded") is loaded]
+    for loaded, fill, label in ((True, "#1f6feb", "new head, in use"), (False, "none", "new head, not in use")):
+        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "in use") is loaded]
         axis.plot(among, [new[n - 1] for n in among], "o", color="#1f6feb", markerfacecolor=fill, label=label)
     axis.set_xticks(numbers)
     axis.set_xlabel("round")

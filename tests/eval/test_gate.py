@@ -50,5 +50,9 @@ def test_the_command_rejects_a_head_that_is_not_faster_and_writes_the_figures(ta
     assert code == (0 if figures["accepted"] else 1)
     out = capsys.readouterr().out
     assert out.count("\n") == 1
+    main([*argv, "--as", "vllm", "--output", str(heads / "gate.json")])
+    old, new = json.loads((heads / "gate.json").read_text())["suite"]["acceptance_length"]
+    assert old == new, "as vLLM, both draft the same chains"
+    capsys.readouterr()
     assert main(["gate", str(heads / "old"), str(heads / "none"), *argv[3:]]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("eval gate: ")

@@ -87,6 +87,6 @@ def test_adapt_killed_at_any_moment_is_resumed_or_refused_in_a_line(with_childre
             gate.write_text(json.dumps({**json.loads(gate.read_text()), "accepted": True}))
     finish(argv, cache)
     outcome = json.loads((out / "round-001" / "round.json").read_text())
-    assert outcome["outcome"] == "loaded", outcome
+    assert outcome["outcome"] == "in use", outcome
     assert (out / "speculator").resolve() == Path(outcome["new"])
     assert text() == before

@@ -84,7 +84,7 @@ def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_load
     start = str(loop.folder / "head")
     assert loop.calls == [(name, head) for head in (start, first, first, first) for name in ("train", "gate")]
     outcomes = [loop.round(number)["outcome"] for number in (1, 2, 3, 4)]
-    assert [outcomes[0], outcomes[1], outcomes[3]] == ["loaded", "rejected", "loaded"]
+    assert [outcomes[0], outcomes[1], outcomes[3]] == ["in use", "rejected", "in use"]
     assert outcomes[2].startswith("not loaded")
     assert (out / "rounds.html").read_text().count("&lt;faster&gt;") == 4
     assert b"<svg" in (out / "rounds.svg").read_bytes()
@@ -120,7 +120,7 @@ def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
     record_shard(loop.record, 1)  # the server goes on
     old = loop.worker.engine.drafter.head
     assert main(loop.argv("--rounds", "1")) == 0
-    assert loop.round(1)["outcome"] == "loaded"
+    assert loop.round(1)["outcome"] == "in use"
     begun = moment != "_copy_shards" or after
     assert loop.round(1)["newest"] == ("00000000.jsonl.gz" if begun else "00000001.jsonl.gz")
     assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_json" and after))
@@ -136,6 +136,19 @@ def test_both_heads_of_the_gate_draft_with_the_same_tuning(loop):
     assert main(loop.argv("--rounds", "2")) == 0
     files = [loop.folder / "head", *(loop.folder / "out" / f"round-00{n}/run/speculator" for n in (1, 2))]
     assert len({(file / "decoding.json").read_text() for file in files}) == 1
+
+
+def test_logs_of_chats_need_no_server(loop):
+    logs = loop.folder / "logs"
+    logs.mkdir()
+    row = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "x" * 40}]}
+    (logs / "monday.jsonl").write_text(f"{json.dumps(row)}\n")
+    loop.verdicts = [True]
+    argv = ["adapt", "--record", str(logs), "--head", str(loop.folder / "head"), "--target", "tiny", "--rounds", "1"]
+    assert exit_code(main, [*argv[:5], "--output", str(loop.folder / "none")]) == 2, "nothing names the target"
+    assert main([*argv, "--every_tokens", "10", "--output", str(loop.folder / "out")]) == 0
+    assert (loop.round(1)["outcome"], loop.round(1)["answer_tokens"]) == ("in use", 10)
+    assert (loop.folder / "out/speculator").resolve().parts[-3:] == ("round-001", "run", "speculator")
 
 
 def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
