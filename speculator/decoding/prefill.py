@@ -40,7 +40,7 @@ def next_chunk(scheduler: Scheduler, rows: list[int], width: int, budget: int | 
     rows, widths = scheduler.next_chunk(rows, width, budget)
     slots = [scheduler.slots[row] for row in rows]
     begins = [slot.num_computed_tokens for slot in slots]
-    # Rows are padded to the widest chunk, which must fit the cache after the row with the most tokens.
+    # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most tokens.
     room = cache.capacity - bucketed(max(begins), cache.lengths.device)
     return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
 
@@ -54,7 +54,7 @@ def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | Non
     cache.select(chunk.start, chunk.start + len(parts), max(chunk.begins))
     cache.truncate(torch.tensor(chunk.begins))
     with target.aux_layers.recorded(drafter.aux_layers if drafter else ()) as states:
-        hidden = target.extend(cache, tokens, counts=counts)
+        hidden = target.extend(cache, tokens, counts=chunk.counts)
     cache.commit(counts)
     if drafter:
         drafter.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)

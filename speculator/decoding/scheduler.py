@@ -204,7 +204,7 @@ class Scheduler:
         if budget is not None:
             start = min(range(len(rows)), key=lambda i: self.slots[rows[i]].last_used)
             stop = start + 1
-            while stop < len(rows) and (stop + 1 - start) * max(widths[start : stop + 1]) <= budget:
+            while stop < len(rows) and sum(widths[start : stop + 1]) <= budget:
                 stop += 1
         for row in rows[start:stop]:
             self.slots[row].last_used = self._time

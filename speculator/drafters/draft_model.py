@@ -76,7 +76,7 @@ class DraftModelDrafter(Drafter, LogitsSource):
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
         self.cache.select(start, start + len(sequences), max(begins))
         self.cache.truncate(torch.tensor(begins))
-        self.model.extend(self.cache, tokens)
+        self.model.extend(self.cache, tokens, counts=[len(row) for row in new])
         self.cache.truncate(torch.tensor(ends))
         recent = [list(text[max(0, end - again) : end]) for text, end in zip(sequences, ends, strict=True)]
         self._recent[start : start + len(sequences)] = torch.tensor([[0] * (again - len(row)) + row for row in recent])

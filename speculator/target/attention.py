@@ -1,6 +1,6 @@
 """Attention masks, and the one attention function of all targets, registered with transformers as `ATTENTION`.
 
-The function attends over the KV cache that is being written (`speculator.target.kv_cache.current`). A token sees the
+The function attends over the KV cache that is being written (`speculator.target.write.current`). A token sees the
 committed positions of its row, and its ancestors among the new tokens. Without such a cache attention is causal.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from speculator.target.kv_cache import Write, current
+from speculator.target.write import Write, current
 
 ATTENTION = "speculator"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
@@ -94,10 +94,13 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
-    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
+    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated. Packed rows
+    (`speculator.target.write.Packing`) are padded here alone: each attends to its own row of the cache.
     """
     write = current()
     sliding_window = WINDOWS.get(module, sliding_window)
+    if write is not None and write.packing:
+        query = write.padded(query.transpose(1, 2)).transpose(1, 2)
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     if write is None:
@@ -115,7 +118,8 @@ def attention(
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=bias, scale=scaling)
     else:
         out = _explicit(stacked, key, value, bias, scaling or size**-0.5, softcap, s_aux, groups)
-    return out.reshape(rows, query_heads, width, value.shape[-1]).transpose(1, 2), None
+    out = out.reshape(rows, query_heads, width, value.shape[-1]).transpose(1, 2)
+    return out if write is None else write.packed(out), None
 
 
 def _explicit(

@@ -5,8 +5,7 @@ its tokens after each row's length. Keeping n of them is one addition to `length
 front first. `speculator.target.attention` decides which positions a token sees.
 
 transformers' models are used unmodified: their layers write through `KVCache`. A pass runs over the neighbouring rows
-that `select` chose. A context variable (`current`) holds the write in progress, because in some families (GPT-2, OPT,
-StableLM) keyword arguments of the model do not reach its attention.
+that `select` chose.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from speculator.target import recurrent
 from speculator.target.recurrent import RecurrentLayer, StateForm
 from speculator.target.tree import TokenTree
+from speculator.target.write import Packing, Write, current, in_progress
 
 Form = tuple[int, int, torch.dtype, torch.device]
 """Heads, head size, dtype and device of one layer's keys or values."""
@@ -41,41 +39,6 @@ def forms(cache: Cache) -> list[tuple[Form, ...]]:
 
 def _form(buffer: Tensor) -> Form:
     return buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device
-
-
-@dataclass
-class Write:
-    """Tokens of one pass, R rows of `width`, that are being written into the cache.
-
-    Attributes:
-        lengths: [R] committed tokens of each row.
-        width: tokens per row.
-        extent: positions of each row that attention reads.
-        block: [R, base + width] cache positions after the committed ones; earlier passes wrote the first `base`.
-        slots: [R, width] cache positions that this pass writes: the last of `block`.
-        positions: [R, width] positions in the sequence.
-        tree: structure of the tokens; None for a chain.
-        single_row: one row whose length the host knows, so that slices suffice and every position read is live.
-        masks: attention masks, shared by all layers.
-    """
-
-    lengths: Tensor
-    width: int
-    extent: int
-    block: Tensor
-    slots: Tensor
-    positions: Tensor
-    tree: TokenTree | None
-    single_row: bool
-    masks: dict[Any, Tensor] = field(default_factory=dict)
-
-
-_current: ContextVar[Write | None] = ContextVar("_current", default=None)
-
-
-def current() -> Write | None:
-    """Return the write in progress, if any."""
-    return _current.get()
 
 
 class _Layer(CacheLayerMixin):
@@ -102,14 +65,14 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write [R, H, T, Dh] after each row's length; return all positions that may be live."""
-        cache, write = self.cache, _current.get()
+        write = current()
         assert write is not None
         keys, values = self.selected[0][:, :, : write.extent], self.selected[1][:, :, : write.extent]
         if write.single_row:
             keys[:, :, -write.width :] = key_states  # casts, for autocast
             values[:, :, -write.width :] = value_states
         else:  # into the whole buffer: an idle row may be longer than the decoding rows
-            rows, slots = cache.index.to(keys.device), write.slots.to(keys.device)  # layers may be on several devices
+            rows, slots = (each.to(keys.device) for each in write.places)  # layers may be on several devices
             self.selected[0][rows, :, slots] = key_states.transpose(1, 2).to(keys.dtype)
             self.selected[1][rows, :, slots] = value_states.transpose(1, 2).to(values.dtype)
         return keys, values
@@ -119,12 +82,12 @@ class _Layer(CacheLayerMixin):
             self.selected = self.keys[start:stop], self.values[start:stop]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        write = _current.get()
+        write = current()
         assert write is not None
         return write.extent, 0
 
     def get_seq_length(self) -> int:
-        write = _current.get()
+        write = current()
         return 0 if write is None else write.extent - write.width
 
     def get_max_length(self) -> int:
@@ -161,7 +124,6 @@ class KVCache(Cache):
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self.room_for(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self._index = torch.arange(rows, device=device)[:, None]
         super().__init__(layers=[_Layer(self) for _ in layers])
         self.recurrent = {number: RecurrentLayer(forms, rows) for number, forms in enumerate(states) if forms}
         self._forms = layers
@@ -195,7 +157,7 @@ class KVCache(Cache):
         self.longest = _up(longest, self.bucket)
         if (start, stop) != self.rows:
             self.rows = start, stop
-            self.selected, self.index = self.lengths[start:stop], self._index[: stop - start]
+            self.selected = self.lengths[start:stop]
             self._parts = [stack[:, start:stop] for stack in self.stacks.values()]
             for layer in (*self.layers, *self.recurrent.values()):
                 layer.select(start, stop)  # type: ignore[union-attr]
@@ -211,15 +173,16 @@ class KVCache(Cache):
 
     @contextmanager
     def writing(
-        self, width: int, tree: TokenTree | None = None, base: int = 0, counts: Tensor | None = None
-    ) -> Iterator[Tensor]:
-        """Write `width` tokens into each selected row inside the block; yield their positions [R, width].
+        self, width: int, tree: TokenTree | None = None, base: int = 0, counts: Sequence[int] | None = None
+    ) -> Iterator[Write]:
+        """Write `width` tokens into each selected row inside the block.
 
         Args:
             width: tokens per row.
             tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
             base: tokens that earlier passes wrote and did not commit.
-            counts: [R] tokens of each row that will be committed, if known; the others are padding.
+            counts: tokens of each row that will be committed, if known; the others are padding. The model reads them
+                as one row without padding, unless it has recurrent layers, whose state runs through a row.
 
         Raises:
             ValueError: the tokens do not fit.
@@ -232,16 +195,17 @@ class KVCache(Cache):
         slots = positions = block[:, base:] if base else block
         if tree is not None:
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
-        self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.single_row)
+        packing = None
+        if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
+            packing = Packing.of(counts, self.bucket, block.device)
+        self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.single_row, packing)
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
-        token = _current.set(self.write)
-        try:
-            yield positions
-        finally:
-            _current.reset(token)
-            recurrent.pass_ended()
-            self.write.masks.clear()
+        with in_progress(self.write):
+            try:
+                yield self.write
+            finally:
+                recurrent.pass_ended()
 
     # ---- called by recurrent layers, in place of transformers' own
 
@@ -285,7 +249,7 @@ class KVCache(Cache):
             if self.single_row:
                 part[:, :, :, self.longest : self.longest + count] = part.index_select(3, places[0])
             else:
-                rows, front = self.index.to(part.device), self.write.block[:, :count].to(part.device)
+                rows, front = self.write.places[0].to(part.device), self.write.block[:, :count].to(part.device)
                 part[:, rows, :, front] = part[:, rows, :, places]
         for layer in self.recurrent.values():
             layer.follow(path)

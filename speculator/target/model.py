@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -240,7 +241,7 @@ class Target:
         tokens: Tensor,  # [R, T]
         tree: TokenTree | None = None,
         base: int = 0,
-        counts: Tensor | None = None,  # [R]
+        counts: Sequence[int] | None = None,
     ) -> Tensor:  # [R, T, D]
         """Append tokens to the selected rows of a cache and return their hidden states; `cache.commit` keeps them.
 
@@ -252,11 +253,12 @@ class Target:
             base: positions that earlier calls wrote and did not commit.
             counts: tokens of each row that will be committed, if known: the others are padding.
         """
-        with cache.writing(tokens.shape[1], tree, base, counts) as positions:
-            positions = positions.clamp(max=self.context_length - 1)
+        with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(write.padded):
+            positions = write.packed(write.positions.clamp(max=self.context_length - 1))
             given: Any = {"position_ids": positions, self._cache_name: cache}
-            output = self._body(input_ids=tokens, use_cache=True, **given)
-        return output.last_hidden_state.to(self.device)  # the last layers may be on another device
+            output = self._body(input_ids=write.packed(tokens), use_cache=True, **given)
+            hidden = write.padded(output.last_hidden_state)
+        return hidden.to(self.device)  # the last layers may be on another device
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]

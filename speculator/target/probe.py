@@ -53,7 +53,7 @@ def probe(target: Target) -> None:
         WINDOWS.update(windows)
         model.set_attn_implementation(ATTENTION)
         cache = target.cache(2, 2 * _LENGTH)
-        hidden = target.extend(cache, texts[:, :longest], counts=lengths)
+        hidden = target.extend(cache, texts[:, :longest], counts=lengths.tolist())
         cache.commit(lengths)
         prefill = target.logits(hidden).float()
         output = model.get_output_embeddings()

@@ -19,7 +19,7 @@ functions of their modules (`speculator.target.recurrences`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,15 +51,16 @@ class RecurrentLayer:
     def select(self, start: int, stop: int) -> None:
         self._committed = [state[start:stop] for state in self.states]
 
-    def begin(self, width: int, counts: Tensor | None, tree: TokenTree | None, again: bool) -> None:
+    def begin(self, width: int, counts: Sequence[int] | None, tree: TokenTree | None, again: bool) -> None:
         """Start a pass over `width` tokens of each selected row.
 
         Args:
-            counts: [R] tokens of each row that are no padding; None: `commit` will tell.
+            counts: tokens of each row that are no padding; None: `commit` will tell.
             tree: structure of the tokens; None for a chain.
             again: start where the last pass ended, which was not committed, instead of at the committed states.
         """
-        self._width, self._counts, self._path = width, counts, None
+        self._width, self._path = width, None
+        self._counts = None if counts is None else torch.tensor(counts, device=self.states[0].device)
         self._paths = None if tree is None or width == 1 else (tree.paths, tree.depths)
         self._start = self._committed
         if again:

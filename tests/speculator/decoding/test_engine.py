@@ -28,6 +28,7 @@ from speculator.decoding import engine as engine_module
 from speculator.decoding import scheduler as scheduler_module
 from speculator.decoding.request import Request
 from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Scheduler
+from speculator.target import kv_cache
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
@@ -313,6 +314,19 @@ def test_a_long_prompt_does_not_stall_the_others():
     short_again = engine.submit([5], max_new_tokens=2)
     engine.run()
     assert [len(request.tokens) for request in (short, long, short_again)] == [40, 5, 2]
+
+
+@pytest.mark.parametrize(("bucket", "processed"), [(1, 17), (16, 32)])
+def test_prompts_are_prefilled_as_one_row_without_padding(target, monkeypatch, bucket, processed):
+    """Where the cache has buckets, the row has whole buckets; no completion changes."""
+    expected = generate(target, None, PROMPTS, max_new_tokens=9, max_batch_size=1).tokens
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", bucket)
+    shapes = []
+    target.model.base_model.register_forward_pre_hook(
+        lambda body, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    assert generate(target, None, PROMPTS, max_new_tokens=9).tokens == expected
+    assert shapes == [(1, processed), *[(3, 1)] * 8]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from speculator.target.attention import mask as mask_of
-from speculator.target.kv_cache import KVCache, current
+from speculator.target.kv_cache import KVCache
+from speculator.target.write import current
 
 CPU = torch.device("cpu")
 # Two heads of 3; one head of 5 in another dtype.

@@ -321,7 +321,7 @@ def test_a_state_depends_on_kept_tokens_only(family):
     states = []
     for draft in (tokens, tokens.flip(1)):
         cache = target.cache(2, 32)
-        target.extend(cache, tokens, counts=torch.tensor([6, 4]))
+        target.extend(cache, tokens, counts=[6, 4])
         cache.commit(torch.tensor([6, 4]))
         before = [state.clone() for layer in cache.recurrent.values() for state in layer.states]
         cache.select(0, 2, 6)

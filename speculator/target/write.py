@@ -1,0 +1,102 @@
+"""The tokens that a forward pass writes into the KV cache: their rows and positions, and how the model reads them.
+
+A context variable holds the write in progress, because in some families (GPT-2, OPT, StableLM) keyword arguments of the
+model do not reach its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator.target.tree import TokenTree
+
+
+@dataclass
+class Packing:
+    """Tokens of ragged rows laid end to end in one row: [[a b .] [c d e]] becomes [[a b c d e]].
+
+    Attributes:
+        places: [N] index of each token in the flattened padded rows.
+        sources: [R, width] index in the packed row of each padded place.
+    """
+
+    places: Tensor
+    sources: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], bucket: int, device: torch.device) -> Packing:
+        """Pack rows of `counts` tokens. The last token is repeated up to a whole bucket, so that shapes are few."""
+        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        sources, places = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
+        places = torch.cat([places, places[-1:].expand(-len(places) % bucket)])
+        return cls(places.to(device), sources.to(device))
+
+
+@dataclass
+class Write:
+    """Tokens of one pass, R rows of `width`, that are being written into the cache.
+
+    Attributes:
+        lengths: [R] committed tokens of each row.
+        width: tokens per row, padding included.
+        extent: positions of each row that attention reads.
+        block: [R, base + width] cache positions after the committed ones; earlier passes wrote the first `base`.
+        slots: [R, width] cache positions that this pass writes: the last of `block`.
+        positions: [R, width] positions in the sequence.
+        tree: structure of the tokens; None for a chain.
+        single_row: one row whose length the host knows, so that slices suffice and every position read is live.
+        packing: how the model reads the rows as one without padding; None: as they are.
+        masks: attention masks, shared by all layers.
+    """
+
+    lengths: Tensor
+    width: int
+    extent: int
+    block: Tensor
+    slots: Tensor
+    positions: Tensor
+    tree: TokenTree | None
+    single_row: bool
+    packing: Packing | None = None
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+
+    def packed(self, x: Tensor) -> Tensor:  # [R, width, ...] -> the same, or [1, N, ...]
+        """Lay out the rows as the model reads them."""
+        return x if self.packing is None else x.flatten(0, 1)[None, self.packing.places.to(x.device)]
+
+    def padded(self, x: Tensor) -> Tensor:  # the same, or [1, N, ...] -> [R, width, ...]
+        """Undo `packed`; padding holds the last token of its row."""
+        return x if self.packing is None else x[0, self.packing.sources.to(x.device)]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both
+        """Rows and cache positions of the tokens as the model reads them."""
+        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
+        return (rows if self.packing is None else self.packed(rows.expand_as(self.slots))), self.packed(self.slots)
+
+
+_current: ContextVar[Write | None] = ContextVar("_current", default=None)
+
+
+def current() -> Write | None:
+    """Return the write in progress, if any."""
+    return _current.get()
+
+
+@contextmanager
+def in_progress(write: Write) -> Iterator[None]:
+    """Make this the write in progress inside the block."""
+    token = _current.set(write)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        write.masks.clear()
