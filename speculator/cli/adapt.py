@@ -169,7 +169,7 @@ def _answer_tokens(shard: Path) -> int:
     """Count the tokens with loss; of chats, estimate them by four characters a token."""
     count = 0
     for _, row in read_rows(shard):
-        answers = [each["content"] for each in row.get("messages", ()) if each["role"] == "assistant"]
+        answers = [each.get("content") for each in row.get("messages", ()) if each.get("role") == "assistant"]
         count += sum(row.get("loss_mask", ())) + len("".join(map(str, answers))) // 4
     return count
 
@@ -211,9 +211,9 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     training = [ROOT / "train.py", "--config", arguments.config, "--target.name_or_path", target]
     training += ["--speculator.warm_start", old, "--data.sources", json.dumps(sources), "--output_dir", trained]
     _call(training, lock, SPECULATOR_CACHE=str(folder.resolve() / "cache"))
-    tuned = Path(old) / TUNED
-    if tuned.is_file() and not (trained / "speculator" / TUNED).exists():
-        shutil.copyfile(tuned, trained / "speculator" / TUNED)  # both heads draft in the same shapes, at the same costs
+    tuned, copied = Path(old) / TUNED, trained / "speculator" / TUNED
+    if tuned.is_file() and not copied.exists():  # so that both heads draft in the same shapes, at the same costs
+        write_bytes(copied, tuned.read_bytes())
     if not gate.exists():
         gating = ["-m", "eval", "gate", old, new, "--target", target, "--suite", traffic, "--output", gate]
         _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
