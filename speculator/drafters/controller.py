@@ -8,6 +8,9 @@ Tuning measures how often drafts are accepted on one text. On another text we as
 shifted by the same amount. Every request has an exponential average of this shift, which starts at the average over all
 requests and slowly returns to it. The head and n-gram lookup have a shift each. A hybrid draft needs a third one: both
 sources are right on easy tokens, so a looked-up token is less often right where the head's token was rejected.
+
+Lookup is observed in every step, the head only where it drafts. A head whose average is too low by chance would
+therefore stay unused, so its choice adds half a standard error to the average.
 """
 
 from __future__ import annotations
@@ -15,19 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
-from math import exp, log
+from math import exp, log, sqrt
 from operator import mul
 
 from speculator.decoding.drafter import Shape
 from speculator.decoding.request import Request
 from speculator.drafters.hybrid import Hybrid
 
-_FIRST_RATE = 2.0  # rate of an average before its first outcome
-_ROW_FORGETS, _SHARED_FORGETS = 0.02, 0.002  # share of the way back to the first rate per step
+_LOOKUP_VARIANCE = 2.0  # of a shift before its first outcome: looked-up tokens come in runs
+_HEAD_VARIANCE, _SHARED_HEAD_VARIANCE = 0.5, 0.1  # the same for the head, of one request and of all
+_OPTIMISM = 0.5  # standard errors
+_ROW_FORGETS, _SHARED_FORGETS = 0.02, 0.002  # share of the way back to the first variance per step
 _RETURN = 1 / 200  # share of the way back to the shared average per step
 _PROBE_SHARE = 0.01  # share of the time for trying a head that does not seem to pay
 _PROBE_STEPS = (16, 512)  # bounds of the number of steps between two such tries
-_STEP, _LIMIT = 0.25, 8.0  # shifts are rounded to a grid, so that expected tokens come from a table
+_STEP, _LIMIT = 0.125, 8.0  # shifts are rounded to a grid, so that expected tokens come from a table
 _GRID = [_STEP * i - _LIMIT for i in range(round(2 * _LIMIT / _STEP) + 1)]
 
 Greedy = bool
@@ -38,25 +43,26 @@ StepCost = Callable[[Shape, Greedy, int], float]
 class Shift:
     """Exponential average of how much more often drafts are accepted than was measured, in log-odds.
 
-    Its rate falls with every outcome and rises with every step, so an old average follows new outcomes quickly.
+    Its variance falls with every outcome and rises with every step, so an old average follows new outcomes quickly.
     """
 
-    def __init__(self, value: float, forgets: float):
-        self.value, self._rate, self._forgets = value, _FIRST_RATE, forgets
+    def __init__(self, value: float, variance: float, forgets: float):
+        self.value, self._variance, self._first_variance, self._forgets = value, variance, variance, forgets
 
     def observe(self, logit: float, accepted: bool) -> None:
         """Update with one token whose measured log-odds of acceptance are `logit`."""
-        self.value += self._rate * (accepted - _chance(logit + self.value))
-        self._rate /= 1 + self._rate / 4
+        self.value += self._variance * (accepted - _chance(logit + self.value))
+        self._variance /= 1 + self._variance / 4  # an outcome of chance 1/2 has the information 1/4
 
     def advance(self) -> None:
         """Account for a step."""
-        self._rate += (_FIRST_RATE - self._rate) * self._forgets
+        self._variance += (self._first_variance - self._variance) * self._forgets
 
     @property
-    def bucket(self) -> int:
-        """Index of the nearest grid point."""
-        return min(len(_GRID) - 1, max(0, round((self.value + _LIMIT) / _STEP)))
+    def optimistic_bucket(self) -> int:
+        """Index of the grid point nearest to the value plus half a standard error."""
+        value = self.value + _OPTIMISM * sqrt(self._variance)
+        return min(len(_GRID) - 1, max(0, round((value + _LIMIT) / _STEP)))
 
 
 @dataclass(eq=False)
@@ -121,21 +127,17 @@ def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, row
 class _Shifts:
     """Shifts of the head's tokens, of looked-up tokens, and of looked-up tokens where the head's was rejected."""
 
-    def __init__(self, forgets: float, start: _Shifts | None = None):
-        values = start.values if start else [0.0] * 3
-        self.all = [Shift(value, forgets) for value in values]
+    def __init__(self, head_variance: float, forgets: float, start: Sequence[float] = (0.0, 0.0, 0.0)):
+        variances = head_variance, _LOOKUP_VARIANCE, head_variance
+        self.all = [Shift(value, variance, forgets) for value, variance in zip(start, variances, strict=True)]
         self.head, self.lookup, self.instead = self.all
-
-    @property
-    def values(self) -> list[float]:
-        return [shift.value for shift in self.all]
 
 
 class _Row(_Shifts):
     """Shifts of one request, and the path that n-gram lookup found for its next step."""
 
     def __init__(self, shared: _Shifts):
-        super().__init__(_ROW_FORGETS, shared)
+        super().__init__(_HEAD_VARIANCE, _ROW_FORGETS, [shift.value for shift in shared.all])
         self.steps, self.length = 0, 0  # at the last choice
         self.path: list[int] = []
         self.logit = 0.0  # measured log-odds of a match as long as the path's
@@ -197,7 +199,7 @@ class Controller:
     ):
         self._choices, self._cost, self._paths, self._hybrids = choices, cost, paths, hybrids
         self._lookup = [_logit(chance) for chance in lookup]
-        self._shared = _Shifts(_SHARED_FORGETS)
+        self._shared = _Shifts(_SHARED_HEAD_VARIANCE, _SHARED_FORGETS)
         self._rows: dict[Request, _Row] = {}
         self._drafted: Choice | None = None  # the head's part of the last step
         self._idle_steps = 0  # since the head drafted
@@ -220,7 +222,7 @@ class Controller:
     def _best(self) -> tuple[Shape, Choice | None]:
         rows, count = self._rows.values(), len(self._rows)
         kinds = [request.sampling.greedy for request in self._rows]
-        places = list(zip(kinds, (row.head.bucket for row in rows), strict=True))
+        places = list(zip(kinds, (row.head.optimistic_bucket for row in rows), strict=True))
         choices = [choice for choice in self._choices if all(kind in choice.expected for kind in kinds)]
 
         def cost(shape: Shape) -> float:
