@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
+from speculator.target import compiled
 from speculator.target.attention import original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers
 from speculator.target.fingerprint import fingerprint
@@ -155,7 +156,10 @@ class Target:
         drop_vision_tower(model)
         flags = {"revision": revision, "adapter": adapter}
         model.config.name_or_path = " ".join([name, *(f"--{flag} {value}" for flag, value in flags.items() if value)])
-        return cls(model, tokenizer, group)
+        target = cls(model, tokenizer, group)
+        if target.device.type in compiled.DEVICES and compiled.can_compile(target.device) and group is None:
+            compiled.compile_regions(target)
+        return target
 
     @property
     def device(self) -> torch.device:

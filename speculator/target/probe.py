@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _PROBE = "speculator_probe"
 _LENGTH = 16  # tokens of each of the probe's two texts
 _FAR = 2**20  # the furthest position that is examined
-# Largest `_gap`, in standard deviations of the logits. Rounding stays below it (0.1 for 30 layers in bfloat16); a wrong
+# Largest `gap`, in standard deviations of the logits. Rounding stays below it (0.1 for 30 layers in bfloat16); a wrong
 # mask or position does not (1 and more).
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 
@@ -39,8 +39,8 @@ def probe(target: Target) -> None:
         UserError: the model can't be run through a KV cache, or its logits differ.
     """
     model, device, name = target.model, target.device, f"{target.name}: {type(target.model).__name__}"
-    tolerance = _tolerance(model)
-    texts = torch.arange(2 * _LENGTH, device=device).view(2, -1) * 7 % target.vocab_size
+    allowed = tolerance(model)
+    texts = _texts(target)
     lengths, accepted = torch.tensor([[8, 4], [1, 2]], device=device)
     longest = _LENGTH // 2
 
@@ -72,25 +72,25 @@ def probe(target: Target) -> None:
         one_device = len({weight.device for weight in model.parameters()}) == 1
         target.capturable = not syncs and one_device and target.group is None
         moved = neighbours_matter(model.base_model, target.context_length, device)
-        target.document_attention = _choose_document_attention(target, texts, tolerance)
+        target.document_attention = _choose_document_attention(target, texts, allowed)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{name} can't be run through a KV cache: {error}") from error
-    gap = max(
-        *(_gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
-        _gap(single, after(begins, 1, own)),
-        _gap(verified, after(begins, rest.shape[1], own)),
+    worst = max(
+        *(gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
+        gap(single, after(begins, 1, own)),
+        gap(verified, after(begins, rest.shape[1], own)),
     )
     window = getattr(target.config, "sliding_window", None)
     refuse(
         (not own.isfinite().all(), f"{target.name}: its logits are not finite: the weights are damaged"),
         (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
         (
-            not gap < tolerance,
-            f"{name} can't be verified exactly: its logits with a preallocated cache differ by {gap:.2g} standard "
+            not worst < allowed,
+            f"{name} can't be verified exactly: its logits with a preallocated cache differ by {worst:.2g} standard "
             "deviations",
         ),
         (
-            not moved < tolerance,
+            not moved < allowed,
             f"{name} can't be verified exactly: its logits for a text depend on how long the batch's other texts are",
         ),
         (
@@ -98,6 +98,21 @@ def probe(target: Target) -> None:
             f"{name} can't be verified exactly: none of its attention masks has its sliding window of {window} tokens",
         ),
     )
+
+
+def _texts(target: Target) -> Tensor:  # [2, _LENGTH]
+    return torch.arange(2 * _LENGTH, device=target.device).view(2, -1) * 7 % target.vocab_size
+
+
+@torch.no_grad()
+def probed_logits(target: Target) -> Tensor:  # [2, 2 * _LENGTH, V]
+    """Compute the logits of the probe's texts without a cache, and with one: a prefill, then a token."""
+    texts, cache = _texts(target), target.cache(2, 2 * _LENGTH)
+    prefill = target.extend(cache, texts[:, :-1])
+    cache.commit(torch.full((2,), _LENGTH - 1, device=target.device))
+    cache.select(0, 2, _LENGTH)
+    hidden = [target.hidden(texts), prefill, target.extend(cache, texts[:, -1:])]
+    return target.logits(torch.cat(hidden, 1)).float()
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
@@ -179,7 +194,7 @@ def neighbours_matter(body: nn.Module, length: int, device: torch.device) -> flo
     return ((alone - batched).abs().max() / alone.std()).item()
 
 
-def _choose_document_attention(target: Target, texts: Tensor, tolerance: float) -> tuple[Any, Layout] | None:
+def _choose_document_attention(target: Target, texts: Tensor, allowed: float) -> tuple[Any, Layout] | None:
     """Return the first way to read several documents in a row that gives each one's own logits."""
     half = _LENGTH // 2
     documents = torch.arange(_LENGTH, device=target.device).ge(half).expand_as(texts)
@@ -195,19 +210,19 @@ def _choose_document_attention(target: Target, texts: Tensor, tolerance: float) 
     for choice in choices:
         try:
             hidden = target.hidden_of_documents(texts, documents, *choice)
-            if _gap(target.logits(hidden).float(), alone) < tolerance:
+            if gap(target.logits(hidden).float(), alone) < allowed:
                 return choice
         except (ImportError, AttributeError, RuntimeError, TypeError, ValueError):  # not supported by this family
             continue
     return None
 
 
-def _tolerance(model: PreTrainedModel) -> float:
+def tolerance(model: PreTrainedModel) -> float:
     # Some quantised models round activations as coarsely as bfloat16.
     return _TOLERANCE[torch.bfloat16 if getattr(model, "is_quantized", False) else model.dtype]
 
 
-def _gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
+def gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
     """Return the root mean square difference at the worst position, in standard deviations of the expected logits.
 
     The largest difference of a single logit would grow with the vocabulary by rounding alone.
