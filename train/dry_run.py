@@ -25,7 +25,7 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from data.magpie import SELF
 from data.readers import PYTHON_SOURCES, hub_id
@@ -77,8 +77,7 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                family = known.get_text_config().model_type if known else ""
-                _make_target(folder / "target", family if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else "llama")
+                _make_target(folder / "target", _family(known))
                 for number in range(len(config.data.sources)):
                     _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()
@@ -120,6 +119,15 @@ def known_config(config: RunConfig) -> PreTrainedConfig | None:
         return None
     except StrictDataclassError as error:
         raise UserError(f"the config of {target.name_or_path}: {first_line(error)}") from None
+
+
+def _family(target: PreTrainedConfig | None) -> str:
+    """Return the target's family, or Llama if that is unknown or has recurrent layers, whose sizes can't be shrunk."""
+    text = target and target.get_text_config()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
+    recurrent = getattr(model, "_is_stateful", False) or any("attention" not in kind for kind in kinds)
+    return "llama" if text is None or model is None or recurrent else text.model_type
 
 
 def _make_target(folder: Path, family: str) -> None:

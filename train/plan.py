@@ -235,8 +235,9 @@ class Plan:
 
     def _decoding(self, own: Writing, caches: int) -> Counter[str]:
         text, bucket = self.text, BUCKETS.get("cuda" if self.place.memory else "cpu", 1)
-        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", 1)  # recurrent layers count as attention: their states are smaller
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         per_position = 2 * text.num_hidden_layers * kv_heads * head_dim * self.size
         if self.config.target.parallel == "tp":
             per_position //= self.shards

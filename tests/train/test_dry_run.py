@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import RECURRENT
 from transformers import LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
@@ -110,6 +111,25 @@ def test_what_runs_is_the_configured_head_and_distribution_on_the_targets_family
     assert (config.stage1.max_steps, config.stage2.max_steps) == (1, 1)
     assert config.stage1.bf16
     assert config.stage2.generate.top_p == given.stage2.generate.top_p
+
+
+@pytest.mark.parametrize("family", ["mamba2", "lfm2_moe", "kimi_linear"])
+def test_a_target_with_recurrent_layers_is_rehearsed_as_a_llama(family, tmp_path):
+    RECURRENT[family].save_pretrained(tmp_path)
+    sizes = ["--data.seq_length", "64", "--eval.max_new_tokens", "32", "--stage2.max_steps", "0"]
+    given = parse(["--target.name_or_path", str(tmp_path), *sizes])
+    seen = []
+
+    class SeenError(Exception):
+        pass
+
+    def run(config):
+        seen.append(json.loads((Path(config.target.name_or_path) / "config.json").read_text()))
+        raise SeenError
+
+    with pytest.raises(SeenError):
+        rehearse(given, run)
+    assert seen[0]["model_type"] == "llama"
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused_where_that_is_known():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONFIGS, tiny_model
+from conftest import CONFIGS, RECURRENT, tiny_model
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from speculator import UserError
@@ -57,10 +57,10 @@ def test_mfu_is_close_to_that_of_counted_operations():
     assert 12_211 * made.seconds_per_token("stage1") == pytest.approx(0.32, abs=0.03)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", CONFIGS | RECURRENT)
 def test_every_family_is_counted_without_its_weights(family):
     config = parse(["--stage2.max_steps", "0"])
-    made = Plan(config, CONFIGS[family], Place(1))
+    made = Plan(config, (CONFIGS | RECURRENT)[family], Place(1))
     assert made.weights == sum(weight.numel() for weight in tiny_model(family).parameters())
     assert made.memory()["stage1"]
 
