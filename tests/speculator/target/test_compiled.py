@@ -120,3 +120,13 @@ def test_a_loaded_target_is_compiled_on_the_devices_where_that_pays(monkeypatch,
     assert not own_forwards(Target.load(str(target_folder)))
     monkeypatch.setattr(compiled_module, "DEVICES", ("cpu",))
     assert own_forwards(Target.load(str(target_folder)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_regions_are_compiled_on_a_gpu(dtype):
+    target = Target(tiny_model().to("cuda", dtype), tokenizer=None)
+    compile_regions(target)
+    assert own_forwards(target) == REGIONS["llama"]
+    assert len(texts(target)) == 8
