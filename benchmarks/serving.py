@@ -25,15 +25,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import psutil
 
-from benchmarks.common import build_parser, load_prompts, load_target
+from data.sources import PYTHON_SOURCES
+from eval.suites import add_flags, check_flags, check_lengths, suite_of
+from speculator.cli import drafting
 from speculator.device import hardware
-from speculator.errors import refuse, run_command
+from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import make_folder, write_json
 from speculator.tables import markdown_table
 
@@ -158,7 +161,9 @@ def table(measured: dict[str, list[dict]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser("serving", __doc__, 64)
+    parser = OneLineParser(prog="python -m benchmarks.serving", description=__doc__)
+    add_flags(parser, 64)
+    parser.add_argument("--output", type=Path, required=True, help="folder for serving.json")
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="command with {port}")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="clients (default: 1 8 32)")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load (default: 60)")
@@ -170,8 +175,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure every server, then print and write the table."""
     commands = dict(server.partition("=")[::2] for server in arguments.server)
     refuse((not all("{port}" in command for command in commands.values()), "--server: NAME=COMMAND with {port} in it"))
-    target = load_target(arguments)
-    prompts = [target.tokenizer.decode(prompt) for prompt in load_prompts(arguments, target)]
+    check_flags(arguments)
+    target = drafting.load_target(arguments)
+    check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
+    prompts = [target.tokenizer.decode(prompt) for prompt in suite_of(arguments, PYTHON_SOURCES, target).prompts]
     conditions = {"hardware": hardware(target.device), "seconds": arguments.seconds, "commands": commands}
     del target
     settings = (arguments.target, prompts, arguments.clients, arguments.seconds, arguments.max_new_tokens)

@@ -59,6 +59,8 @@ def match(
     The output consists of the target's tokens, whatever the draft (SpecInfer, 2305.09781). At temperature 0 they are
     the likeliest ones. Above it the draft is made of the same Gumbel noise (2408.07978): see `Noise`.
     """
+    if not draft.depth:  # a plain step
+        return draft.lengths, samples[:, 0]
     last = deepest(draft.tokens == samples.gather(1, draft.before), draft)
     return last, samples.gather(1, last[:, None])[:, 0]
 

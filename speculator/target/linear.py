@@ -100,17 +100,17 @@ class PackedLinear(nn.Linear):
     _copy: _Copy | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-        weight = self._parameters.get("weight")  # `self.weight` takes longer to look up
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")  # attributes take 1 µs to look up
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
         if weight is None or not _is_fast(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
         if input.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS_PACKED:
-            return nn.functional.linear(input, weight, self.bias)
+            return nn.functional.linear(input, weight, bias)
         if trained:
-            return _Trained.apply(input, weight, self.bias)
+            return _Trained.apply(input, weight, bias)
         if self._copy is None or not self._copy.is_current(weight):
             self._copy = _Copy(weight)
-        return _onednn(input, self._copy.packed, self.bias)
+        return _onednn(input, self._copy.packed, bias)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
