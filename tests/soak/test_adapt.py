@@ -80,7 +80,8 @@ def test_adapt_killed_at_any_moment_is_resumed_or_refused_in_a_line(with_childre
             if with_children:
                 os.killpg(process.pid, signal.SIGKILL)
             kill(process)
-            assert Path(os.readlink(out / "speculator")) == inputs["MLP"].resolve()
+            if moment != "round.json":  # which is written when the server has the new head
+                assert Path(os.readlink(out / "speculator")) == inputs["MLP"].resolve()
         assert text() == before
         if moment == "gate.json":  # so that there is a swap, whatever drafting is worth with a tiny target
             gate = out / "round-001" / moment
