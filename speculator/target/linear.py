@@ -104,7 +104,7 @@ class PackedLinear(nn.Linear):
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
         if weight is None or not _is_fast(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
-        if input.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS_PACKED:
+        if input.numel() * weight.shape[0] < (_MIN_MULTIPLICATIONS if trained else _MIN_MULTIPLICATIONS_PACKED):
             return nn.functional.linear(input, weight, bias)
         if trained:
             return _Trained.apply(input, weight, bias)
