@@ -154,7 +154,8 @@ class CachedTarget:
     """Wraps a target and caches the hidden states of every row, with the auxiliary layers requested last."""
 
     def __init__(self, target: Target):
-        self.target, self.logits, self.vocab_size, self.aux_layers = target, target.logits, target.vocab_size, self
+        self.target, self.aux_layers = target, self
+        self.logits, self.vocab_size, self.device = target.logits, target.vocab_size, target.device
         self._wanted: tuple[int, ...] = ()
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
 
