@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences
-from speculator.decoding.sampling import Noise, draw
+from speculator.decoding.sampling import Noise, draw, most_likely
 from speculator.errors import UserError
 
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd number would exhaust the memory
@@ -65,9 +65,9 @@ class Chain:
                 probs.append(noise.sampling.probs(logits))
                 tokens.append(draw(probs[-1], u[:, len(tokens)]))
             elif self.sampled and noise.coupled:
-                tokens.append(noise.scores(logits[:, None], len(tokens))[:, 0].argmax(-1))
+                tokens.append(most_likely(noise.scores(logits[:, None], len(tokens))[:, 0]))
             else:
-                tokens.append(logits.argmax(-1))
+                tokens.append(most_likely(logits))
             if len(tokens) == self.depth:
                 break
             going: Tensor | int = 1

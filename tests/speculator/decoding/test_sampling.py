@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from speculator.decoding import sampling
-from speculator.decoding.sampling import RowSampling, Sampling, draw, uniforms
+from speculator.decoding.sampling import RowSampling, Sampling, draw, most_likely, uniforms
 from speculator.errors import UserError
 
 
@@ -96,3 +96,9 @@ def test_top_p_looks_at_the_likeliest_tokens_alone_where_they_are_enough(scale, 
     whole = settings.probs(logits)
     monkeypatch.setattr(sampling, "_TOP_P_CANDIDATES", 100)
     assert torch.equal(settings.probs(logits), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_scores_the_first_is_chosen(dtype):
+    scores = torch.randint(0, 3, (64, 3, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert most_likely(scores).tolist() == [[row.index(max(row)) for row in rows] for rows in scores.tolist()]
