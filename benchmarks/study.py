@@ -115,7 +115,10 @@ BLOCKS = [
     block_drafter("DSpark, 2 layers, D-PACE", dataclasses.replace(DSPARK, head_decay=1.0, d_pace=0.5)),
 ]
 TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS}
-LONGER = {"recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6])}
+LONGER = {
+    "recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]),
+    "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4]),
+}
 """Arms that are also trained on four times the tokens, with one seed."""
 
 
