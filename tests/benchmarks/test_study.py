@@ -66,7 +66,6 @@ def deep_target(target_folder) -> Target:
     return Target(AutoModelForCausalLM.from_config(config).eval(), AutoTokenizer.from_pretrained(target_folder))
 
 
-@pytest.mark.soak
 def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monkeypatch):
     small = {"SOURCES": [str(text_file)], "LENGTH": 32, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8}
     for name, value in (small | {"PROMPTS": {"validation": 2, "held-out": 2}}).items():
