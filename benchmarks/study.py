@@ -325,9 +325,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(flags: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
-    folder = Path(flags.output)
+    target, folder = Target.load(flags.target, dtype="float32"), Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
-    study = Study(Target.load(flags.target, dtype="float32"), folder, flags.steps)
+    study = Study(target, folder, flags.steps)
     rows = [study.row(arm, SEEDS[: flags.seeds]) for arm in TABLES[flags.table]]
     rows += [study.row(arm, (0,), budget=4) for arm in LONGER.get(flags.table, ())]
     text = table(rows)
