@@ -40,7 +40,7 @@ ON_POLICY = Sampling(temperature=1.0)
 
 @dataclass(frozen=True)
 class Ends:
-    """Stop tokens and stop strings."""
+    """Tokens and strings that end a text."""
 
     eos_token_ids: list[int]
     stop_strings: list[str] = field(default_factory=list)

@@ -289,7 +289,7 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
 
 
 def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
-    """Prompts of one split: the beginnings of texts, and of chats everything before an answer."""
+    """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
     # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
