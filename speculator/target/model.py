@@ -106,10 +106,9 @@ class Target:
         self._body, self._given = model.base_model, _GivenHidden(model.base_model)
         self._forms: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[Form, ...]], list[tuple[StateForm, ...]]]]
         self._forms = {}
-        # Models without attention call their cache otherwise.
-        self._cache_name = (
-            "cache_params" if "cache_params" in signature(self._body.forward).parameters else "past_key_values"
-        )
+        # transformers 5.24 calls it `cache`; before, models without attention had a name of their own.
+        known = signature(self._body.forward).parameters
+        self._cache_name = next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
         intercept(model)
         probe(self)
         self.fingerprint = fingerprint(model)
