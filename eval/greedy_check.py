@@ -116,7 +116,8 @@ def transformers_greedy(
         given = target.model(ids, use_cache=True)
         again = [given.logits[0, -1:]]
         for start in range(len(prompt), text.shape[1], width):
-            given = target.model(text[:, start : start + width], past_key_values=given.past_key_values, use_cache=True)
+            cache = {target.cache_name: given[target.cache_name]}
+            given = target.model(text[:, start : start + width], use_cache=True, **cache)
             again.append(given.logits[0])
     difference = (torch.cat(again).double() - logits.double()).abs().max().item()
     precision = torch.finfo(target.dtype).eps * logits.abs().max().item()

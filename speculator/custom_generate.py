@@ -42,7 +42,8 @@ _WARPERS = {
     MinPLogitsWarper: "min_p",
 }
 # Inputs that `generate` derives from the prompt; any other would change what the model computes.
-_PROMPT_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+_CACHES = ("cache", "past_key_values")  # the name since transformers 5.24, and before
+_PROMPT_INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *_CACHES)
 
 
 def speculative(
@@ -204,9 +205,10 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
 
 def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] bool
     """Return the mask of prompt tokens, padding excluded. Raises UserError for inputs besides the prompts."""
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise UserError("speculative decoding creates its own cache, so not with past_key_values")
+    for name in _CACHES:
+        cache = model_kwargs.get(name)
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+            raise UserError(f"speculative decoding creates its own cache, so not with {name}")
     for name, value in model_kwargs.items():
         if name not in _PROMPT_INPUTS and value is not None:
             raise UserError(f"speculative decoding reads input_ids and attention_mask, not {name}")

@@ -80,6 +80,7 @@ class Target:
         output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
         recurrent: some of its layers are recurrent, see `speculator.target.recurrent`.
         capturable: its forward pass never waits for the device, so that CUDA graphs can replay it.
+        cache_name: what its forward pass and its output call the cache.
 
     Raises:
         UserError: the model's layers are not attention, or its logits through this class are not its own.
@@ -108,7 +109,7 @@ class Target:
         self._forms = {}
         # transformers 5.24 calls it `cache`; before, models without attention had a name of their own.
         known = signature(self._body.forward).parameters
-        self._cache_name = next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
+        self.cache_name = next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
         intercept(model)
         probe(self)
         self.fingerprint = fingerprint(model)
@@ -198,7 +199,7 @@ class Target:
         if form not in self._forms:
             tokens = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
-                made = getattr(self._body(input_ids=tokens, use_cache=True), self._cache_name)
+                made = getattr(self._body(input_ids=tokens, use_cache=True), self.cache_name)
                 self._forms[form] = forms(made), [state_forms(layer) for layer in made.layers]
                 self.recurrent = any(self._forms[form][1])
         attention, recurrent = self._forms[form]
@@ -258,7 +259,7 @@ class Target:
         """
         with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(write.padded):
             positions = write.packed(write.positions.clamp(max=self.context_length - 1))
-            given: Any = {"position_ids": positions, self._cache_name: cache}
+            given: Any = {"position_ids": positions, self.cache_name: cache}
             output = self._body(input_ids=write.packed(tokens), use_cache=True, **given)
             hidden = write.padded(output.last_hidden_state)
         return hidden.to(self.device)  # the last layers may be on another device
