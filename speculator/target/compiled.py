@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
+from inspect import unwrap
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -101,7 +102,8 @@ def _install(model: nn.Module) -> list[nn.Module]:
             continue
         if _is_region(module):
             function = compiled.setdefault(forward, torch.compile(forward, dynamic=True))
-        elif _ROTATE in getattr(forward, "__code__", _install.__code__).co_names:
+        elif _ROTATE in getattr(unwrap(forward), "__code__", _install.__code__).co_names:
+            forward = unwrap(forward)  # transformers 5.24 has a decorator on it
             rotate = forward.__globals__[_ROTATE]
             rotate = compiled.setdefault(rotate, torch.compile(rotate, dynamic=True))
             names = {**forward.__globals__, _ROTATE: rotate}

@@ -8,7 +8,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     FalconConfig,
-    GPTJConfig,
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -124,7 +123,6 @@ def test_layers_that_cannot_be_rolled_back_are_refused():
 @pytest.mark.parametrize(
     "config",
     [
-        GPTJConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
         FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
         OPTConfig(
             vocab_size=32,
@@ -135,7 +133,7 @@ def test_layers_that_cannot_be_rolled_back_are_refused():
             word_embed_proj_dim=32,
         ),
     ],
-    ids=["gpt-j", "falcon", "opt"],
+    ids=["falcon", "opt"],
 )
 def test_families_that_do_not_use_the_registered_attention_are_refused(config):
     """Single rows would be right; a ragged batch would not."""
