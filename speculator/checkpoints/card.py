@@ -25,10 +25,15 @@ _LOCAL_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)(@[\d.]+)?$")
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
-def write_card(folder: str | Path, run: str | Path | None = None) -> Path:
-    """Write README.md into a head's folder and return its path. `run` defaults to the run that contains the folder."""
+def write_card(folder: str | Path, run: tuple[dict[str, Any], dict[str, Any]] | None = None) -> Path:
+    """Write README.md into a head's folder and return its path.
+
+    Args:
+        folder: the head's.
+        run: result of `read_run`; default: of the run that contains the folder.
+    """
     folder = Path(folder)
-    config, report = read_run(Path(run) if run else folder.resolve().parent)
+    config, report = run or read_run(folder.resolve().parent)
     write_text(folder / NAME, model_card(load_any(folder), config, report))
     return folder / NAME
 

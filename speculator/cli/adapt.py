@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
     )
     read_config(arguments.head)
-    arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
+    arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.checkpoints import FORMATS, layout_of, load_any, save
-from speculator.checkpoints.card import NAME, write_card
+from speculator.checkpoints.card import NAME, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
@@ -39,8 +39,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dtype:
         head.to(DTYPES[arguments.dtype])
     base = check_base(head.config)
+    card = arguments.speculator / NAME
+    # A damaged record is refused before anything is written.
+    record = None if card.is_file() else read_run(arguments.speculator.resolve().parent)
     save(head, arguments.output, layout, arguments.expand_tied)
-    carry_card(arguments.speculator, arguments.output)
+    if record is None:
+        shutil.copyfile(card, arguments.output / NAME)
+    else:
+        write_card(arguments.output, record)
     if layout.name == "native" and (arguments.speculator / TUNED).is_file():
         shutil.copyfile(arguments.speculator / TUNED, arguments.output / TUNED)
     dtype = dtype_name(head.dtype)
@@ -48,14 +54,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(base)
     for server in layout.servers(head.config, shlex.quote(str(arguments.output))):
         print(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
-
-
-def carry_card(source: Path, output: Path) -> None:
-    """Copy the head's model card, or write one."""
-    if (source / NAME).is_file():
-        shutil.copyfile(source / NAME, output / NAME)
-    else:
-        write_card(output, run=source.resolve().parent)
 
 
 def check_base(config: SpeculatorConfig) -> str:

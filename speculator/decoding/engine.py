@@ -380,11 +380,11 @@ class Engine:
     def _grow(self) -> None:
         needed = self._max_tokens + self._spare_positions
         if self.cache.room_for(needed) > self._capacity:
+            self._new_graphs()  # first: there may be too little memory for the drafter's buffers, not for the cache's
             self.cache.grow(needed)
             if self.drafter:
                 self.drafter.grow(self.cache.capacity)
             self._capacity = self.cache.capacity
-            self._new_graphs()
 
     def _allocate(self, allocate: Callable[[], None]) -> None:
         """Allocate room for all requests. While there is too little memory, the request that needs most fails alone."""

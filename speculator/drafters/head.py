@@ -24,7 +24,7 @@ class HeadDrafter(Drafter):
     Args:
         head: the trained head.
         shape: shape of the draft; a number is the length of a chain, None a chain of n_predict. Tuned settings are
-            ignored: see `tuned_drafter`.
+            ignored: see `adaptive_drafter`.
     """
 
     name = "head"

@@ -146,7 +146,7 @@ class KVCache(Cache):
                 layer.keys, layer.values = (next(parts[form]) for form in both)
 
     def room_for(self, capacity: int) -> int:
-        """Return the number of positions to allocate for rows of `longest` tokens, rounded up to whole buckets."""
+        """Return the number of positions to allocate for rows of `capacity` tokens, rounded up to whole buckets."""
         return _up(capacity + self.bucket - 1, self.bucket)
 
     def select(self, start: int, stop: int, longest: int) -> None:

@@ -147,7 +147,7 @@ class DSparkSpeculator(AttentionHead):
         """Use these matrices, which are neither trained nor saved, and copied only for a draft vocabulary."""
         weight = whole(output.weight)
         rows = self.draft_rows(weight)
-        if rows is not output.weight or output.bias is not None:
+        if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:
             output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
             output.weight = nn.Parameter(rows.detach(), requires_grad=False)
             pack_linears(output)

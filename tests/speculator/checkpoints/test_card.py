@@ -173,6 +173,9 @@ def test_a_damaged_record_leaves_no_card(run, name):
     with pytest.raises(UserError, match=name):
         write_card(run)
     assert not (run / "README.md").exists()
+    output = run.parent / "exported"
+    assert main(["export", "--speculator", str(run), "--format", "ibm", "--output", str(output)]) == 2
+    assert not output.exists()
 
 
 def test_an_export_copies_or_creates_the_card(run, tmp_path):

@@ -49,6 +49,14 @@ def trained(made, states, tokens, documents, anchors) -> torch.Tensor:  # [A, G,
     return logits
 
 
+def test_the_output_matrix_of_the_target_is_not_copied():
+    """A copy would be packed again: as much memory as the target's vocabulary takes."""
+    output = nn.Linear(D, V, bias=False, dtype=torch.float64)
+    for made, same in ((head(), True), (head(draft_vocab_size=V // 2), False)):
+        made.share(torch.randn(V, D, dtype=torch.float64), output)
+        assert (made.output is output) == same
+
+
 SHAPES = {
     "dspark": {},
     "dflash": DFLASH,
