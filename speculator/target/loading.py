@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.activations import ACT2FN
 
 from speculator.errors import UserError, refuse
 from speculator.target.gguf import complete, is_gguf, located
@@ -51,7 +49,6 @@ def read_target(
                 _check_folder(Path(name))
             tokenizer = AutoTokenizer.from_pretrained(**where)
             config = AutoConfig.from_pretrained(**where)
-            _check_activation(config.get_text_config())
             if isinstance(place, Group):
                 if place.parallel == "tp":
                     check_heads(name, config.get_text_config(), place.size)
@@ -127,14 +124,6 @@ def _check_folder(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         missing += f"; its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"
     refuse((not (folder / CONFIG).is_file(), missing))
-
-
-def _check_activation(config: PreTrainedConfig) -> None:
-    for key in ("hidden_act", "hidden_activation", "activation_function"):
-        name = getattr(config, key, None)
-        if isinstance(name, str) and name not in ACT2FN:
-            (nearest,) = get_close_matches(name, list(ACT2FN), n=1, cutoff=0)
-            raise UserError(f"{key} {name!r} in its {CONFIG} is not an activation function; the nearest is {nearest!r}")
 
 
 def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatched_keys: Any) -> None:
