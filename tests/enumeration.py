@@ -88,8 +88,8 @@ class Case:
 CHAINS = {depth: tuple(range(-1, depth - 1)) for depth in range(1, 4)}
 
 
-def sampled(w: World, parents: Prefix, replacement: bool = True) -> Iterator[Case]:
-    """Every draft whose siblings are drawn from their parent's q one after the other."""
+def sampled(w: World, parents: Prefix) -> Iterator[Case]:
+    """Every draft whose siblings are drawn from their parent's q one after the other, without replacement."""
 
     def grow(tokens: Prefix, distributions: list[torch.Tensor], chance: float) -> Iterator[Case]:
         node = len(tokens)
@@ -99,9 +99,8 @@ def sampled(w: World, parents: Prefix, replacement: bool = True) -> Iterator[Cas
         so_far = Case(tokens, parents[:node], None, chance, node)
         probs = w.q[so_far.path(parents[node])]
         left = probs.clone()
-        if not replacement:
-            left[[tokens[i] for i in so_far.children(parents[node])]] = 0
-            left = left / left.sum() if left.sum() > 0 else left
+        left[[tokens[i] for i in so_far.children(parents[node])]] = 0
+        left = left / left.sum() if left.sum() > 0 else left
         if (
             left.sum() == 0
         ):  # the elders used the distribution up: the drafter gives some token that its distribution can't
@@ -171,31 +170,26 @@ def walk_breaks(w: World, case: Case) -> Breaks:
     return breaks
 
 
-def recursive_breaks(replacement: bool) -> Callable[[World, Case], Breaks]:
+def recursive_breaks(w: World, case: Case) -> Breaks:
     """u of a child against t/s after its elders were refused."""
-
-    def find(w: World, case: Case) -> Breaks:
-        breaks: Breaks = [set() for _ in case.tokens]
-        for node in range(-1, len(case.tokens)):
-            t, s = w.p[case.path(node)].clone(), None
-            for child in case.children(node):
-                token = case.tokens[child]
-                if s is None:
-                    if case.distributions is None:
-                        s = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
-                    else:
-                        s = case.distributions[child].clone()
-                if s[token] <= 0:
-                    continue
-                breaks[child].add((t[token] / s[token]).item())
-                left = (t - s).clamp_min(0)
-                t = left / left.sum() if left.sum() > 1e-30 else t
-                if not replacement:
-                    s[token] = 0
-                    s = s / s.sum() if s.sum() > 0 else s
-        return breaks
-
-    return find
+    breaks: Breaks = [set() for _ in case.tokens]
+    for node in range(-1, len(case.tokens)):
+        t, s = w.p[case.path(node)].clone(), None
+        for child in case.children(node):
+            token = case.tokens[child]
+            if s is None:
+                if case.distributions is None:
+                    s = torch.nn.functional.one_hot(torch.tensor(token), w.size).double()
+                else:
+                    s = case.distributions[child].clone()
+            if s[token] <= 0:
+                continue
+            breaks[child].add((t[token] / s[token]).item())
+            left = (t - s).clamp_min(0)
+            t = left / left.sum() if left.sum() > 1e-30 else t
+            s[token] = 0
+            s = s / s.sum() if s.sum() > 0 else s
+    return breaks
 
 
 def _cells(breaks: set[float]) -> list[tuple[float, float]]:
@@ -383,8 +377,7 @@ RULES: dict[str, Rule] = {**REJECTION_RULES, "match": sampled_match}
 BREAKS = {
     "rejection": token_breaks,
     "block": block_breaks,
-    "multi_candidate": recursive_breaks(False),
-    "multi_candidate_replacement": recursive_breaks(True),
+    "multi_candidate": recursive_breaks,
 }
 
 

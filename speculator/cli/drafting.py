@@ -29,7 +29,7 @@ from speculator.terminal import library_bars
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
 _CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
-_TREE = ("branches", "nodes", "replacement")
+_TREE = ("branches", "nodes")
 
 
 def add_target_flags(parser: OneLineParser) -> None:
@@ -95,11 +95,6 @@ def add_flags(parser: OneLineParser) -> None:
     )
     parser.add_argument("--nodes", type=int, help="draft a tree of the N likeliest tokens among --branches")
     parser.add_argument(
-        "--replacement",
-        action="store_true",
-        help="draw the --branches of a token independently (default: without replacement)",
-    )
-    parser.add_argument(
         "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
     )
     parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
@@ -117,7 +112,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
     exits = arguments.early_exit is not None
     drafts = _models(arguments) or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
-    shaping = _given(arguments, *_TREE[1:])
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
     foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
     least = arguments.min_confidence
@@ -133,7 +127,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         ),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
-        ("," in shaping, f"{shaping}: only one of them can shape the --branches"),
         (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
     )
     if drafts:
@@ -222,4 +215,4 @@ def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Candida
         return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
     if arguments.nodes is not None:
         return Tree(arguments.branches, arguments.nodes)
-    return Candidates(arguments.branches, arguments.replacement)
+    return Candidates(arguments.branches)

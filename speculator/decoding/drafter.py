@@ -35,8 +35,7 @@ class Drafter:
             target samples;
             a chain also allows "block" and "rejection", if its tokens are drawn from `Draft.probs`, or each is given
             probability 1 (None);
-            a tree allows "multi_candidate" if siblings are drawn without replacement, "multi_candidate_replacement" if
-            they are drawn independently.
+            a tree allows "multi_candidate" if siblings are drawn without replacement.
         capturable: `propose` and `commit` never read a value back from the device and ignore `sequences`, so CUDA
             graphs can replay them.
         version: changes when the tensors in `buffers` are replaced; older graphs are then invalid.

@@ -119,19 +119,6 @@ def multi_candidate(
     At a node start with t = p, s = q. Accept child x iff u s(x) < t(x).
     After a rejection t = norm((t - s)_+), s(x) = 0, s = norm(s), and test the next sibling.
     """
-    return _multi_candidate(p, draft, u, replacement=False)
-
-
-def multi_candidate_replacement(
-    p: Tensor,  # [B, n+1, V]
-    draft: Draft,  # siblings sampled independently from their parent's distribution
-    u: Tensor,  # [B, n]
-) -> tuple[Tensor, Tensor]:  # [B], [B, V]
-    """`multi_candidate` for siblings sampled with replacement: s stays q (2401.06706 algorithm 1)."""
-    return _multi_candidate(p, draft, u, replacement=True)
-
-
-def _multi_candidate(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(p), device=p.device)
     q = _draft_probs(p, draft)
     last = torch.zeros_like(draft.lengths)
@@ -156,10 +143,9 @@ def _multi_candidate(p: Tensor, draft: Draft, u: Tensor, replacement: bool) -> t
             last = torch.where(accept, index + 1, last)
             residual = _residual(t, s)
             t = torch.where(reject[:, None], residual / residual.sum(-1, keepdim=True), t)
-            if not replacement:
-                others = s.scatter(1, x[:, None], 0)
-                others = others / others.sum(-1, keepdim=True).clamp_min(_TINY)
-                s = torch.where(reject[:, None], others, s)
+            others = s.scatter(1, x[:, None], 0)
+            others = others / others.sum(-1, keepdim=True).clamp_min(_TINY)
+            s = torch.where(reject[:, None], others, s)
         probs = torch.where((moving & ~accepted)[:, None], t, probs)
         moving = moving & accepted
     return last, torch.where(moving[:, None], take_at(p, last), probs)
@@ -171,7 +157,6 @@ REJECTION_RULES: dict[str, Rule] = {
     "rejection": rejection,
     "block": block,
     "multi_candidate": multi_candidate,
-    "multi_candidate_replacement": multi_candidate_replacement,
 }
 """The rules besides `match`, by the name that users type. At temperature 0 each of them is `match`."""
 RULES = (MATCH, *REJECTION_RULES)

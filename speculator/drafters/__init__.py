@@ -3,11 +3,11 @@
 from speculator.decoding.drafter import Drafter
 from speculator.drafters.draft_model import DraftModelDrafter
 from speculator.drafters.early_exit import EarlyExitDrafter
-from speculator.drafters.fixed_tree import FixedTree
+from speculator.drafters.fixed_tree import Candidates, FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import HybridDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.drafters.shapes import Candidates, Chain, Tree
+from speculator.drafters.shapes import Chain, Tree
 
 __all__ = [
     "Candidates",

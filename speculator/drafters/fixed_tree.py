@@ -1,22 +1,24 @@
-"""A tree whose shape was chosen beforehand, as `python -m eval tune` does from measured acceptance."""
+"""Multi-candidate drafts: trees whose shape was chosen beforehand, as `python -m eval tune` does from acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate, product
+from operator import mul
 
 import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences
-from speculator.decoding.sampling import Noise
-from speculator.drafters.shapes import check_nodes, siblings
+from speculator.decoding.sampling import Noise, draw
+from speculator.drafters.shapes import check_branches, check_nodes
 from speculator.errors import UserError
 
 
 class FixedTree:
-    """Candidates in a shape of any kind (Sequoia, 2402.12374): some tokens have more children than others.
+    """A tree of any shape (Sequoia, 2402.12374): some tokens have more children than others.
 
     Args:
         paths: the nodes, each as the ranks on the way to it: (1, 0) is the first child of the root's second. Siblings
@@ -79,7 +81,7 @@ class FixedTree:
                 probs = noise.sampling.probs(logits)
                 own = u.new_zeros(rows, probs.shape[1] * most)
                 own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
-                offered = siblings(probs.flatten(0, 1), own.view(-1, most), False).view(rows, -1, most)
+                offered = siblings(probs.flatten(0, 1), own.view(-1, most)).view(rows, -1, most)
                 all_probs.append(probs.index_select(1, parents))
             tokens = offered.flatten(1).index_select(1, places)
             all_tokens.append(tokens)
@@ -101,3 +103,21 @@ class FixedTree:
             _ = form.before, form.drafted, form.longest, form.paths  # worked out here, once
             self._placed[key] = form, levels
         return self._placed[key]
+
+
+class Candidates(FixedTree):
+    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children."""
+
+    def __init__(self, branches: Sequence[int]):
+        children = [range(count) for count in check_branches(branches)]
+        check_nodes(sum(accumulate(branches, mul)))
+        super().__init__(path for depth in range(len(children)) for path in product(*children[: depth + 1]))
+
+
+def siblings(probs: Tensor, u: Tensor) -> Tensor:  # [R, V], [R, k] -> [R, k]
+    """Draw k tokens from each distribution, one after the other and without replacement."""
+    tokens: list[Tensor] = []
+    for i in range(u.shape[1]):
+        tokens.append(draw(probs, u[:, i]))
+        probs = probs.scatter(1, tokens[-1][:, None], 0)
+    return torch.stack(tokens, 1)

@@ -1,10 +1,8 @@
-"""Shapes of a draft: chain, candidates, best-first tree. Any source gives the logits."""
+"""Shapes of a draft: chain and best-first tree. Any source gives the logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 import torch
 from torch import Tensor
@@ -85,78 +83,21 @@ class Chain:
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
 
 
-class Candidates:
-    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children of one distribution.
-
-    Args:
-        branches: children per token, level by level.
-        replacement: draw siblings independently, instead of without replacement.
-
-    Under `match` the children are the best tokens by score (`Noise.scores`), at temperature 0 the likeliest ones.
-    """
-
-    capturable = True
-
-    def __init__(self, branches: Sequence[int], replacement: bool = False):
-        self.branches = _checked(branches)
-        self.replacement = replacement
-        self.depth = self.levels = len(self.branches)
-        self.width = max(self.branches)
-        self.nodes = self.offered = sum(accumulate(self.branches, mul))
-        check_nodes(self.nodes)
-        self.rules: tuple[str, ...] = ("multi_candidate_replacement",) if replacement else ("match", "multi_candidate")
-
-    def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        count, so_far = len(pending), Draft.none(pending)
-        u = None if noise.coupled else noise.uniforms(self.nodes)
-        logits = source.first(pending, sequences)  # [B, f, V]
-        for level, children in enumerate(self.branches):
-            before, width = so_far.tokens.shape[1], logits.shape[1]
-            probs = None
-            if u is None:
-                tokens = noise.scores(logits, level).topk(children).indices
-            else:
-                probs = noise.sampling.probs(logits)
-                own = u[:, before : before + width * children].reshape(count * width, children)
-                tokens = siblings(probs.flatten(0, 1), own, self.replacement)
-                probs = probs.repeat_interleave(children, 1)
-                probs = probs if so_far.probs is None else torch.cat([so_far.probs, probs], 1)
-            tokens = tokens.reshape(count, width * children)
-            place = torch.arange(width, device=pending.device).repeat_interleave(children).expand(count, -1)
-            so_far = grown(so_far, tokens, place, width, probs, self.width)
-            if level + 1 < self.depth:
-                logits = source.next(level + 1, tokens, place)
-        return so_far
-
-
 def grown(
     tree: Draft,
     tokens: Tensor,  # [B, n]
     parents: Tensor,  # [B, n] among the last `width` tokens of the tree
     width: int,
-    probs: Tensor | None = None,
-    most: int = 1,
 ) -> Draft:
-    """Return the draft with one more level; `probs` belong to all its tokens, `most` is its width."""
+    """Return the draft with one more level."""
     before = tree.tokens.shape[1]
     return Draft(
         torch.cat([tree.tokens, tokens], 1),
         torch.full_like(tree.lengths, before + tokens.shape[1]),
-        probs,
+        None,
         torch.cat([tree.before, parents + 1 + before - width], 1) - 1,
         depth=tree.depth + 1,
-        width=most,
     )
-
-
-def siblings(probs: Tensor, u: Tensor, replacement: bool) -> Tensor:  # [R, V], [R, k] -> [R, k]
-    """Draw k tokens from each distribution, one after the other."""
-    tokens: list[Tensor] = []
-    for i in range(u.shape[1]):
-        tokens.append(draw(probs, u[:, i]))
-        if not replacement:
-            probs = probs.scatter(1, tokens[-1][:, None], 0)
-    return torch.stack(tokens, 1)
 
 
 class Tree:
@@ -171,7 +112,7 @@ class Tree:
     capturable = True
 
     def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
-        self.branches, self.beam = _checked(branches), beam
+        self.branches, self.beam = check_branches(branches), beam
         self.depth = self.levels = len(self.branches)
         self.width = max(self.branches)
         self.nodes = nodes
@@ -224,7 +165,8 @@ def _expand(
     return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
 
 
-def _checked(branches: Sequence[int]) -> tuple[int, ...]:
+def check_branches(branches: Sequence[int]) -> tuple[int, ...]:
+    """Raise a UserError unless every level has a child, and return the branches."""
     if not branches or min(branches) < 1:
         raise UserError(f"branches {tuple(branches)}: give at least one level, and at least one child on each")
     check_nodes(len(branches))

@@ -184,7 +184,7 @@ def command(folders, *flags, samples=1000):
     [
         (["--speculator", "head", "--rule", "rejection", "--num_speculative_tokens", "2"], "rejection"),
         (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "match"),
-        (["--speculator", "head", "--branches", "3,2", "--replacement"], "multi_candidate_replacement"),
+        (["--speculator", "head", "--branches", "3,2", "--rule", "multi_candidate"], "multi_candidate"),
         (["--draft_model", "target", "--num_speculative_tokens", "2", "--temperature", "1"], "match"),
     ],
 )

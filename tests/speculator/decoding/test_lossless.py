@@ -53,7 +53,6 @@ SHAPES = {
     "cautious-chain": Chain(3, min_confidence=0.3),
     "tree": Tree((4, 3, 2), nodes=8),
     "candidates": Candidates((3, 2, 1)),
-    "candidates-replacement": Candidates((3, 2), replacement=True),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }
 ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
@@ -313,18 +312,13 @@ def test_a_draft_vocabulary_that_tokens_and_distribution_do_not_share_is_seen():
     assert sampled_p_value(ShiftedDistribution(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0], rule="block") < 1e-6
 
 
-RULE_DRAFTS = {
-    "rejection": ((-1, 0), True),
-    "block": ((-1, 0), True),
-    "multi_candidate": ((-1, -1, 0), False),
-    "multi_candidate_replacement": ((-1, -1, 0), True),
-}
+RULE_DRAFTS = {"rejection": (-1, 0), "block": (-1, 0), "multi_candidate": (-1, -1, 0)}
 
 
 @pytest.mark.parametrize("name", RULE_DRAFTS)
 def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
     """The production functions in float32, uniforms and draws included: pairs of tokens, 256 cells."""
-    parents, replacement = RULE_DRAFTS[name]
+    parents = RULE_DRAFTS[name]
     size, rows, chunk = 16, 1_000_000, 100_000
     generator = torch.Generator().manual_seed(1)
     p_table, q_table = (torch.randn(size + 1, size, generator=generator).softmax(-1) for _ in range(2))
@@ -338,7 +332,7 @@ def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
             probs = q_table[state]
             elders = [i for i in range(node) if parents[i] == parent]
             left = probs
-            for elder in [] if replacement else elders:
+            for elder in elders:
                 left = left.scatter(1, tokens[elder][:, None], 0)
             tokens.append(draw(left, u[:, node]))
             distributions.append(probs)

@@ -55,21 +55,19 @@ def test_a_deterministic_tree_keeps_the_target_distribution(parents):
             )
 
 
-@pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
 @pytest.mark.parametrize("parents", [*TREES, e.CHAINS[2]])
-def test_sampled_candidates_keep_the_target_distribution(parents, replacement):
-    rule = rules.multi_candidate_replacement if replacement else rules.multi_candidate
+def test_sampled_candidates_keep_the_target_distribution(parents):
     for size, seeds in ((3, SEEDS), (4, range(10))):
         for seed in seeds:
             w = e.world(seed, size, 2, kind(seed))
-            cases = list(e.sampled(w, parents, replacement))
-            assert e.outcome(rule, w, cases, e.recursive_breaks(replacement)).total_variation < EXACT
+            cases = list(e.sampled(w, parents))
+            assert e.outcome(rules.multi_candidate, w, cases, e.recursive_breaks).total_variation < EXACT
 
 
 def test_a_sampled_tree_of_seven_nodes_keeps_the_target_distribution():
     w = e.world(1, 3, 2, "plain")
-    cases = list(e.sampled(w, (-1, -1, 0, 0, 1, 1), replacement=False))
-    assert e.outcome(rules.multi_candidate, w, cases, e.recursive_breaks(False)).total_variation < EXACT
+    cases = list(e.sampled(w, (-1, -1, 0, 0, 1, 1)))
+    assert e.outcome(rules.multi_candidate, w, cases, e.recursive_breaks).total_variation < EXACT
 
 
 def test_a_draft_cut_by_its_confidence_keeps_the_target_distribution():
@@ -90,8 +88,8 @@ def _cut(case: e.Case, least: float = 0.4) -> int:
 
 
 def test_what_is_kept_in_the_mean():
-    """Token: its acceptances' products summed. Block at least that, candidates without replacement at least with."""
-    block_gain, candidate_gain = 0.0, 0.0
+    """Token: its acceptances' products summed. Block at least that."""
+    block_gain = 0.0
     for seed in range(30):
         w = e.world(seed, 3, 3, kind(seed))
         chains = list(e.sampled(w, e.CHAINS[3]))
@@ -100,14 +98,7 @@ def test_what_is_kept_in_the_mean():
         assert by_token == pytest.approx(_expected_kept(w), abs=1e-12)
         assert by_block >= by_token - 1e-12
         block_gain += by_block - by_token
-        pair = (-1, -1)
-        without = e.outcome(rules.multi_candidate, w, list(e.sampled(w, pair, False)), e.recursive_breaks(False)).kept
-        with_it = e.outcome(
-            rules.multi_candidate_replacement, w, list(e.sampled(w, pair)), e.recursive_breaks(True)
-        ).kept
-        candidate_gain += without - with_it
     assert block_gain > 0.1
-    assert candidate_gain > 0.1
 
 
 def _expected_kept(w: e.World, prefix: tuple[int, ...] = ()) -> float:
@@ -242,7 +233,7 @@ def test_a_greedy_draft_tested_against_its_softmax_fails():
 
     for parents, rule, breaks in (
         (e.CHAINS[2], rules.rejection, e.token_breaks),
-        ((-1, -1), rules.multi_candidate, e.recursive_breaks(False)),
+        ((-1, -1), rules.multi_candidate, e.recursive_breaks),
     ):
         worlds = [e.world(seed, 3, 2, "plain") for seed in range(5)]
         assert max(e.outcome(rule, w, claim(w, parents), breaks).total_variation for w in worlds) > 0.05
@@ -286,22 +277,10 @@ def test_sampled_siblings_that_are_pruned_by_their_distribution_fail():
     assert max(gap(e.world(seed, 4, 1, "plain")) for seed in range(5)) > 1e-2
 
 
-def test_siblings_drawn_without_replacement_and_tested_as_with_it_fail():
-    """The other way round is exact: a twin is skipped, and what is not a twin follows what its elders left."""
-
-    def gap(seed, drawn, tested, with_replacement):
-        w = e.world(seed, 5, 1, "plain")
-        cases = list(e.sampled(w, (-1, -1), replacement=drawn))
-        return e.outcome(tested, w, cases, e.recursive_breaks(with_replacement)).total_variation
-
-    assert max(gap(seed, False, rules.multi_candidate_replacement, True) for seed in range(5)) > 1e-3
-    assert max(gap(seed, True, rules.multi_candidate, False) for seed in range(5)) < EXACT
-
-
 # ---- corners
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "match", "multi_candidate", "multi_candidate_replacement"])
+@pytest.mark.parametrize("name", ["rejection", "block", "match", "multi_candidate"])
 def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
     probs = None if name == "match" else torch.tensor([[[1.0, 0.0]]])
@@ -319,7 +298,7 @@ def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
         for cases, rule in (
             (e.sampled(w, e.CHAINS[2]), rules.rejection),
             (e.sampled(w, e.CHAINS[2]), rules.block),
-            (e.sampled(w, (-1, -1), False), rules.multi_candidate),
+            (e.sampled(w, (-1, -1)), rules.multi_candidate),
             (e.deterministic(w, (-1, -1)), e.sampled_match),
         ):
             for case in cases:
