@@ -14,6 +14,8 @@ from speculator.errors import UserError
 
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd number would exhaust the memory
 _MOST_OFFERED = 2**16
+_BEAM = 10
+"""The most tokens of a level of a `Tree` that are expanded."""
 
 
 def check_length(length: int) -> None:
@@ -106,26 +108,25 @@ class Tree:
     Args:
         branches: children that each expanded token offers, level by level.
         nodes: tokens that go through the target.
-        beam: the most tokens of a level that are expanded.
     """
 
     capturable = True
 
-    def __init__(self, branches: Sequence[int], nodes: int, beam: int = 10):
-        self.branches, self.beam = check_branches(branches), beam
+    def __init__(self, branches: Sequence[int], nodes: int):
+        self.branches = check_branches(branches)
         self.depth = self.levels = len(self.branches)
         self.width = max(self.branches)
         self.nodes = nodes
         self.rules: tuple[str, ...] = ("match",)
         self.offered, width = 0, 1
         for children in self.branches:
-            self.offered, width = self.offered + width * children, min(beam, width * children)
+            self.offered, width = self.offered + width * children, min(_BEAM, width * children)
         check_nodes(nodes, self.offered)
         if not self.depth <= nodes <= self.offered:
             raise UserError(f"a tree of {nodes} nodes: its branches {self.branches} offer {self.depth}..{self.offered}")
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        tokens, parents, scores = _expand(source, pending, self.branches, self.beam, noise, sequences)
+        tokens, parents, scores = _expand(source, pending, self.branches, noise, sequences)
         keep = scores.topk(self.nodes).indices.sort(-1).values  # [B, n], parents included
         new_place = torch.arange(self.nodes, device=keep.device).expand_as(keep)
         place = torch.zeros_like(tokens).scatter(1, keep, new_place)
@@ -136,7 +137,7 @@ class Tree:
 
 
 def _expand(
-    source: LogitsSource, pending: Tensor, branches: Sequence[int], beam: int, noise: Noise, sequences: Sequences
+    source: LogitsSource, pending: Tensor, branches: Sequence[int], noise: Noise, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
 
@@ -157,7 +158,7 @@ def _expand(
         all_scores.append(scores)
         if level + 1 == len(branches):
             break
-        top = scores.topk(min(beam, scores.shape[1]))
+        top = scores.topk(min(_BEAM, scores.shape[1]))
         score, chosen = top.values, top.indices
         place = chosen + offered
         offered += scores.shape[1]
