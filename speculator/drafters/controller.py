@@ -165,15 +165,21 @@ class _Row(_Shifts):
         The path is followed in the head's draft as far as both agree. Where the head's token is rejected, or its draft
         ends, the path's next tokens are accepted with the chances of a run. `ends[i]` is the chance that exactly i of
         the head's tokens are accepted.
+
+        With P(l) the chance that a looked-up token is right (`_right`), P(h) that the head's is right where it is
+        reached, and P(l | not h) = P(l) `_instead`, a looked-up token at a place where the head is right is right with
+
+            P(l | h) = (P(l) - P(not h) P(l | not h)) / P(h) = P(l) (1 - P(not h) `_instead`) / P(h)
         """
-        tokens, followed, reached = 0.0, 1.0, 1.0
+        tokens = 0.0
+        followed = 1.0  # chance that the path is right as far as the head's accepted tokens
+        reached = 1.0  # chance that the head's tokens so far are accepted
         for agreed, chance in enumerate(ends[: len(self.path)]):
             run = chance * followed * self._runs[min(length, len(self.path) - agreed)]
             if agreed + 1 == len(ends):
                 return tokens + run
             tokens += run * self._instead
-            # A looked-up token is right more often where the head's is, so that overall it is right as often as before.
-            head, reached = 1 - chance / reached, reached - chance
+            head, reached = 1 - chance / reached, reached - chance  # P(h)
             followed *= min(1.0, max(0.0, self._right * (1 - (1 - head) * self._instead) / head))
         return tokens
 

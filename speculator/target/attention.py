@@ -55,20 +55,20 @@ def mask(
     if plain and (window is None or write.extent <= window):
         return None
     if (groups, window, dtype) not in write.masks:
-        slot = torch.arange(write.extent, device=write.lengths.device)
+        place = torch.arange(write.extent, device=write.lengths.device)
         if write.tree is None:
-            seen = slot <= write.slots[:, :, None]
+            seen = place <= write.cache_positions[:, :, None]
         else:
             count = write.block.shape[1]
             block = write.block.clamp(max=write.extent - 1)  # an idle row may be longer
-            seen = (slot < write.lengths[:, None, None]).repeat(1, write.width, 1)
+            seen = (place < write.lengths[:, None, None]).repeat(1, write.width, 1)
             ancestors = write.tree.ancestors[:, count - write.width : count, :count]
             seen = seen.scatter(2, block[:, None].expand(-1, write.width, -1), ancestors)
         if window is not None:
-            position = slot
+            position = place
             if write.tree is not None:
                 depths = write.lengths[:, None] + write.tree.depths[:, :count]
-                position = slot.repeat(len(block), 1).scatter(1, block, depths)[:, None]
+                position = place.repeat(len(block), 1).scatter(1, block, depths)[:, None]
             seen &= position > write.positions[:, :, None] - window
             seen |= ~seen.any(-1, keepdim=True)  # kernels may return NaN for a token that sees nothing
         write.masks[groups, window, dtype] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
@@ -104,11 +104,11 @@ def attention(
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     if write is None:
-        slot = torch.arange(key.shape[2], device=query.device)
-        own = slot[-width:, None]
-        seen = slot <= own
+        place = torch.arange(key.shape[2], device=query.device)
+        own = place[-width:, None]
+        seen = place <= own
         if sliding_window is not None:
-            seen &= slot > own - sliding_window
+            seen &= place > own - sliding_window
         bias: Tensor | None = _bias(seen, query.dtype).repeat(groups, 1)
     else:
         bias = mask(write, groups, sliding_window, query.dtype)

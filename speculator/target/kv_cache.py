@@ -72,9 +72,9 @@ class _Layer(CacheLayerMixin):
             keys[:, :, -write.width :] = key_states  # casts, for autocast
             values[:, :, -write.width :] = value_states
         else:  # into the whole buffer: an idle row may be longer than the decoding rows
-            rows, slots = (each.to(keys.device) for each in write.places)  # layers may be on several devices
-            self.selected[0][rows, :, slots] = key_states.transpose(1, 2).to(keys.dtype)
-            self.selected[1][rows, :, slots] = value_states.transpose(1, 2).to(values.dtype)
+            rows, places = (each.to(keys.device) for each in write.places)  # layers may be on several devices
+            self.selected[0][rows, :, places] = key_states.transpose(1, 2).to(keys.dtype)
+            self.selected[1][rows, :, places] = value_states.transpose(1, 2).to(values.dtype)
         return keys, values
 
     def select(self, start: int, stop: int) -> None:
@@ -192,13 +192,15 @@ class KVCache(Cache):
         # Fused attention needs masks of aligned width.
         extent = self.longest + _up(base + width, min(self.bucket, 16))
         block = self.selected[:, None] + torch.arange(base + width, device=self.lengths.device)
-        slots = positions = block[:, base:] if base else block
+        cache_positions = positions = block[:, base:] if base else block
         if tree is not None:
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
         packing = None
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
             packing = Packing.of(counts, self.bucket, block.device)
-        self.write = Write(self.selected, width, extent, block, slots, positions, tree, self.single_row, packing)
+        self.write = Write(
+            self.selected, width, extent, block, cache_positions, positions, tree, self.single_row, packing
+        )
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
         with in_progress(self.write):

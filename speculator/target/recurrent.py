@@ -14,7 +14,15 @@ state is its last K inputs, so rolling it back is a gather. Of a token tree, the
 its own, and the accepted path is replayed.
 
 transformers' models are used unmodified: they read and write states through their cache, and compute recurrences with
-functions of their modules (`speculator.target.recurrences`).
+functions of their modules, which `speculator.target.recurrences` wraps. The calls of a pass, in order:
+
+    cache.writing            begin             the row's width, tree and counts
+    model: update_conv_state   convolve        this layer becomes the running one
+    model: its convolution   run_convolution   along the paths of a tree
+    model: its recurrence    run               from S0, and keeps `_replay`
+    model: update_recurrent_state   finish     keeps the last state
+    cache.gather             follow            chooses the accepted path of a tree
+    cache.commit             commit            replays the accepted tokens
 """
 
 from __future__ import annotations

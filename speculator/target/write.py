@@ -44,13 +44,17 @@ class Packing:
 class Write:
     """Tokens of one pass, R rows of `width`, that are being written into the cache.
 
+    Example: a row has 5 committed tokens, an earlier pass wrote one token after them (base 1), and this one writes two
+    alternatives for the token after that. Then lengths is [5], block [[5, 6, 7]], cache_positions [[6, 7]], and
+    positions [[6, 6]].
+
     Attributes:
         lengths: [R] committed tokens of each row.
         width: tokens per row, padding included.
         extent: positions of each row that attention reads.
         block: [R, base + width] cache positions after the committed ones; earlier passes wrote the first `base`.
-        slots: [R, width] cache positions that this pass writes: the last of `block`.
-        positions: [R, width] positions in the sequence.
+        cache_positions: [R, width] where this pass writes: the last of `block`.
+        positions: [R, width] positions in the sequence, which alternatives share.
         tree: structure of the tokens; None for a chain.
         single_row: one row whose length the host knows, so that slices suffice and every position read is live.
         packing: how the model reads the rows as one without padding; None: as they are.
@@ -61,7 +65,7 @@ class Write:
     width: int
     extent: int
     block: Tensor
-    slots: Tensor
+    cache_positions: Tensor
     positions: Tensor
     tree: TokenTree | None
     single_row: bool
@@ -79,8 +83,9 @@ class Write:
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both
         """Rows and cache positions of the tokens as the model reads them."""
-        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
-        return (rows if self.packing is None else self.packed(rows.expand_as(self.slots))), self.packed(self.slots)
+        written = self.cache_positions
+        rows = torch.arange(len(written), device=written.device)[:, None]
+        return (rows if self.packing is None else self.packed(rows.expand_as(written))), self.packed(written)
 
 
 _current: ContextVar[Write | None] = ContextVar("_current", default=None)

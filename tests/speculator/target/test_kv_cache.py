@@ -21,7 +21,7 @@ def written(layers: list, lengths: list[int], width: int) -> KVCache:
             buffer.copy_(slot[:, None, :, None])
     with cache.writing(width):
         for layer in cache.layers:
-            new = (-current().slots - 100 * torch.arange(len(lengths))[:, None])[:, None, :, None]
+            new = (-current().cache_positions - 100 * torch.arange(len(lengths))[:, None])[:, None, :, None]
             layer.update(*(new.expand(-1, x.shape[1], -1, x.shape[3]).to(x) for x in (layer.keys, layer.values)))
     return cache
 
