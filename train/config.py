@@ -114,10 +114,6 @@ class LossConfig:
     """Weight of the total variation: the chance that a sampled draft token is rejected."""
     lk: NonNegativeFloat = 0.0
     """Weight of the LK hybrid: KL divergence while little is accepted, then total variation."""
-    kl_temperature: PositiveFloat = 1.0
-    """Temperature of both distributions in the KL divergence."""
-    lk_eta: NonNegativeFloat = 3.0
-    """How soon the LK hybrid turns from KL divergence to total variation."""
     head_decay: PositiveFloat = 1.0
     """Decay of the weight per draft position: position i has weight head_decay^i."""
     d_pace: ClosedUnitInterval = 1.0

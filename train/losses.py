@@ -22,6 +22,8 @@ _CHUNK = {"cpu": 2**23}
 _CHUNK_ON_GPU = 2**26
 """Logits in memory at a time, over the whole vocabulary: 32 MiB and 256 MiB in float32."""
 _OUTER_ROWS = 8192
+_LK_ETA = 3.0
+"""How soon the LK hybrid turns from KL divergence to total variation: the paper's value."""
 _COMPILED_ON_CPU = 2**15
 """Smallest vocabulary whose losses are compiled on a CPU, which takes seconds."""
 
@@ -30,21 +32,15 @@ class TargetProbs(NamedTuple):
     """The target's distribution for each token of a chunk, restricted to the draft vocabulary."""
 
     p: Tensor  # [C, V_d] normalised over the whole vocabulary
-    softened: Tensor  # [C, V_d] p at the temperature of `kl`, normalised likewise
-    entropy: Tensor  # [C] the draft vocabulary's part of the entropy of `softened`
+    entropy: Tensor  # [C] the draft vocabulary's part of the entropy of p
 
 
-def target_probs(logits: Tensor, kl_temperature: float, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
-    def drafted(log_p: Tensor) -> Tensor:  # [C, V] -> [C, V_d]
-        return log_p if draft_tokens is None else log_p[:, draft_tokens]
-
+def target_probs(logits: Tensor, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
     log_p = exact(logits).log_softmax(-1)
-    if kl_temperature == 1:
-        log_p = drafted(log_p)
-        log_soft, p = log_p, log_p.exp()
-        return TargetProbs(p, p, -(p * log_soft).sum(-1))
-    log_soft = drafted((log_p / kl_temperature).log_softmax(-1))
-    return TargetProbs(drafted(log_p).exp(), log_soft.exp(), -(log_soft.exp() * log_soft).sum(-1))
+    if draft_tokens is not None:
+        log_p = log_p[:, draft_tokens]
+    p = log_p.exp()
+    return TargetProbs(p, -(p * log_p).sum(-1))
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
@@ -52,15 +48,13 @@ def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> 
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
 
-def kl(log_q: Tensor, target: TargetProbs, temperature: float) -> Tensor:  # [C, V_d] -> [C]
-    """KL(p || q) at a temperature, times temperature^2 so that the gradient keeps its size (1503.02531).
+def kl(log_q: Tensor, target: TargetProbs) -> Tensor:  # [C, V_d] -> [C]
+    """KL(p || q) (1503.02531, at temperature 1).
 
     With a draft vocabulary: sum of p (log p - log q) over it, without renormalising p. With M the mass of p in the
     draft vocabulary, the minimum M log M is reached where q is proportional to p.
     """
-    if temperature != 1:
-        log_q = (log_q / temperature).log_softmax(-1)
-    return temperature**2 * (-(target.softened * log_q).sum(-1) - target.entropy)
+    return -(target.p * log_q).sum(-1) - target.entropy
 
 
 def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
@@ -79,7 +73,7 @@ def loss_per_token(
     if target is None:
         return loss, None
     accepted = None
-    divergence = kl(log_q, target, weights.kl_temperature) if weights.kl or weights.lk else None
+    divergence = kl(log_q, target) if weights.kl or weights.lk else None
     if weights.kl:
         loss = loss + weights.kl * divergence
     if weights.total_variation or weights.lk:
@@ -87,7 +81,7 @@ def loss_per_token(
         if weights.total_variation:
             loss = loss + weights.total_variation * (1 - accepted)
         if weights.lk:  # the hybrid of 2602.23881: divergence while little is accepted, then acceptance
-            share = torch.exp(-weights.lk_eta * accepted.detach())
+            share = torch.exp(-_LK_ETA * accepted.detach())
             loss = loss + weights.lk * (share * divergence + (1 - share) * (1 - accepted))
     return loss, accepted
 
@@ -318,15 +312,13 @@ def _target(call: _Call, span: slice) -> TargetProbs:
     """Return the target's distribution for each label of a chunk; a hidden state is processed once."""
 
     def probs(hidden: Tensor) -> TargetProbs:
-        return call.loss.target_probs(call.loss.logits(hidden), call.loss.weights.kl_temperature, call.draft_tokens)
+        return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
 
     if call.predictors is None:
         return probs(call.hidden[span])
     distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
-    p, softened, entropy = probs(call.hidden[distinct])
-    p_of_label = p[of_label]
-    same = call.loss.weights.kl_temperature == 1
-    return TargetProbs(p_of_label, p_of_label if same else softened[of_label], entropy[of_label])
+    p, entropy = probs(call.hidden[distinct])
+    return TargetProbs(p[of_label], entropy[of_label])
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]

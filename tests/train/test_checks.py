@@ -51,7 +51,7 @@ def test_a_warm_up_longer_than_its_stage_is_a_warning():
         ["--stage1.weight_decay", "-1"],
         ["--speculator.inner_dim", "-3"],
         ["--speculator.n_predict", "0"],
-        ["--loss.lk_eta", "-5"],
+        ["--loss.lk", "-5"],
         ["--data.max_tokens", "-1"],
         ["--data.self_source.max_rows", "0"],
     ],

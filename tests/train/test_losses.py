@@ -100,8 +100,8 @@ def hard(z, teacher, label):
     return F.cross_entropy(z.flatten(0, 1), label.flatten(), reduction="none").view(label.shape)
 
 
-def divergence(z, teacher, label, t=1.0):
-    return t * t * F.kl_div((z / t).log_softmax(-1), (teacher / t).softmax(-1), reduction="none").sum(-1)
+def divergence(z, teacher, label):
+    return F.kl_div(z.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
 
 
 def rejection(z, teacher, label):
@@ -121,7 +121,6 @@ def mix(z, teacher, label):
 CASES = {
     "cross-entropy": (LossConfig(cross_entropy=1, kl=0), hard),
     "kl": (LossConfig(kl=1), divergence),
-    "kl at temperature 2": (LossConfig(kl=1, kl_temperature=2), lambda *x: divergence(*x, t=2.0)),
     "total variation": (LossConfig(kl=0, total_variation=1), rejection),
     "lk": (LossConfig(kl=0, lk=1), hybrid),
     "mix": (LossConfig(cross_entropy=0.3, kl=0.5, total_variation=2), mix),
