@@ -424,7 +424,8 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
         return apply
 
     monkeypatch.setattr("speculator.decoding.engine.draw", draw)
-    monkeypatch.setattr("speculator.drafters.shapes.draw", draw)
+    for module in ("shapes", "fixed_tree"):
+        monkeypatch.setattr(f"speculator.drafters.{module}.draw", draw)
 
     def samples(noise: Noise, logits: torch.Tensor, draft: Draft) -> torch.Tensor:
         if noise.sampling.greedy:
