@@ -65,6 +65,20 @@ def test_the_steps_walked_are_the_loops(kind, temperature, family):
         assert tokens == generation.tokens[row][1 : 1 + len(tokens)]
 
 
+def test_plain_steps_leave_no_trace_in_what_the_drafter_sees(target):
+    """An adaptive drafter learns from the newest step, which must be one that it drafted for."""
+    seen = []
+
+    class Noting(HeadDrafter):
+        def choose(self, requests):
+            seen.append([len(request.steps) for request in requests])
+            return super().choose(requests)
+
+    for _ in timed_steps(target, Noting(tiny_head()), PROMPTS, Sampling(), 12, StepSeconds()):
+        pass
+    assert seen == [[seen[0][0] + done] * 2 for done in range(12)]
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_steps_are_measured_even_at_the_contexts_end(family):
     costs = StepSeconds()
