@@ -248,6 +248,29 @@ def test_the_double_detects_host_numbers_and_device_waits(target, monkeypatch):
             Engine(target, kind(tiny_head())).generate([[1, 2]], max_new_tokens=20)
 
 
+def test_no_graph_of_old_buffers_is_left_if_the_drafter_has_no_memory_to_grow(monkeypatch):
+    """The cache grows for a long request, then the drafter fails to: the request fails, and the others go on."""
+    target = make_target()
+    (expected,) = generate(target, None, PROMPTS[:1], max_new_tokens=40, eos_token_ids=()).tokens
+    capturing(monkeypatch, Double)
+    engine = Engine(target, make_drafter("head-chain", target), slots=2)
+    short = engine.submit(PROMPTS[0], max_new_tokens=40, eos_token_ids=())
+    for _ in range(6):
+        engine.step()
+    assert Double.made
+
+    def fails(capacity: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.drafter, "grow", fails)
+        long = engine.submit(list(range(32)) * 2, max_new_tokens=60)
+        engine.step()
+    engine.run()
+    assert long.finish_reason == "memory"
+    assert short.tokens == expected
+
+
 def test_an_engine_keeps_its_graphs(monkeypatch):
     """Other prompts, seeds and temperatures reuse graphs; a grown cache needs new ones."""
     target = make_target()
