@@ -20,7 +20,7 @@ from data.batches import Batches
 from data.conversations import Answering, Conversation
 from data.onpolicy import ON_POLICY, record_of
 from data.tally import log
-from speculator.chat import chat_text
+from speculator.chat import end_token
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, check_secret, first_line, hide, refuse
 
@@ -203,8 +203,8 @@ class _Server:
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
         for chat in (False, True):
-            messages = next((prompt.messages for prompt in prompts if bool(prompt.messages) == chat), None)
-            self._end_tokens[chat] = end_of_answer(self.tokenizer, messages)
+            end = end_token(self.tokenizer) if chat else None
+            self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
         for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
             texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
             if texts[0] != texts[1] or self._sampling.temperature < _WARM:
@@ -257,15 +257,3 @@ class _Server:
             tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         end = self._end_tokens[chat] if ended else None
         return tokens if end is None else [*tokens, end]
-
-
-def end_of_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict] | None) -> int | None:
-    """Return the token that ends an answer: the tokenizer's EOS, or in chats the token that the template writes."""
-    if messages:
-        mark = "the answer"
-        text = chat_text(tokenizer, [*messages, {"role": "assistant", "content": mark}]).rpartition(mark)[2]
-        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-            if token in special:
-                return token
-    return tokenizer.eos_token_id

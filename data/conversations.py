@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import DATA_DAY, RefusedError, chat_text, chat_tokens
+from speculator.chat import DATA_DAY, RefusedError, answer_message, chat_text, chat_tokens
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class Answering:
         row = self.rows[-1]
         row.add(tokens, 1, rejected)
         self.answers += 1
-        self.prompt = None
+        prompt, self.prompt = self.prompt or [], None
         if not ended or not self._later:
             return
         assert self._tokenizer is not None
         following = self._later.popleft()
         if following[0]["role"] != "assistant":
-            self._messages.append(_message(tokens, self._tokenizer))
+            self._messages.append(answer_message(self._tokenizer, prompt, tokens))
         self._messages += following
         try:
             text = chat_text(self._tokenizer, self._messages, self._tools, ask=True, today=DATA_DAY)
@@ -126,13 +126,3 @@ class Answering:
         else:
             self.rows.append(Row())
             self.rows[-1].add(ids, 0)
-
-
-def _message(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return an answer as a message, with its reasoning apart if the chat template has a field for it."""
-    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    reasoning, mark, content = text.partition("</think>")
-    if not mark or "reasoning_content" not in str(tokenizer.chat_template):
-        return {"role": "assistant", "content": text}
-    thought = reasoning.replace("<think>", "").strip("\n")
-    return {"role": "assistant", "content": content.lstrip("\n"), "reasoning_content": thought}

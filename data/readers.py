@@ -18,11 +18,12 @@ from typing import IO, Any
 
 import pyarrow
 import pyarrow.parquet
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
+from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json, read_rows
 from speculator.terminal import library_bars
@@ -174,7 +175,9 @@ def _list_of(file: Path) -> Any:
 def _parquet(file: Path) -> Iterator[Any]:
     table = pyarrow.parquet.ParquetFile(file)
     columns = _readable(table.schema_arrow.names, str(file))
-    return (row for batch in table.iter_batches(columns=columns, batch_size=1024) for row in batch.to_pylist())
+    features = Features.from_arrow_schema(pyarrow.schema([table.schema_arrow.field(name) for name in columns]))
+    batches = table.iter_batches(columns=columns, batch_size=1024)
+    return (_without_nulls(row, features) for batch in batches for row in batch.to_pylist())
 
 
 def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
@@ -233,9 +236,28 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
 def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
     readable = rows.select_columns(_readable(rows.column_names, place))
     try:
-        yield from _documents(_enumerate(readable), name, place)
+        yield from _documents(_enumerate(_objects(readable)), name, place)
     except (OSError, pyarrow.ArrowException) as error:
         raise SourceError(f"{place}: {first_line(error)}") from None
+
+
+def _objects(rows: Dataset) -> Iterator[Any]:
+    return (_without_nulls(row, rows.features) for row in rows)
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """Return a value of a table as it was before: Arrow gives every object the keys of all others, as null.
+
+    A `Json` column stores objects as they are; a null in it was written by somebody.
+    """
+    if type(feature).__name__ == "Json":
+        return from_json(value)
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {key: _without_nulls(each, feature[key]) for key, each in value.items() if each is not None}
+    inner = getattr(feature, "feature", None)
+    if isinstance(inner, dict) or hasattr(inner, "feature") or type(inner).__name__ == "Json":
+        return [_without_nulls(each, inner) for each in value] if isinstance(value, list) else value
+    return value
 
 
 def _readable(columns: list[str], place: str) -> list[str]:
@@ -249,7 +271,8 @@ def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
     """Yield (place, unparsed row) of a .jsonl file (also .gz) or of a hub dataset."""
     if Path(location).exists():
         return read_rows(Path(location))
-    return ((f"{location}:{number}", row) for number, row in enumerate(hub_dataset(*hub_id(location)), start=1))
+    rows = _objects(hub_dataset(*hub_id(location)))
+    return ((f"{location}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:

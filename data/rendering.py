@@ -1,8 +1,7 @@
 """Render documents as token ids and loss masks.
 
-The loss covers every token of a text, the completion of a prompt, and the assistant's turns of a chat with their end
-tokens. Prefix rendering finds the assistant's turns: the chat template renders the chat up to a turn, and again with
-that turn; the difference is what the model would write.
+The loss covers every token of a text, the completion of a prompt, and the answers of a chat with their end tokens (see
+`data.answers`).
 
 The text of a special token is plain text in texts and completions. In chats it becomes the special token, as on a
 server: rendering does not separate the template's own special tokens from those in messages.
@@ -10,14 +9,14 @@ server: rendering does not separate the template's own special tokens from those
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
-from typing import Any, TypeAlias
+from itertools import chain, groupby, islice, pairwise
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from data.answers import ChatRows, TextRow, chat_rows
 from data.rows import RowError, SourceError
 from data.tally import Tally
 from data.workers import map_in_order
@@ -27,8 +26,6 @@ from speculator.target.gguf import located
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
-Chat: TypeAlias = tuple[list[int], list[int], int]
-"""Token ids, loss mask, and the number of assistant turns that are left out of the loss."""
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -54,7 +51,9 @@ def render(
     tally: Tally | None = None,
     processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Yield documents as rows {"id", "input_ids", "loss_mask"}; a packed row becomes one row per document.
+    """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}.
+
+    A packed row becomes one row per document, and a chat one or several; its first row has "chat", the facts of it.
 
     Texts and completions end with EOS, chats as their template ends them.
 
@@ -68,7 +67,8 @@ def render(
             if isinstance(each, RowError):
                 tally.add(each)
             else:
-                tally.lost_turns += each.pop("lost_turns")
+                if "chat" in each:
+                    tally.add_chat(each["chat"])
                 yield each
 
 
@@ -79,7 +79,7 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
     chats = _chats([document for document in batch if "messages" in document], tokenizer)
     rows: list[dict[str, Any] | RowError] = []
     for document in batch:
-        lost = 0
+        facts: dict[str, Any] = {}
         try:
             if "text" in document:
                 ids = _with_eos(next(tokens), tokenizer)
@@ -88,8 +88,7 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
                 chat = next(chats)
                 if isinstance(chat, RowError):
                     raise chat
-                *tokens_and_mask, lost = chat
-                rendered = [tokens_and_mask]
+                rendered, facts = chat
             elif "prompt" in document:
                 rendered = [_completion(document, tokenizer)]
             else:
@@ -97,10 +96,10 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
         except RowError as error:
             rows.append(error)
             continue
-        row = {"id": document["id"], "lost_turns": lost}
         for ids, mask, *marks in rendered:
             rejected = marks[0] if marks else [0] * len(ids)
-            rows.append({**row, "input_ids": ids, "loss_mask": mask, "rejected": rejected})
+            rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, **facts})
+            facts = {}
     return rows
 
 
@@ -164,97 +163,65 @@ def document_text(
         raise RowError(document["where"], str(error)) from None
 
 
-def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Chat | RowError]:
-    """Yield the tokens and the loss mask of each chat, or its RowError."""
-    found: list[tuple[str, list[int], list[bool]] | RowError] = []
+def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
+    """Yield the rows of each chat as (token ids, loss mask) with the facts of the chat, or its RowError."""
+    found: list[ChatRows | RowError] = []
     for document in documents:
         try:
-            text = document_text(document, tokenizer)
-            turns = list(_turns(document, text, tokenizer))
-            # The pieces alternate: the second, the fourth, ... are the assistant's.
-            places = [place for start, end, _ in turns for place in (start, end)]
-            found.append((text, [*places, len(text)], [traced for *_, traced in turns]))
+            found.append(chat_rows(document, tokenizer))
         except RowError as error:
             found.append(error)
-    good = [each for each in found if not isinstance(each, RowError)]
-    pieces = [text[a:b] for text, ends, _ in good for a, b in zip([0, *ends], ends, strict=False)]
-    separate = iter(tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] if good else [])
-    texts = [text for text, *_ in good]
-    wholes = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if good else [])
-    for document, each in zip(documents, found, strict=True):
-        if isinstance(each, RowError):
-            yield each
+    rows = [row for chat in found if isinstance(chat, ChatRows) for row in chat.rows]
+    texts, ends = [row.text for row in rows], [[*chain.from_iterable(row.spans), len(row.text)] for row in rows]
+    pieces = [text[a:b] for text, places in zip(texts, ends, strict=True) for a, b in pairwise([0, *places])]
+    wholes, separate = iter(_tokens(texts, tokenizer)), iter(_tokens(pieces, tokenizer))
+    for document, chat in zip(documents, found, strict=True):
+        if isinstance(chat, RowError):
+            yield chat
             continue
-        text, ends, traced = each
-        parts, whole = list(islice(separate, len(ends))), next(wholes)
-        if list(chain.from_iterable(parts)) != whole:
-            parts = _split_tokens(text, whole, ends, tokenizer) or parts
-        mask = [int(place % 2 and traced[place // 2]) for place, part in enumerate(parts) for _ in part]
-        if len(set(mask)) < 2:
-            none_or_all = "all" if any(mask) else "none"
-            yield RowError(document["where"], f"{none_or_all} of the chat's tokens are the assistant's")
-        else:
-            yield list(chain.from_iterable(parts)), mask, traced.count(False)
+        rendered: list[tuple[list[int], list[int]]] = []
+        for row in chat.rows:
+            parts, whole = list(islice(separate, 2 * len(row.spans) + 1)), next(wholes)
+            if list(chain.from_iterable(parts)) == whole:
+                # The pieces alternate: the second, the fourth, ... are answers.
+                rendered.append((whole, [place % 2 for place, part in enumerate(parts) for _ in part]))
+            else:
+                rendered += _token_rows(row, whole, tokenizer)
+        facts = {
+            "where": document["where"],
+            "rows": len(rendered),
+            "answers": sum(len(row.spans) for row in chat.rows),
+            "left_out": chat.left_out,
+            "dropped": document.get("dropped", 0),
+            "why": [row.why for row in chat.rows if row.why],
+        }
+        yield rendered, {"chat": facts}
 
 
-def _turns(document: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int, bool]]:
-    """Yield start and end of each assistant turn in the text of a chat, and whether the template wrote all of it.
+def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
-    The end includes the token that ends the turn.
+
+def _token_rows(
+    row: TextRow, whole: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[list[int], list[int]]]:
+    """Tokenise a row in which a token may span the start or the end of an answer.
+
+    A server tokenises all that precedes an answer at once. The model continues these tokens, so an answer whose first
+    character would join them has tokens of its own; and where a later context joins them, it begins another row.
     """
-    added = tokenizer.added_tokens_decoder.values()
-    special = tuple(token.content for token in added if token.special)
-    markers = "|".join(re.escape(token.content) for token in added if not token.special)
-    answers = [number for number, message in enumerate(document["messages"]) if message["role"] == "assistant"]
-    for number in answers:
-        if number == 0:
-            raise RowError(document["where"], "the chat begins with the assistant")
-        before = document_text(document, tokenizer, number, ask=True)
-        after = document_text(document, tokenizer, number + 1)
-        turn = after[len(before) :]
-        # The model stops at the token that ends its turn; the template writes the line end after it.
-        if turn.rstrip().endswith(special):
-            turn = turn.rstrip()
-        prefix = before
-        if not text.startswith(before) and markers:
-            # Without thinking, some generation prompts have empty markers that earlier turns lack.
-            prefix = re.sub(rf"(?:{markers})(?:{markers}|\s)*$", "", before)
-        start = place = len(prefix)
-        if not text.startswith(turn, place) and markers:
-            # Some templates write empty markers ("<think></think>") before the last turn only.
-            turn = re.sub(rf"^(?:{markers}|\s)+", "", turn)
-            place += len(text[place:]) - len(text[place:].lstrip())
-        if not (after.startswith(before) and text.startswith(prefix) and text.startswith(turn, place)):
-            kind = "the chat template breaks prefix rendering"
-            raise RowError(
-                document["where"],
-                f"{kind} at message {number + 1}: it changes a turn when others follow (it drops thinking, or adds "
-                "a date), so the assistant's turns can't be found; use a chat template that only appends",
-                kind,
-            )
-        yield start, place + len(turn), _is_traced(document["messages"][number], turn)
-
-
-def _is_traced(message: dict[str, Any], turn: str) -> bool:
-    """Return whether a turn has a trace of its content and of each tool call.
-
-    Without one, as of a call under a template that knows no tools, the head would learn to end where the target calls.
-    """
-    content, calls = message.get("content") or "", message.get("tool_calls") or []
-    lines = [line.strip() for line in content.splitlines() if line.strip()]
-    named = [name for call in calls if (name := (call.get("function") or call).get("name"))]
-    return bool(lines or calls) and (not lines or any(line in turn for line in lines)) and all(n in turn for n in named)
-
-
-def _split_tokens(
-    text: str, whole: list[int], ends: list[int], tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]] | None:
-    """Split the tokens of a text at the ends of its pieces; return None if a token spans an end.
-
-    Used if separately tokenized pieces give other tokens, for example because the tokenizer prepends a space to every
-    text. If a token spans an end, separate pieces are right: the model is given the tokens up to that end.
-    """
-    prefixes = tokenizer([text[:end] for end in ends], add_special_tokens=False, verbose=False)["input_ids"]
-    if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-        return None
-    return [whole[len(a) : len(b)] for a, b in zip([[], *prefixes], prefixes, strict=False)]
+    rows: list[tuple[list[int], list[int]]] = []
+    contexts, written = (_tokens([row.text[: span[side]] for span in row.spans], tokenizer) for side in (0, 1))
+    for (start, end), context, both in zip(row.spans, contexts, written, strict=True):
+        joined = both[: len(context)] == context
+        answer = both[len(context) :] if joined else _tokens([row.text[start:end]], tokenizer)[0]
+        if not rows or context[: len(rows[-1][0])] != rows[-1][0]:
+            rows.append(([], []))
+        ids, mask = rows[-1]
+        mask += [0] * (len(context) - len(ids)) + [1] * len(answer)
+        ids += context[len(ids) :] + answer
+    ids, mask = rows[-1]
+    if whole[: len(ids)] == ids:
+        mask += [0] * (len(whole) - len(ids))
+        ids += whole[len(ids) :]
+    return rows

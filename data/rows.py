@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculator.chat import content_text
+from speculator.chat import clean_message, clean_tools, from_json
 from speculator.errors import UserError, check_text
 
 _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected")
@@ -103,27 +103,41 @@ def _check_size(where: str, characters: int) -> None:
 
 
 def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise RowError(where, '"messages" is not a list of objects')
+    messages = from_json(messages)
+    if not isinstance(messages, list) or not messages:
+        raise RowError(where, "a chat without messages" if messages == [] else '"messages" is not a list of objects')
     if len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
-    # In a table every message has every key, but templates check which keys exist.
-    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    size = 0
-    for number, message in enumerate(chat, start=1):
+    chat, size = [], 0
+    for number, given in enumerate(messages, start=1):
         of = f"of message {number}", "of a message"
         try:
-            message |= {"content": content_text(message["content"])} if "content" in message else {}
+            message = clean_message(given)
         except UserError as error:
             raise RowError(where, f"message {number} has {error}", f"a message has {error}") from None
+        if not isinstance(message, dict):
+            raise RowError(where, '"messages" is not a list of objects')
         for key in ("role", "content"):
             if key == "role" or "content" in message or "tool_calls" not in message:
                 size += len(_text(message.get(key), where, f'the "{key}" {of[0]}', f'the "{key}" {of[1]}'))
+        chat.append(message)
     _check_size(where, size)
-    return {"messages": chat, "tools": tools} if tools else {"messages": chat}
+    # An assistant that speaks first, as in a greeting, wrote that in no context of its own.
+    dropped = next((number for number, message in enumerate(chat) if message["role"] != "assistant"), len(chat))
+    if dropped == len(chat):
+        raise RowError(where, "a chat of the assistant alone")
+    tools = clean_tools(tools)
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        raise RowError(where, '"tools" is not a list of objects')
+    return {
+        "messages": chat[dropped:],
+        **({"tools": tools} if tools else {}),
+        **({"dropped": dropped} if dropped else {}),
+    }
 
 
 def _from_sharegpt(conversations: Any, where: str) -> Any:
+    conversations = from_json(conversations)
     if not isinstance(conversations, list) or not all(isinstance(turn, dict) for turn in conversations):
         raise RowError(where, '"conversations" is not a list of objects')
     for turn in conversations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from data.rows import RowError, SourceError
@@ -35,7 +35,11 @@ class Tally:
         copies: number of rows whose content an earlier row has.
         kinds: number of bad rows by what is wrong with them.
         first: messages of the first few bad rows.
-        lost_turns: number of assistant turns without loss, because the chat template leaves out a part of them.
+        chats, chat_rows: number of chats, and of the rows that they became.
+        answers: number of the assistant's turns that have loss.
+        left_out: number of the assistant's turns that have none, by reason.
+        first_left_out: place of the first of them by reason.
+        greetings: number of the assistant's turns that began a chat, and were dropped.
     """
 
     max_share: float = 0.0
@@ -43,29 +47,23 @@ class Tally:
     copies: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
-    lost_turns: int = 0
+    chats: int = 0
+    chat_rows: int = 0
+    answers: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    first_left_out: dict[str, str] = field(default_factory=dict)
+    greetings: int = 0
 
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
         """Restore the counts that `record` returned."""
-        return cls(
-            max_share,
-            record["rows"],
-            record["copies"],
-            Counter(record["kinds"]),
-            record["first"],
-            record["lost_turns"],
-        )
+        counts = {name: Counter(record[name]) for name in ("kinds", "left_out")}
+        return cls(**{**record, **counts, "max_share": max_share})
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
-        return {
-            "rows": self.rows,
-            "copies": self.copies,
-            "kinds": dict(self.kinds),
-            "first": self.first,
-            "lost_turns": self.lost_turns,
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "max_share"}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     @property
     def bad(self) -> int:
@@ -81,27 +79,45 @@ class Tally:
         if self.bad >= _HOPELESS and self.bad > self.rows / 2:
             self.check("the first rows")
 
+    def add_chat(self, chat: dict[str, Any]) -> None:
+        """Count a chat by the facts that `data.rendering` returns of it."""
+        self.chats += 1
+        self.chat_rows += chat["rows"]
+        self.answers += chat["answers"]
+        self.greetings += chat["dropped"]
+        for number, reason in chat["left_out"]:
+            self.left_out[reason] += 1
+            self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
+
     def check(self, name: str) -> None:
-        """Raise a SourceError if the share of bad rows is above `max_share`."""
+        """Raise a SourceError if the share of bad rows, or of answers without loss, is above `max_share`."""
         if self.bad > self.max_share * self.rows:
             raise SourceError(
                 f"{self._counts(name)}, more than max_bad_rows {self.max_share:g} allows: {self._kinds()}; "
                 f"the first is {self.first[0]}"
             )
+        silent = self.left_out.total()
+        if silent > self.max_share * (silent + self.answers):
+            reason, _ = self.left_out.most_common(1)[0]
+            raise SourceError(
+                f"{name}: {silent:,} of {silent + self.answers:,} answers have no loss, more than max_bad_rows "
+                f"{self.max_share:g} allows: mostly because {reason}; the first is {self.first_left_out[reason]}"
+            )
 
     def warn(self, name: str) -> None:
-        """Print the numbers of exact copies, of bad rows with the reasons, and of turns without loss, if any."""
+        """Print what became of chats, and the numbers of exact copies and of bad rows with the reasons, if any."""
         if self.copies:
             log(f"{name}: {self.counted_copies()}")
         if self.bad:
             log(f"{self._counts(name)} and are skipped: {self._kinds()}")
             for line in self.first:
                 log(f"  {line}")
-        if self.lost_turns:
-            log(
-                f"{name}: {self.lost_turns:,} assistant turns have no loss: the chat template leaves out their content "
-                "or their tool calls"
-            )
+        if self.chats:
+            line = f"{name}: {self.chats:,} chats became {self.chat_rows:,} rows; {self.answers:,} answers have loss"
+            reasons = [f"{count:,} x {reason}" for reason, count in self.left_out.most_common(5)]
+            line += f", {self.left_out.total():,} have none: {'; '.join(reasons)}" if reasons else ""
+            line += f"; {self.greetings:,} answers before the first question are dropped" if self.greetings else ""
+            log(line)
 
     def counted_copies(self) -> str:
         """Return how many rows were left out because they are copies."""

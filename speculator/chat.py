@@ -1,11 +1,16 @@
-"""Render chats with a tokenizer's template, in the Jinja sandbox of transformers."""
+"""Chats: clean the messages that users and servers send, render them with the tokenizer's template, and parse answers.
+
+Templates run in the Jinja sandbox of transformers.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +36,7 @@ def chat_text(
     """Render a chat with the tokenizer's template.
 
     Args:
-        messages, tools: in OpenAI's format. Tool-call arguments that are JSON text become objects, as templates need.
+        messages, tools: in OpenAI's format, as `clean_message` and `clean_tools` return them.
         ask: end with the start of the assistant's next turn.
         today: date for the template; None: now.
     """
@@ -39,21 +44,67 @@ def chat_text(
         template = tokenizer.get_chat_template(None, tools)
         if today is not None and "strftime_now" in template:
             template = _stopped_clock(today) + template
-        text = tokenizer.apply_chat_template(
-            [_with_objects(message) for message in messages],
-            tools=tools,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=ask,
-        )
+        if any("tool_calls" in message for message in messages):
+            form = _form_of_calls(tokenizer, template)
+            messages = [_in_form(message, *form) if "tool_calls" in message else message for message in messages]
+        return _render(tokenizer, template, messages, tools, ask)
     except Exception as error:  # a template may raise anything
         raise RefusedError(f"the chat template rejects the messages: {first_line(error)}") from None
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict], tools: Any, ask: bool) -> str:
+    how: Any = {"chat_template": template, "tokenize": False, "add_generation_prompt": ask}
+    text = tokenizer.apply_chat_template(messages, tools=tools, **how)
     assert isinstance(text, str)
     return text
 
 
+# Cleaning
+
+
+def clean_message(message: Any) -> Any:
+    """Return a message without what its storage added: nulls, `tool_calls: []`, JSON text in place of an object, parts.
+
+    Anything else than a message is returned as it is, for the caller to name.
+
+    Raises:
+        UserError: a part of the content is not text.
+    """
+    message = from_json(message)
+    if not isinstance(message, dict):
+        return message
+    # Templates check which keys exist, but in a table every message has every key.
+    message = {key: value for key, value in message.items() if value is not None}
+    if "content" in message:
+        message["content"] = content_text(message["content"])
+    calls = from_json(message.pop("tool_calls", None))
+    if calls and isinstance(calls, list):
+        message["tool_calls"] = [_call(call) for call in calls]
+    elif message.get("role") == "assistant":
+        message.setdefault("content", "")
+    return message
+
+
+def clean_tools(tools: Any) -> Any:
+    """Return tools as a list of objects, or None if there are none; they may be JSON text, whole or each."""
+    tools = from_json(tools)
+    return ([_call(tool) for tool in tools] if isinstance(tools, list) else tools) or None
+
+
+def _call(call: Any) -> Any:
+    call = from_json(call)
+    return call | {"function": from_json(call["function"])} if isinstance(call, dict) and "function" in call else call
+
+
+def from_json(value: Any) -> Any:
+    """Parse JSON text, as `Json` columns of `datasets` store objects; other values stay."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") else value
+    return value
+
+
 def content_text(content: Any) -> Any:
-    """Join the parts of a message's content, if it is a list of parts in OpenAI's format.
+    """Join the parts of a message's content by line ends, as vLLM does, if it is a list of parts in OpenAI's format.
 
     Raises:
         UserError: a part is not text.
@@ -64,22 +115,48 @@ def content_text(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"a part of type {kind!r:.40} in its content; only text is supported")
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)
 
 
-def _with_objects(message: dict) -> dict:
-    """Parse the arguments of a message's tool calls; text that is not a JSON object stays."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+_PROBE = {"key": "PROBEvalue"}
 
 
-def _with_object(call: Any) -> Any:
-    with suppress(KeyError, TypeError, ValueError, RecursionError):
-        arguments = json.loads(call["function"]["arguments"])
-        if isinstance(arguments, dict):
-            return {**call, "function": {**call["function"], "arguments": arguments}}
+@lru_cache(maxsize=32)
+def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool]:
+    """Find how a template takes tool calls: whether their arguments are text, and whether no content is null.
+
+    Most templates want an object and write it as JSON, some append text. Some write calls only if there is no content
+    (null in transformers 5.17, a missing key in 5.23).
+    """
+    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "PROBEname", "arguments": _PROBE}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    best, found = 0, (False, False)
+    for form in ((False, False), (True, False), (False, True), (True, True)):
+        with suppress(Exception):
+            text = _render(
+                tokenizer, template, [{"role": "user", "content": "PROBE"}, _in_form(message, *form)], None, False
+            )
+            # JSON is best. An object in Python's notation, and text that is quoted again, are not what a model writes.
+            as_json = re.search(r'(?<!\\)"PROBEvalue"', text) is not None
+            as_text = "PROBEvalue" in text and not re.search(r"""['\\]["']?PROBEvalue""", text)
+            score = 1 + ("PROBEname" in text) * (1 + as_text + 2 * as_json)
+            if score > best:
+                best, found = score, form
+    return found
+
+
+def _in_form(message: dict, as_text: bool, null: bool) -> dict:
+    """Return a message with tool calls whose arguments and missing content have the form that a template takes."""
+    calls = [_with_arguments(call, as_text) for call in message["tool_calls"]]
+    return {**message, "content": message.get("content") or (None if null else ""), "tool_calls": calls}
+
+
+def _with_arguments(call: Any, as_text: bool) -> Any:
+    with suppress(KeyError, TypeError):
+        arguments = from_json(call["function"]["arguments"])
+        if isinstance(arguments, dict):  # text that is no JSON object stays as it is
+            written = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+            return {**call, "function": {**call["function"], "arguments": written}}
     return call
 
 
@@ -91,6 +168,95 @@ def _stopped_clock(today: datetime) -> str:
     written += [(f"%-{name[1]}", text.lstrip("0") or "0") for name, text in written]  # glibc: no leading zeros
     replaced = "".join(f" | replace('{name}', '{text}')" for name, text in written)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
+
+
+# Answers
+
+_USER, _ANSWER = "MARKofUSER", "MARKofANSWER"
+
+
+@lru_cache(maxsize=32)
+def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+    """Return what a template writes after an answer that ends the chat, and what between an answer and a user turn.
+
+    Both are empty for a template that rejects such chats, or does not write the turns as they are.
+    """
+    chat = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        last, earlier = (_render(tokenizer, template, messages, None, False) for messages in (chat, [*chat, *chat[:1]]))
+    except Exception:  # a template may raise anything
+        return "", ""
+    found = re.search(f"{_ANSWER}(.*?){_USER}", earlier, re.DOTALL)
+    return last.rpartition(_ANSWER)[2] if _ANSWER in last else "", found[1] if found else ""
+
+
+def any_added(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
+    """Return a pattern of the text of any added token, special or not; the longest match first."""
+    texts = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that ends an answer by the chat template; None: there is no template, or it writes no token.
+
+    It is the first added token after an answer. A template that ends answers with nothing leaves it to the token that
+    begins the next turn (GLM).
+    """
+    if not tokenizer.chat_template:
+        return None
+    last, between = text_after_answer(tokenizer, tokenizer.get_chat_template(None, None))
+    added = any_added(tokenizer)
+    found = added.search(last) or added.match(between.lstrip())
+    return tokenizer.get_vocab()[found[0]] if found else None
+
+
+_CHANNEL = re.compile(
+    r"<\|channel\|>(\w+)([^<]*)<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)", re.DOTALL
+)
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def answer_message(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
+    """Parse an answer into the message that a chat template takes as history: content, reasoning and tool calls.
+
+    The tokenizer's response template rules (transformers 5.23 and later). Without one we know gpt-oss's channels,
+    `</think>`, and `<tool_call>` with a JSON object in it.
+    """
+    if getattr(tokenizer, "response_template", None):
+        with suppress(Exception):  # an answer that was cut off need not follow the format
+            return {"role": "assistant", "content": "", **tokenizer.parse_response(list(answer), prefix=list(prompt))}
+    template = str(tokenizer.chat_template)
+    thoughts = "thinking" if "message.thinking" in template else "reasoning_content"
+    message: dict[str, Any] = {"role": "assistant"}
+    channels = _CHANNEL.findall(_decode(tokenizer, answer, special=True))
+    if channels and "<|channel|>" in template:
+        text = "".join(part for name, to, part in channels if name != "analysis" and "to=" not in to)
+        thought = "".join(part for name, _, part in channels if name == "analysis")
+        calls = [(to.partition("functions.")[2].split()[:1], part) for _, to, part in channels if "to=functions." in to]
+        found = [{"name": name[0], "arguments": part.strip()} for name, part in calls if name]
+    else:
+        text, thought, found = _decode(tokenizer, answer, special=False), "", []
+        before, mark, after = text.partition("</think>")
+        if mark and "reasoning_content" in template:
+            thought, text = before.replace("<think>", "").strip("\n"), after.lstrip("\n")
+        if "tool_calls" in template:
+            with suppress(ValueError, KeyError, TypeError):
+                found = [
+                    {key: call[key] for key in ("name", "arguments")} for call in map(json.loads, _CALL.findall(text))
+                ]
+                text = _CALL.sub("", text).rstrip() if found else text
+    message["content"] = text
+    if thought:
+        message[thoughts] = thought
+    if found:
+        message["tool_calls"] = [{"type": "function", "function": call} for call in found]
+    return message
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool) -> str:
+    text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables: dict[str, Any] | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import chat_text, chat_tokens, content_text
+from speculator.chat import answer_message, chat_text, chat_tokens, clean_message, clean_tools, from_json
 from speculator.errors import UserError, check_text
 from speculator.files import read_rows
 
@@ -81,7 +81,7 @@ class Prompt:
             return [*prompt, *answers[-1], *question]
         messages = list(self.messages)
         for answer, question in zip(answers, self.later[:turn], strict=True):
-            messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+            messages.append(answer_message(tokenizer, self._rendered(tokenizer, messages), answer))
             messages.append(_user(question))
         return self._rendered(tokenizer, messages)
 
@@ -114,6 +114,8 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
         needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
     value, category = row[key], row.get("category") or ""
+    if key == "messages":
+        value = [from_json(each) for each in value] if isinstance(value := from_json(value), list) else value
     texts = value if key == "turns" else [value]
     kind = dict if key == "messages" else str
     items = value if key == "messages" else texts
@@ -122,15 +124,16 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if key != "messages":
         return Prompt([_user(texts[0])], texts[1:], key != "prompt", None, category, where)
     messages = []
-    for number, message in enumerate(value, start=1):  # an assistant message with tool calls has no content
+    for number, given in enumerate(items, start=1):
         try:
-            content = content_text(message.get("content"))
+            message = clean_message(given)
         except UserError as error:
             raise UserError(f"{where}: message {number} has {error}") from None
-        if not isinstance(content, str) and (content is not None or message.get("role") == "user"):
+        # An assistant message with tool calls has no content.
+        if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
             raise UserError(f'{where}: "content" of a message must be text')
-        messages.append({**message, "content": content} if "content" in message else message)
-    return Prompt(messages, [], True, row.get("tools"), category, where)
+        messages.append(message)
+    return Prompt(messages, [], True, clean_tools(row.get("tools")), category, where)
 
 
 def _user(content: str) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """`python -m data view`: show rows as text, and mark the tokens that have loss.
 
 Text with loss is green and other text is dim. Without colours (in a file or pipe, or with NO_COLOR), text with loss is
-in [[double brackets]].
+in [[double brackets]]. A line under the name of a chat says why it became several rows, or why an answer has no loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
@@ -46,11 +47,25 @@ def run(arguments: argparse.Namespace) -> None:
         parts = list(row)
         count, with_loss = (sum(map(f, parts)) for f in (lambda p: len(p["input_ids"]), lambda p: sum(p["loss_mask"])))
         print(f"--- {printable(name)}: {count} tokens, {with_loss} with loss")
+        for line in _facts(parts[0].get("chat")):
+            print(f"    {printable(line)}")
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
     if next(found, None):
         log(f"there are more rows: --rows {2 * arguments.rows} shows twice as many")
     refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
     tally.warn(arguments.source)
+
+
+def _facts(chat: dict[str, Any] | None) -> Iterator[str]:
+    """Yield lines about a chat that is not one row with loss on all its answers."""
+    if chat is None:
+        return
+    if chat["rows"] > 1:
+        yield f"{chat['answers']} answers in {chat['rows']} rows, because each needs its own context:"
+        yield from (f"  {why}" for why in chat["why"])
+    if chat["dropped"]:
+        yield f"the first {chat['dropped']} messages are dropped: the assistant speaks before anyone asks"
+    yield from (f"message {number + 1} has no loss: {reason}" for number, reason in chat["left_out"])
 
 
 def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:

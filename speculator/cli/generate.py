@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from speculator.chat import answer_message
 from speculator.cli import drafting
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, acceptance_length, check_prompts
@@ -158,7 +159,7 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
             engine.run()
             stream.finish()
             requests.append(request)
-            messages.append({"role": "assistant", "content": decode(tokenizer, request.tokens)})
+            messages.append(answer_message(tokenizer, ids, request.tokens))
     print(file=sys.stderr)
     return requests
 

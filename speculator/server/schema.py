@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from speculator.chat import content_text
+from speculator.chat import clean_message, clean_tools, content_text
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.prompts import Prompt
@@ -162,8 +162,8 @@ class ChatRequest(GenerationRequest):
             raise APIError('tools: tool calls are not parsed; set tool_choice to "none" to get them as text', "tools")
 
     def prompt(self) -> Prompt:
-        messages = [message.model_dump(exclude_unset=True) for message in self.messages]
-        return Prompt(messages, chat=True, tools=self.tools, where="messages")
+        messages = [clean_message(message.model_dump(exclude_unset=True)) for message in self.messages]
+        return Prompt(messages, chat=True, tools=clean_tools(self.tools), where="messages")
 
 
 class LoadRequest(_Strict):

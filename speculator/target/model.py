@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
+from speculator.chat import end_token
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.target import compiled
@@ -28,6 +30,7 @@ from speculator.target.recurrences import intercept
 from speculator.target.recurrent import StateForm, state_forms
 from speculator.target.sharding import Group, make_whole
 from speculator.target.tree import TokenTree
+from speculator.terminal import log
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
 
@@ -157,6 +160,9 @@ class Target:
         flags = {"revision": revision, "adapter": adapter}
         model.config.name_or_path = " ".join([name, *(f"--{flag} {value}" for flag, value in flags.items() if value)])
         target = cls(model, tokenizer, group)
+        if missing := target.eos_token_ids - target._configured_ends:
+            names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(missing))))
+            log(f"{target.name}: a text also ends at {names}, which its generation config lacks")
         if target.device.type in compiled.DEVICES and compiled.can_compile(target.device) and group is None:
             compiled.compile_regions(target)
         return target
@@ -181,9 +187,23 @@ class Target:
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """Tokens that end a generation, by the generation config."""
+        """Tokens that end a generation, by generation config, tokenizer and chat template.
+
+        Fine-tunes often keep the base model's generation config, whose EOS they never write.
+        """
+        return self._configured_ends | self._written_ends
+
+    @property
+    def _configured_ends(self) -> set[int]:
         ids = self.model.generation_config.eos_token_id
         return set() if ids is None else set(ids) if isinstance(ids, list) else {ids}
+
+    @cached_property
+    def _written_ends(self) -> set[int]:
+        if self.tokenizer is None:
+            return set()
+        ends = {self.tokenizer.eos_token_id, end_token(self.tokenizer)} - {None}
+        return {token for token in ends if token < self.vocab_size}
 
     def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Return the tensors as the group's first process has them, so that all run the same forward pass."""

@@ -131,10 +131,10 @@ def test_exact_copies_are_counted(target, tmp_path, capsys):
 
 
 def test_text_parts_are_read_as_text(target, tmp_path, capsys):
-    parts = [{"type": "text", "text": "Que"}, {"type": "text", "text": "stion 0?"}]
-    chat = [{"role": "user", "content": parts}, *CHATS[0]["messages"][1:]]
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "question?"}]
     shown = []
-    for name, messages in (("parts", chat), ("text", CHATS[0]["messages"])):
+    for name, content in (("parts", parts), ("text", "One\nquestion?")):
+        messages = [{"role": "user", "content": content}, *CHATS[0]["messages"][1:]]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
         assert main(["view", f"{name}.jsonl", "--target", target]) == 0
         shown.append(capsys.readouterr().out.partition("\n")[2])

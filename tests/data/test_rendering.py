@@ -42,7 +42,7 @@ def rendered(tokenizer, **content):
     return documents
 
 
-def learnt(tokenizer, document) -> str:
+def text_with_loss(tokenizer, document) -> str:
     columns = zip(document["input_ids"], document["loss_mask"], strict=True)
     return tokenizer.decode([token for token, mask in columns if mask])
 
@@ -62,21 +62,15 @@ def test_the_mask_of_a_chat_covers_the_assistants_tokens_and_no_others(family, m
 def test_a_system_message_is_context():
     tokenizer = chat_tokenizer("llama3")
     [document] = rendered(tokenizer, messages=chat("Be brief.", "Hello", "Hi", first="system"))
-    assert learnt(tokenizer, document) == "Hi<|eot_id|>"
+    assert text_with_loss(tokenizer, document) == "Hi<|eot_id|>"
 
 
 def test_thinking_in_the_last_turn_has_loss():
     tokenizer = chat_tokenizer("qwen3")
     messages = chat("one?", "1", "two?", "<think>\nafter one\n</think>\n\n2")
     [document] = rendered(tokenizer, messages=messages)
-    assert learnt(tokenizer, document) == "1<|im_end|><think>\nafter one\n</think>\n\n2<|im_end|>"
+    assert text_with_loss(tokenizer, document) == "1<|im_end|><think>\nafter one\n</think>\n\n2<|im_end|>"
     assert document["loss_mask"] == answers_by_offsets(tokenizer, "qwen3", messages)[1]
-
-
-def test_the_line_ends_an_answer_begins_with_are_its_own():
-    tokenizer = chat_tokenizer("qwen3")
-    [document] = rendered(tokenizer, messages=chat("one?", "\n\n1", "two?", "2"))
-    assert learnt(tokenizer, document) == "\n\n1<|im_end|><think>\n\n</think>\n\n2<|im_end|>"
 
 
 def test_tools_reach_the_template():
@@ -88,42 +82,19 @@ def test_tools_reach_the_template():
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
-MARK = "{% if m.role == 'user' %}{{ '[x]' if WHERE else '[ ]' }}{% endif %}"
-MARKED = "{% for m in messages %}" + MARK + TURN + "{% endfor %}" + ASK
-BROKEN = {
-    "counts the turns": "{{ messages | length }} turns\n" + LOOP + ASK,
-    "writes the last turn first": "{% for m in messages | reverse %}" + TURN + "{% endfor %}" + ASK,
-    "dates the end": LOOP + "{% if add_generation_prompt %}[July]<|im_start|>assistant\n{% else %}[July]{% endif %}",
-    "shortens what lies behind": "{% for m in messages %}{% if loop.last %}" + TURN + "{% else %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content[:4] }}<|im_end|>\n{% endif %}{% endfor %}" + ASK,
-    "marks the last question": MARKED.replace("WHERE", "m == (messages | selectattr('role', 'eq', 'user') | list)[-1]"),
-    "marks what is answered": MARKED.replace("WHERE", "messages[-1].role == 'assistant'"),
-    "asks with other words than it writes": LOOP + "{% if add_generation_prompt %}<|im_start|>bot\n{% endif %}",
-}
-THOUGHTS = [
-    chat("one?", "<think>\nhm\n</think>\n\n1", "two?", "2"),
-    [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" else m for m in chat("one?", "1", "two?", "2")],
-]
-
-
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [(template, DIALOGUES[1]) for template in BROKEN.values()] + [(None, messages) for messages in THOUGHTS],
-    ids=[*BROKEN, "leaves earlier thinking out", "leaves earlier reasoning_content out"],
-)
-def test_a_template_that_breaks_prefix_rendering_is_an_error(template, messages):
-    with pytest.raises(SourceError, match=r"some/rows\.jsonl:7: the chat template breaks prefix rendering") as error:
-        rendered(chat_tokenizer("qwen3", template), messages=messages)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("family", "template", "messages", "message"),
     [
         ("gemma", None, chat("Be brief.", "Hello", "Hi", first="system"), "System role not supported"),
-        ("llama3", None, chat("Hello"), "none of the chat's tokens are the assistant's"),
-        ("llama3", "{% for m in messages %}{{ m.content }}{% endfor %}", chat("", "Hi"), "all of the chat's tokens"),
-        ("llama3", None, chat("Hello", "Hi")[1:], "begins with the assistant"),
+        ("llama3", None, chat("Hello"), "a chat without an answer"),
+        (
+            "llama3",
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            chat("", "Hi"),
+            "nothing stands before the answer",
+        ),
         ("llama3", "", chat("Hello", "Hi"), "no chat template"),
     ],
 )
@@ -166,7 +137,7 @@ def test_only_the_completion_of_a_prompt_has_loss():
     tokenizer = tiny_tokenizer()
     [document] = rendered(tokenizer, prompt="def f(x):\n", completion="    return x\n")
     assert tokenizer.decode(document["input_ids"]) == "def f(x):\n    return x\n<eos>"
-    assert learnt(tokenizer, document) == "    return x\n<eos>"
+    assert text_with_loss(tokenizer, document) == "    return x\n<eos>"
     assert sorted(document["loss_mask"]) == document["loss_mask"]
 
 
@@ -238,6 +209,6 @@ def test_a_turn_that_the_template_does_not_write_has_no_loss(template, call, los
     learnt = tokenizer.decode([token for token, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss])
     assert learnt.endswith("Yes, it rains.<|im_end|>")
     assert learnt.count("<|im_end|>") == 2 - lost
-    assert tally.lost_turns == lost
+    assert (tally.answers, tally.left_out.total()) == (2 - lost, lost)
     Tally.from_record(tally.record(), 0.0).warn("chats")
-    assert len(capsys.readouterr().err.splitlines()) == lost
+    assert ("1 have none" in capsys.readouterr().err) == bool(lost)

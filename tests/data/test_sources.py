@@ -247,7 +247,7 @@ def test_a_wrong_weight_is_an_error_that_names_its_source(sources, message):
         ("rows.jsonl", '{"text": "\\ud800"}\n', "rows.jsonl:1: .*surrogate"),
         ("rows.jsonl", '{"prompt": "a"}\n', "rows.jsonl:1: not a row"),
         ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is not a text'),
-        ("rows.jsonl", '{"messages": []}\n', 'rows.jsonl:1: "messages"'),
+        ("rows.jsonl", '{"messages": []}\n', "rows.jsonl:1: a chat without messages"),
         ("rows.jsonl", '{"messages": [{"content": "a"}]}\n', 'rows.jsonl:1: the "role" of message 1'),
         (
             "rows.jsonl",

@@ -1,0 +1,263 @@
+"""Find the answers of a chat, and the rows of text in which each has its own context.
+
+Every answer that the target could have written in its own context has loss, nothing else has, and the context before it
+is what a server would send. Two renders of the chat are the truth about an answer: the messages before it with the
+generation prompt, and the same messages with the answer. A template may write an answer differently once other messages
+follow (it drops thinking, or ends the chat with another token). Then the next answer begins a row of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.rows import RowError
+from speculator.chat import DATA_DAY, RefusedError, any_added, chat_text, text_after_answer
+
+# Two renders that differ in empty marks of thinking alone count as equal: <think>\n\n</think>, [THINK][/THINK], ...
+_EMPTY_MARKS = re.compile(r"([<\[]\|?)([\w:]*think\w*)(\|?[>\]])\s*\1/\2\3\n*")
+_MARK_OF_THINKING = r"[<\[]\|?/?[\w:]*think\w*\|?[>\]]"
+_TRAILING_MARKS = re.compile(rf"(?:{_MARK_OF_THINKING})(?:{_MARK_OF_THINKING}|\s)*\Z")
+_PROBE = "MARKofANSWER"
+_EXCERPT = 30
+
+
+@dataclass
+class TextRow:
+    """A row of a chat as text.
+
+    Attributes:
+        text: the rendered messages.
+        spans: start and end of each answer with loss, the token that ends it included.
+        why: why the row begins (empty for the first row of a chat).
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    why: str = ""
+
+
+@dataclass
+class ChatRows:
+    """The rows of a chat, and the answers without loss: the number of the message, and the reason."""
+
+    rows: list[TextRow] = field(default_factory=list)
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Habits:
+    """What a template writes around answers.
+
+    Attributes:
+        header: text between the messages and an answer that the generation prompt lacks.
+        tail: text after an answer that ends the chat, of which the first `end` characters are the answer's end token.
+        next_turn_ends: no token ends an answer but the one that begins the next turn.
+        added: text of any added token.
+        special: special tokens and spaces at the end of a text.
+    """
+
+    header: str
+    tail: str
+    end: int
+    next_turn_ends: bool
+    added: re.Pattern
+    special: re.Pattern
+
+
+@lru_cache(maxsize=32)
+def _habits(tokenizer: PreTrainedTokenizerBase, template: str) -> _Habits:
+    added = any_added(tokenizer)
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    tail, between = text_after_answer(tokenizer, template)
+    end = added.search(tail)
+    header = ""
+    chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        plain, asked = (chat_text(tokenizer, chat[:1], ask=ask, today=DATA_DAY) for ask in (False, True))
+        if plain == asked:  # no generation prompt: what stands before the answer's content is no answer
+            written = chat_text(tokenizer, chat, today=DATA_DAY).partition(_PROBE)[0]
+            header = _TRAILING_MARKS.sub("", written.removeprefix(asked)).rstrip(" ")
+    except RefusedError:  # a template with needs of its own: the renders of the chat itself decide
+        pass
+    return _Habits(
+        header=header if header.strip() else "",
+        tail=tail,
+        end=end.end() if end else len(tail),
+        next_turn_ends=end is None and added.match(between.lstrip()) is not None,
+        added=added,
+        special=re.compile(rf"(?:{'|'.join(special) or '(?!)'}|\s)*\Z"),
+    )
+
+
+def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ChatRows:
+    """Return the rows of a chat.
+
+    Raises:
+        RowError: the template rejects the chat, or none of its answers can have loss.
+    """
+    if not tokenizer.chat_template:
+        raise RowError(document["where"], f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
+    chat = _Chat(document, tokenizer)
+    found, dropped = ChatRows(), document.get("dropped", 0)
+    for number, message in enumerate(document["messages"]):
+        if message["role"] != "assistant":
+            continue
+        try:
+            text, start, end = chat.answer(number)
+        except RefusedError as error:
+            found.left_out.append((number + dropped, str(error)))
+            continue
+        if reason := _fault(message, text, start, end):
+            found.left_out.append((number + dropped, reason))
+        elif not (found.rows and chat.extend(found.rows[-1], text, (start, end))):
+            why = _difference(found.rows[-1], text[:start], number + dropped) if found.rows else ""
+            found.rows.append(TextRow(text, [(start, end)], why))
+    if not found.rows:
+        number, reason = found.left_out[0] if found.left_out else (None, "a chat without an answer")
+        where = "" if number is None else f"message {number + 1}: "
+        raise RowError(document["where"], where + reason, reason)
+    # What follows the last answer stays in its row if the whole chat continues it.
+    for row in found.rows[:-1]:
+        row.text = row.text[: row.spans[-1][1]]
+    last = found.rows[-1]
+    if not chat.extend(last, chat.whole()):
+        last.text = last.text[: last.spans[-1][1]]
+    return found
+
+
+class _Chat:
+    """Renders of a chat. The last one is kept: the render up to the last answer is mostly the whole chat."""
+
+    def __init__(self, document: dict[str, Any], tokenizer: PreTrainedTokenizerBase):
+        self._messages, self._tools, self._tokenizer = document["messages"], document.get("tools"), tokenizer
+        try:
+            self._habits = _habits(tokenizer, tokenizer.get_chat_template(None, self._tools))
+        except ValueError as error:  # several templates, none of which is the default
+            raise RowError(document["where"], str(error)) from None
+        self._rendered: tuple[int, str] = (0, "")
+
+    def _render(self, messages: list[dict], ask: bool = False) -> str:
+        return chat_text(self._tokenizer, messages, self._tools, ask, DATA_DAY)
+
+    def _written(self, count: int) -> str:
+        if self._rendered[0] != count:
+            self._rendered = count, self._render(self._messages[:count])
+        return self._rendered[1]
+
+    def whole(self) -> str | None:
+        """Render all messages; None if the template rejects them."""
+        try:
+            return self._written(len(self._messages))
+        except RefusedError:
+            return None
+
+    def answer(self, number: int) -> tuple[str, int, int]:
+        """Render the messages up to an answer; return the text, and start and end of the answer in it.
+
+        Raises:
+            RefusedError: the template rejects these messages, or writes the answer where we can't find it.
+        """
+        before, habits = self._render(self._messages[:number], ask=True), self._habits
+        text = self._written(number + 1)
+        start = len(before)
+        if text.startswith(before):
+            start += len(habits.header) if text.startswith(habits.header, start) else 0
+        else:
+            # The generation prompt has something else than the written turn, as an opened <think>: the turn rules. It
+            # begins where another answer's content would, or at the marks of thinking before that.
+            other = self._render([*self._messages[:number], {"role": "assistant", "content": _PROBE}])
+            header = _TRAILING_MARKS.sub("", other.partition(_PROBE)[0])
+            if not text.startswith(header):
+                raise RefusedError("the chat template writes the answer where it can't be found")
+            start = len(header)
+        return text, start, self._end(text, start)
+
+    def _end(self, text: str, start: int) -> int:
+        """Return the end of an answer: after its end token, without what closes the chat (Phi 3 writes EOS there)."""
+        habits = self._habits
+        if habits.tail and text.endswith(habits.tail):
+            return len(text) - len(habits.tail) + habits.end
+        # The turn ends in its own way, as tool calls do in some templates: after the first of its closing tokens.
+        closing = habits.special.search(text, start)
+        found = habits.added.search(text, closing.start()) if closing else None
+        return found.end() if found else len(text)
+
+    def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
+        """Let a row go on with a longer render, up to an answer that begins at a span; return whether it does."""
+        end = row.spans[-1][1]
+        if text is None:
+            return False
+        context = text[: span[0]] if span else text
+        if context.startswith(row.text[:end]):
+            spans = row.spans
+        else:
+            old, new = _without_marks(row.text[:end]), _without_marks(context)
+            if not new.text.startswith(old.text):
+                return False
+            spans = [(new.place(old.length(a)), new.place(old.length(b), before=True)) for a, b in row.spans]
+        if self._habits.next_turn_ends:  # the model stops at the token that begins the next turn
+            spaces = re.compile(r"\s*").match(text, spans[-1][1])
+            closing = self._habits.added.match(text, spaces.end()) if spaces else None
+            if closing:
+                spans = [*spans[:-1], (spans[-1][0], closing.end())]
+        row.text, row.spans = text, [*spans, *([span] if span else [])]
+        return True
+
+
+@dataclass(frozen=True)
+class _Unmarked:
+    """A text without empty marks of thinking, and where they were: (place in `text`, characters left out)."""
+
+    text: str
+    gaps: list[tuple[int, int]]
+
+    def length(self, place: int) -> int:
+        """Return how much of `text` lies before a place in the original."""
+        for at, size in self.gaps:
+            if place <= at:
+                break
+            place -= min(size, place - at)
+        return place
+
+    def place(self, length: int, before: bool = False) -> int:
+        """Return the place in the original after `length` characters of `text`, and after marks there or before."""
+        return length + sum(size for at, size in self.gaps if at < length or (at == length and not before))
+
+
+def _without_marks(text: str) -> _Unmarked:
+    gaps, left_out = [], 0
+    for found in _EMPTY_MARKS.finditer(text):
+        gaps.append((found.start() - left_out, len(found[0])))
+        left_out += len(found[0])
+    return _Unmarked(_EMPTY_MARKS.sub("", text) if gaps else text, gaps)
+
+
+def _fault(message: dict[str, Any], text: str, start: int, end: int) -> str:
+    """Return why an answer can have no loss; empty if it can.
+
+    A turn needs a trace of its content and of each tool call. Without one, as of a call under a template that knows no
+    tools, the head would learn to end where the target calls.
+    """
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
+    lines = [line.strip() for line in re.split(rf"\n|{_MARK_OF_THINKING}", content) if line.strip()]
+    named = [name for call in calls if (name := (call.get("function") or call).get("name"))]
+    turn = text[start:end]
+    if not (lines or calls):
+        return "the answer is empty"
+    if (lines and not any(line in turn for line in lines)) or not all(name in turn for name in named):
+        return "the chat template leaves out the answer's content or its tool calls"
+    return "" if start else "nothing stands before the answer"
+
+
+def _difference(row: TextRow, context: str, number: int) -> str:
+    """Say where the context of an answer departs from the row before it."""
+    before = row.text[: row.spans[-1][1]]
+    place = bisect_left(range(min(len(before), len(context))), True, key=lambda i: before[: i + 1] != context[: i + 1])
+    was, now = (text[max(0, place - 10) : place + _EXCERPT] for text in (before, context))
+    return f"before message {number + 1} the template writes {now!r} in place of {was!r}"
