@@ -77,9 +77,8 @@ def clean_message(message: Any) -> Any:
     message = {key: value for key, value in message.items() if value is not None}
     if "content" in message:
         message["content"] = content_text(message["content"])
-    calls = from_json(message.pop("tool_calls", None))
-    if calls and isinstance(calls, list):
-        message["tool_calls"] = [_call(call) for call in calls]
+    if calls := from_json(message.pop("tool_calls", None)):
+        message["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
     elif message.get("role") == "assistant":
         message.setdefault("content", "")
     return message
@@ -147,7 +146,8 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
 
 def _in_form(message: dict, as_text: bool, null: bool) -> dict:
     """Return a message with tool calls whose arguments and missing content have the form that a template takes."""
-    calls = [_with_arguments(call, as_text) for call in message["tool_calls"]]
+    calls = message["tool_calls"]
+    calls = [_with_arguments(call, as_text) for call in calls] if isinstance(calls, list) else calls
     return {**message, "content": message.get("content") or (None if null else ""), "tool_calls": calls}
 
 

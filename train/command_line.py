@@ -67,6 +67,7 @@ def _explain(parser: ArgumentParser, error: str) -> str:
     found = next((match.groupdict() for pattern in _UNKNOWN if (match := pattern.search(error))), None)
     if found is None:
         error = re.sub(r'Parser key "([^"]+)":', r"\1:", error)
+        error = re.sub(r"Not of type \w*Int: .*: '(.*)'", r"must be a whole number, got \1", error)
         error = re.sub(r"Not of type \w+: .*: ('.*')", r"must be a number, got \1", error)
         error = re.sub(r"Not of type \w+: (\S+) does not conform to restriction v(.*)", r"must be \2, got \1", error)
         return re.sub(r"Expected a <class '(\w+)'>\. Got value: (\S+)", r"expected a value of type \1, got \2", error)

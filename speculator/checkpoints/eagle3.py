@@ -140,10 +140,11 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
     config: Any = head.config
     tensors, rows = dict(tensors), config.output_size
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if offsets is None and mask is None:
+    if offsets is None and mask is None and config.draft_vocab_size is None:
         return tensors
+    missing = [name for name, tensor in (("d2t", offsets), ("t2d", mask)) if tensor is None]
     if offsets is None or mask is None:
-        raise UserError(f"{where}: missing tensors: {'t2d' if mask is None else 'd2t'}")
+        raise UserError(f"{where}: missing tensors: {', '.join(missing)}")
     tokens = tokens_of(where, offsets, rows)
     same = mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens)
     refuse((not same, f"{where}: d2t and t2d describe different draft vocabularies, or not in ascending order"))

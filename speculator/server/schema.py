@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields about the caller, which do not affect the text.
 _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
-_StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class _Strict(BaseModel):
@@ -49,7 +48,7 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
-    stop: _StopString | Annotated[list[_StopString], Field(max_length=16)] | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -60,6 +59,18 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
     store: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _checked(cls, stop: Any) -> Any:
+        texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
+        if (
+            not isinstance(texts, list)
+            or len(texts) > 16
+            or not all(isinstance(s, str) and 0 < len(s) < 257 for s in texts)
+        ):
+            raise ValueError("must be a text of 1 to 256 characters, or a list of up to 16 of them")
+        return stop
 
     @property
     def choices(self) -> int:

@@ -73,7 +73,12 @@ def probe(target: Target) -> None:
         target.capturable = not syncs and one_device and target.group is None
         moved = neighbours_matter(model.base_model, target.context_length, device)
         target.document_attention = _choose_document_attention(target, texts, allowed)
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
+    except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
+        raise UserError(
+            f"{name} is not supported: its code does not compute logits from hidden states alone; "
+            "docs/guides/targets.md lists the families that are"
+        ) from error
+    except (TypeError, RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{name} can't be run through a KV cache: {error}") from error
     worst = max(
         *(gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),

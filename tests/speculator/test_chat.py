@@ -1,7 +1,8 @@
 import pytest
-from chat_templates import chat_tokenizer
+from chat_templates import CHATML, QWEN3, chat_tokenizer
+from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import RefusedError, chat_text
+from speculator.chat import RefusedError, answer_message, chat_text, end_token
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -43,3 +44,111 @@ def test_malformed_tool_calls_reach_the_template_unchanged():
     for calls in ("search", [None], [{"name": "search"}], [{"function": "search"}], [{"function": {}}]):
         messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
         assert chat_text(chat_tokenizer("qwen3", template), messages) == str(calls)
+
+
+# What ends an answer, and how an answer becomes history
+
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% if loop.last and m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
+    "{% endif %}"
+    "{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+    "{% if m.content %}<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# message.thinking #}"
+)
+HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+    "{% endif %}"
+)
+
+
+def tokenizer_with(template, added=()):
+    tokenizer = chat_tokenizer("qwen3", template)
+    tokenizer.add_tokens(list(added), special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "end"),
+    [
+        (QWEN3, [], "<|im_end|>"),
+        (GPT_OSS, HARMONY, "<|return|>"),
+        (GLM, ["<|user|>", "<|assistant|>"], "<|user|>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", [], None),
+        ("{{ raise_exception('no') }}", [], None),
+        (None, [], "<|im_end|>"),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_the_first_that_the_template_writes_after_it(template, added, end):
+    tokenizer = tokenizer_with(template, added)
+    assert end_token(tokenizer) == (end and tokenizer.convert_tokens_to_ids(end))
+
+
+def as_history(tokenizer, answer, tools=None):
+    """The message that an answer becomes, and the render of a chat that goes on after it."""
+    prompt = tokenizer(chat_text(tokenizer, CHAT, tools, ask=True), add_special_tokens=False)["input_ids"]
+    message = answer_message(tokenizer, prompt, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    return message, chat_text(tokenizer, [*CHAT, message, *CHAT], tools, ask=True)
+
+
+def test_an_answer_of_gpt_oss_is_history_without_its_analysis_and_its_marks():
+    answer = "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>One.<|return|>"
+    tokenizer = tokenizer_with(GPT_OSS, HARMONY)
+    message, text = as_history(tokenizer, answer)
+    assert message == {"role": "assistant", "content": "One.", "thinking": "Easy."}
+    written = chat_text(tokenizer, [*CHAT, {"role": "assistant", "content": "One."}, *CHAT], ask=True)
+    assert text == written
+    assert "analysis" not in text
+
+
+def test_a_tool_call_of_gpt_oss_is_history_as_a_tool_call():
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather json"
+    message, text = as_history(tokenizer_with(GPT_OSS, HARMONY), answer + '<|message|>{"city": "Rome"}<|call|>')
+    assert message["tool_calls"] == [
+        {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    ]
+    assert 'to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>' in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("1.<|im_end|>", {"content": "1."}),
+        ("<think>\nHm.\n</think>\n\n1.<|im_end|>", {"content": "1.", "reasoning_content": "Hm."}),
+        ("Hm.\n</think>\n\n1.<|im_end|>", {"content": "1.", "reasoning_content": "Hm."}),
+        ("<think>\nHm, cut off", {"content": "<think>\nHm, cut off"}),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>',
+            {"content": "", "tool_calls": "f"},
+        ),
+        ("<tool_call>\nnot JSON\n</tool_call><|im_end|>", {"content": "<tool_call>\nnot JSON\n</tool_call>"}),
+    ],
+)
+def test_an_answer_is_parsed_by_its_marks(answer, message):
+    tools = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% endfor %}{% endfor %}"
+    parsed, _ = as_history(tokenizer_with(tools + QWEN3), answer)
+    if "tool_calls" in message:
+        function = {"name": "f", "arguments": {"n": 1}}
+        message = {**message, "tool_calls": [{"type": "function", "function": function}]}
+    assert parsed == {"role": "assistant", **message}
+
+
+def test_a_template_without_reasoning_gets_the_answer_as_it_was():
+    parsed, _ = as_history(tokenizer_with(CHATML), "Hm.\n</think>\n\n1.<|im_end|>")
+    assert parsed["content"] == "Hm.\n</think>\n\n1."
+
+
+@pytest.mark.skipif(not hasattr(PreTrainedTokenizerBase, "get_response_parser"), reason="needs transformers 5.23")
+def test_the_tokenizers_response_template_rules():
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"reasoning_content": {"open": "((", "close": "))"}, "content": {"close": "<|im_end|>"}},
+    }
+    parsed, _ = as_history(tokenizer, "((Hm.))1.<|im_end|>")
+    assert parsed == {"role": "assistant", "content": "1.", "reasoning_content": "Hm."}
