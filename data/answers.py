@@ -20,11 +20,12 @@ from data.rows import RowError
 from speculator.chat import DATA_DAY, RefusedError, any_added, chat_text, text_after_answer
 
 # Two renders that differ in empty marks of thinking alone count as equal: <think>\n\n</think>, [THINK][/THINK], ...
-_EMPTY_MARKS = re.compile(r"([<\[]\|?)([\w:]*think\w*)(\|?[>\]])\s*\1/\2\3\n*")
-_MARK_OF_THINKING = r"[<\[]\|?/?[\w:]*think\w*\|?[>\]]"
+_EMPTY_MARKS = re.compile(r"([<\[]\|?)([\w:]*think[\w:]*)(\|?[>\]])\s*\1/\2\3\n*")
+_MARK_OF_THINKING = r"[<\[]\|?/?[\w:]*think[\w:]*\|?[>\]]"
 _TRAILING_MARKS = re.compile(rf"(?:{_MARK_OF_THINKING})(?:{_MARK_OF_THINKING}|\s)*\Z")
 _PROBE = "MARKofANSWER"
 _EXCERPT = 30
+_LONGEST_TOKEN = 100
 
 
 @dataclass
@@ -59,7 +60,8 @@ class _Habits:
         tail: text after an answer that ends the chat, of which the first `end` characters are the answer's end token.
         next_turn_ends: no token ends an answer but the one that begins the next turn.
         added: text of any added token.
-        special: special tokens and spaces at the end of a text.
+        between: added tokens, marks of thinking and spaces.
+        closing: special tokens and spaces at the end of a text.
     """
 
     header: str
@@ -67,14 +69,15 @@ class _Habits:
     end: int
     next_turn_ends: bool
     added: re.Pattern
-    special: re.Pattern
+    between: re.Pattern
+    closing: re.Pattern
 
 
 @lru_cache(maxsize=32)
-def _habits(tokenizer: PreTrainedTokenizerBase, template: str) -> _Habits:
+def _habits(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> _Habits:
     added = any_added(tokenizer)
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    tail, between = text_after_answer(tokenizer, template)
+    tail, between = text_after_answer(tokenizer, template, with_tools)
     end = added.search(tail)
     header = ""
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _PROBE}]
@@ -91,7 +94,8 @@ def _habits(tokenizer: PreTrainedTokenizerBase, template: str) -> _Habits:
         end=end.end() if end else len(tail),
         next_turn_ends=end is None and added.match(between.lstrip()) is not None,
         added=added,
-        special=re.compile(rf"(?:{'|'.join(special) or '(?!)'}|\s)*\Z"),
+        between=re.compile(rf"(?:{added.pattern}|{_MARK_OF_THINKING}|\s)*"),
+        closing=re.compile(rf"(?:{'|'.join(special) or '(?!)'}|\s)*\Z"),
     )
 
 
@@ -137,7 +141,7 @@ class _Chat:
     def __init__(self, document: dict[str, Any], tokenizer: PreTrainedTokenizerBase):
         self._messages, self._tools, self._tokenizer = document["messages"], document.get("tools"), tokenizer
         try:
-            self._habits = _habits(tokenizer, tokenizer.get_chat_template(None, self._tools))
+            self._habits = _habits(tokenizer, tokenizer.get_chat_template(None, self._tools), bool(self._tools))
         except ValueError as error:  # several templates, none of which is the default
             raise RowError(document["where"], str(error)) from None
         self._rendered: tuple[int, str] = (0, "")
@@ -170,23 +174,48 @@ class _Chat:
             start += len(habits.header) if text.startswith(habits.header, start) else 0
         else:
             # The generation prompt has something else than the written turn, as an opened <think>: the turn rules. It
-            # begins where another answer's content would, or at the marks of thinking before that.
+            # begins where it departs from the prompt if only tokens of the template follow there, in the prompt and
+            # before another answer's content; else where it departs from the other answer.
             other = self._render([*self._messages[:number], {"role": "assistant", "content": _PROBE}])
-            header = _TRAILING_MARKS.sub("", other.partition(_PROBE)[0])
-            if not text.startswith(header):
+            header = other.partition(_PROBE)[0]
+            place = self._agreement(header, text)
+            asked = min(place, self._agreement(before, text))
+            if all(habits.between.fullmatch(each, asked) for each in (before, header)):
+                place = asked
+            elif not habits.between.fullmatch(header, place):
                 raise RefusedError("the chat template writes the answer where it can't be found")
-            start = len(header)
+            start = len(_TRAILING_MARKS.sub("", text[:place]))
         return text, start, self._end(text, start)
+
+    def _agreement(self, a: str, b: str) -> int:
+        """Return how far two texts agree, up to the beginning of an added token in which they part."""
+        place = _common(a, b)
+        for text in (a, b):
+            for found in self._habits.added.finditer(text, max(0, place - _LONGEST_TOKEN)):
+                if found.start() >= place:
+                    break
+                if found.end() > place:
+                    place = found.start()
+        return place
 
     def _end(self, text: str, start: int) -> int:
         """Return the end of an answer: after its end token, without what closes the chat (Phi 3 writes EOS there)."""
         habits = self._habits
         if habits.tail and text.endswith(habits.tail):
-            return len(text) - len(habits.tail) + habits.end
-        # The turn ends in its own way, as tool calls do in some templates: after the first of its closing tokens.
-        closing = habits.special.search(text, start)
-        found = habits.added.search(text, closing.start()) if closing else None
-        return found.end() if found else len(text)
+            end = len(text) - len(habits.tail) + habits.end
+            token = habits.tail[: habits.end].strip()
+            if not token:  # plain text ends the answer
+                return end
+            ends = (found.end() for found in re.finditer(re.escape(token), text[:end]) if found.start() >= start)
+            return next((each for each in ends if habits.between.fullmatch(text, each, end)), end)
+        # The turn ends in its own way, as tool calls do in some templates: after the first of its closing tokens. What
+        # follows every answer is not a part of it.
+        size = _common(text[::-1], habits.tail[::-1])
+        shared = habits.added.search(text, len(text) - size)
+        last = shared.start() if shared and size else len(text)
+        closing = habits.closing.search(text[:last], start)
+        found = habits.added.search(text, closing.start(), last) if closing else None
+        return found.end() if found else last
 
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
         """Let a row go on with a longer render, up to an answer that begins at a span; return whether it does."""
@@ -255,9 +284,14 @@ def _fault(message: dict[str, Any], text: str, start: int, end: int) -> str:
     return "" if start else "nothing stands before the answer"
 
 
+def _common(a: str, b: str) -> int:
+    """Return the length of the longest common prefix."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
+
+
 def _difference(row: TextRow, context: str, number: int) -> str:
     """Say where the context of an answer departs from the row before it."""
     before = row.text[: row.spans[-1][1]]
-    place = bisect_left(range(min(len(before), len(context))), True, key=lambda i: before[: i + 1] != context[: i + 1])
+    place = _common(before, context)
     was, now = (text[max(0, place - 10) : place + _EXCERPT] for text in (before, context))
     return f"before message {number + 1} the template writes {now!r} in place of {was!r}"

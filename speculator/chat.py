@@ -118,6 +118,10 @@ def content_text(content: Any) -> Any:
 
 
 _PROBE = {"key": "PROBEvalue"}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "PROBEname", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @lru_cache(maxsize=32)
@@ -176,14 +180,18 @@ _USER, _ANSWER = "MARKofUSER", "MARKofANSWER"
 
 
 @lru_cache(maxsize=32)
-def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool = False) -> tuple[str, str]:
     """Return what a template writes after an answer that ends the chat, and what between an answer and a user turn.
+
+    Args:
+        with_tools: derive it from a chat with a tool, which some templates need.
 
     Both are empty for a template that rejects such chats, or does not write the turns as they are.
     """
     chat = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}]
     try:
-        last, earlier = (_render(tokenizer, template, messages, None, False) for messages in (chat, [*chat, *chat[:1]]))
+        tools = [_PROBE_TOOL] if with_tools else None
+        last, earlier = (_render(tokenizer, template, each, tools, False) for each in (chat, [*chat, *chat[:1]]))
     except Exception:  # a template may raise anything
         return "", ""
     found = re.search(f"{_ANSWER}(.*?){_USER}", earlier, re.DOTALL)

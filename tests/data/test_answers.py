@@ -410,3 +410,31 @@ def test_a_row_of_several_answers_is_tokenised_as_a_server_tokenises_each_reques
     for count, start in zip((1, 3), starts, strict=True):
         asked = tokenizer.apply_chat_template(TWO[:count], tokenize=False, add_generation_prompt=True)
         assert tokenizer(asked, add_special_tokens=False)["input_ids"] == document["input_ids"][:start]
+
+
+CLOSES = "<|im_end|><|assistant|>"
+COHERE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|user|>"
+    "{% if m.tool_calls %}<|tool|>" + CALLS + "<|close|>{% else %}<|assistant|>{{ m.content }}<|close|>{% endif %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|user|><|im_end|>{% endif %}"
+)
+
+
+def test_an_answer_begins_where_it_departs_from_the_generation_prompt():
+    """Cohere's prompt opens thinking by a token that stands for itself; an answer without it begins with another."""
+    rows = answers_of(rows_of(tokenizer_of(COHERE), messages=TOOLS[:4]))
+    call_with_marks = "<|tool|>" + CALL.removesuffix(END) + "<|close|>"
+    assert rows == [[call_with_marks, "<|assistant|>It is 22.<|close|>"]]
+
+
+def test_a_template_that_reminds_of_its_tools_after_every_chat_gives_the_reminder_no_loss():
+    """Command R+ does so: what follows an answer is the same for all of them, and is not the model's."""
+    remind = "<|im_start|>system\nUse a tool.<|im_end|>\n"
+    template = HEAD + "{{ m.content or '' }}" + CALLS + "{% if not m.tool_calls %}<|im_end|>{% endif %}\n{% endfor %}"
+    rows = rows_of(tokenizer_of(template + remind + ASK), messages=TOOLS[:2])
+    assert answers_of(rows) == [[CALL.removesuffix(END)]]
+
+
+def test_what_follows_the_first_end_token_is_not_the_answers():
+    template = HEAD + "{{ m.content or '' }}" + CALLS + "{% if m.tool_calls %}" + CLOSES + "{% endif %}" + TAIL + ASK
+    assert answers_of(rows_of(tokenizer_of(template), messages=TOOLS[:4])) == [[CALL, "It is 22." + END]]
