@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving_here import serving, until
 
-from data.sources import documents
+from data.sources import documents, token_documents
 from speculator import Target, UserError
 from speculator.server import recorder as recording
 from speculator.server.recorder import Recorder
@@ -155,3 +155,22 @@ def test_a_killed_server_loses_only_the_last_shard_and_another_records_on(target
     recorder.close()
     assert len(rows_in(tmp_path / "out")) == 8
     assert not shard.exists()
+
+
+def test_a_recorded_chat_trains_on_the_tokens_of_the_request_itself(chat_target, tmp_path):
+    """Also if a parse and a new render of the chat would give others, as of a second turn after dropped thinking."""
+    tokenizer, recorder = chat_target.tokenizer, Recorder(tmp_path / "out", chat_target, 1.0, 1e9)
+    messages = [{"role": "user", "content": "one?"}]
+    sent, said = [], []
+    with serving(chat_target, recorder=recorder) as (url, _):
+        for question in ("two?", "three?"):
+            body = {"messages": messages, "max_tokens": 8, "seed": 1, "return_token_ids": True}
+            (choice,) = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            sent.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+            said.append(choice["token_ids"])
+            answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n" + choice["message"]["content"]}
+            messages += [answer, {"role": "user", "content": question}]
+    rows = list(token_documents([str(tmp_path / "out")], None, tokenizer))
+    assert [row["input_ids"] for row in rows] == [a + b for a, b in zip(sent, said, strict=True)]
+    assert [row["loss_mask"] for row in rows] == [[0] * len(a) + [1] * len(b) for a, b in zip(sent, said, strict=True)]
