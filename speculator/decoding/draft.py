@@ -36,6 +36,7 @@ class Draft(TokenTree):
         depth: length of the longest path; n for a chain.
         width: largest number of siblings.
         base: the draft to which lookup paths were added. Its tokens come first.
+        ragged: rows may have fewer tokens than others, as with n-gram lookup.
     """
 
     tokens: Tensor
@@ -45,6 +46,7 @@ class Draft(TokenTree):
     depth: int = 0
     width: int = 1
     base: Draft | None = None
+    ragged: bool = False
 
     def __post_init__(self):
         if self.parents is None:
@@ -64,6 +66,17 @@ class Draft(TokenTree):
     @cached_property
     def drafted(self) -> Tensor:  # [B, n] bool, False for padding
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+    @property
+    def present(self) -> tuple[Tensor, Tensor] | None:  # [T], [T]
+        """Row and verify position of the pending tokens and of the drafted ones; None if no row has padding.
+
+        The host waits for the device here.
+        """
+        if not self.ragged or len(self.tokens) == 1 or bool(self.drafted.all()):
+            return None
+        rows, places = torch.nn.functional.pad(self.drafted, (1, 0), value=True).nonzero().unbind(1)
+        return rows, places
 
     @cached_property
     def longest(self) -> Tensor:  # [B] length of each row's longest path, without padding

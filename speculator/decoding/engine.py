@@ -306,12 +306,18 @@ class Engine:
         """
         draft.tokens, draft.parents, draft.lengths = self.target.broadcast(draft.tokens, draft.parents, draft.lengths)
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
+        # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
+        # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary.
+        present = draft.present if noise.coupled and self.target.device.type == "cpu" else None
+        counts = (draft.lengths + 1).tolist() if present and draft.parents is None else None
         with self.target.aux_layers.recorded(self._aux_layers) as states:
-            hidden = self.target.extend(self.cache, tokens, None if draft.parents is None else draft)
-        logits, hidden = self.target.logits(hidden), states(hidden)
-
+            tree = None if draft.parents is None else draft
+            hidden = self.target.extend(self.cache, tokens, tree, counts=None if self.cache.recurrent else counts)
+        if self._num_logprobs is not None:
+            present = None
+        logits = self.target.logits(hidden if present is None else hidden[present])
         if noise.coupled:
-            last, next_token = match(noise.samples(logits, draft), draft)
+            last, next_token = match(noise.samples(logits, draft, present), draft)
         else:  # n random numbers drew the draft, n more test it, another one samples
             assert self.drafter is not None
             nodes = self.drafter.nodes
@@ -320,6 +326,7 @@ class Engine:
             next_token = draw(residual, u[:, -1])
         last, next_token = self.target.broadcast(last, next_token)
 
+        hidden = states(hidden)
         drafted, accepted, from_lookup = draft.lengths, last, torch.zeros_like(last)
         if draft.parents is not None:  # a tree: gather the accepted path
             path = draft.path(last)

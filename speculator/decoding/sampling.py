@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -14,6 +15,9 @@ from speculator.errors import UserError, refuse
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
 _TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens
+
+
+_TENSORS = ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero")
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,15 @@ class RowSampling:
     def copy_(self, other: RowSampling) -> None:
         """Copy settings of the same kind, in place."""
         self.rows = other.rows
-        for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero"):
+        for name in _TENSORS:
             getattr(self, name).copy_(getattr(other, name))
+
+    def of_tokens(self, rows: Tensor) -> RowSampling:  # [T]
+        """Return the settings of the rows that T tokens belong to, as a batch of T rows."""
+        chosen = copy(self)
+        for name in _TENSORS:
+            setattr(chosen, name, getattr(self, name)[rows])
+        return chosen
 
     def scaled(self, logits: Tensor) -> Tensor:  # [B, T, V] -> [B, T, V]
         """Divide by the temperature, then remove (-inf) by top-k, top-p and min-p, as transformers does.
@@ -140,12 +151,21 @@ class Noise:
     """
 
     def __init__(self, sampling: RowSampling, positions: Tensor, size: int, depth: int, coupled: bool):
-        self.sampling, self.positions = sampling, positions
+        self.sampling, self.positions, self._seeds, self._size = sampling, positions, sampling.seeds, size
         self.coupled = coupled or sampling.greedy
-        self._gumbel: Tensor | None = None  # [B, depth + 1, V]
-        if coupled and not sampling.greedy:
+        self._noisy = coupled and not sampling.greedy
+        # [B, V] by depth. On a GPU all at once, in few kernels; on a CPU the levels that somebody asks for.
+        self._levels: dict[int, Tensor] = {}
+        if self._noisy and positions.device.type != "cpu":
             places = positions[:, None] + torch.arange(depth + 1, device=positions.device)
-            self._gumbel = gumbel(sampling.seeds[:, None], places, size).masked_fill_(sampling.at_zero, 0.0)
+            noise = gumbel(self._seeds[:, None], places, size).masked_fill_(sampling.at_zero, 0.0)
+            self._levels = dict(enumerate(noise.unbind(1)))
+
+    def _level(self, depth: int) -> Tensor:  # [B, V]
+        if depth not in self._levels:
+            noise = gumbel(self._seeds, self.positions + depth, self._size)
+            self._levels[depth] = noise.masked_fill_(self.sampling.at_zero[:, 0], 0.0)
+        return self._levels[depth]
 
     def scores(
         self,
@@ -153,22 +173,39 @@ class Noise:
         depth: int,  # 0: the next token
     ) -> Tensor:  # [B, f, V]
         """Logits with the Gumbel noise of their position: the best score is the sample, the k best k candidates."""
-        if self._gumbel is None:
-            return logits
-        return self.sampling.scaled(logits) + self._gumbel[:, depth, None]
+        return self.sampling.scaled(logits) + self._level(depth)[:, None] if self._noisy else logits
 
     def samples(
         self,
-        logits: Tensor,  # [B, n+1, V] the target's after the pending token and each token of the draft
+        logits: Tensor,  # [B, n+1, V] the target's after the pending token and each token of the draft; or [T, V]
         draft: Draft,
+        present: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # [B, n+1]
-        """The target's own token at every verify position."""
-        if self._gumbel is None:
+        """The target's own token at every verify position.
+
+        Args:
+            present: rows and verify positions of the T logits that are given (see `Draft.present`); others give 0.
+        """
+        if present is not None:
+            rows, places = present
+            tokens = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, dtype=torch.long, device=logits.device)
+            depths = places if draft.parents is None else draft.depths[present]
+            tokens[present] = self._samples_of(logits, rows, depths)
+            return tokens
+        if not self._noisy:
             return most_likely(logits)
-        noise = self._gumbel[:, : logits.shape[1]]
+        noise = torch.stack([self._level(depth) for depth in range(draft.depth + 1)], 1)
         if draft.parents is not None:
-            noise = self._gumbel[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
+            noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
         return most_likely(self.sampling.scaled(logits) + noise)
+
+    def _samples_of(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:  # [T, V], [T], [T] -> [T]
+        if not self._noisy:
+            return most_likely(logits)
+        sampling = self.sampling.of_tokens(rows)
+        noise = gumbel(self._seeds[rows], self.positions[rows] + depths, self._size)
+        noise = noise.masked_fill_(sampling.at_zero[:, 0], 0.0)
+        return most_likely(sampling.scaled(logits[:, None])[:, 0] + noise)
 
     def uniforms(self, count: int) -> Tensor:  # [B, count]
         """Random numbers for drafts and rules that are not coupled."""

@@ -39,7 +39,7 @@ class LookupPath:
         cast(DraftingSource, source).skip(pending, sequences)
         if not self.depth:
             return Draft.none(pending)
-        return Draft(*self.found.first(len(pending), self.depth))
+        return Draft(*self.found.first(len(pending), self.depth), ragged=True)
 
 
 class AdaptiveDrafter(HeadDrafter):
@@ -88,7 +88,8 @@ class AdaptiveDrafter(HeadDrafter):
         return opened
 
     def forget(self) -> None:
-        self._controller = Controller(self.choices, self.lookup, self.cost, self._paths, self._hybrids)
+        ragged = self.head.device.type == "cpu"
+        self._controller = Controller(self.choices, self.lookup, self.cost, self._paths, self._hybrids, ragged)
         # A path that agrees with the head's draft continues after it.
         self._ngrams = NgramDrafter(max(shape.depth for shape in self._shapes), memory=self.memory)
 

@@ -193,6 +193,7 @@ class Controller:
         cost: cost of a step.
         paths: shapes of lookup paths, ascending; the first one is empty: no draft.
         hybrids: the hybrid drafts of each choice.
+        ragged: a step computes the tokens that exist; otherwise each row costs as much as the longest.
     """
 
     def __init__(
@@ -202,7 +203,9 @@ class Controller:
         cost: StepCost,
         paths: Sequence[Shape],
         hybrids: dict[Choice, list[Hybrid]],
+        ragged: bool = True,
     ):
+        self._ragged = ragged
         self._choices, self._cost, self._paths, self._hybrids = choices, cost, paths, hybrids
         self._lookup = [_logit(chance) for chance in lookup]
         self._shared = _Shifts(_SHARED_HEAD_VARIANCE, _SHARED_FORGETS)
@@ -237,7 +240,12 @@ class Controller:
         longest = max(len(row.path) for row in rows)
         options: list[tuple[float, Shape, Choice | None]] = []  # tokens per plain step
         for path in self._paths:
-            options.append((sum(row.lookup_tokens(path.depth) for row in rows) / count / cost(path), path, None))
+            price = cost(path)
+            if self._ragged and path.depth:  # rows without a path, or with a shorter one, cost less
+                found = sum(min(len(row.path), path.depth) for row in rows) / count / path.depth
+                plain = cost(self._paths[0])
+                price = plain + (price - plain) * found
+            options.append((sum(row.lookup_tokens(path.depth) for row in rows) / count / price, path, None))
             if path.depth >= longest:
                 break
         expected = {choice: sum(choice.expected[kind][bucket] for kind, bucket in places) / count for choice in choices}

@@ -76,6 +76,7 @@ def joined(
         depth=draft.depth + length,
         width=draft.width + 1,
         base=draft,
+        ragged=True,
     )
 
 

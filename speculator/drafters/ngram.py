@@ -197,4 +197,4 @@ class NgramDrafter(Drafter):
         return size, tokens
 
     def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        return Draft(*self.found.first(len(pending), self.num_speculative_tokens))
+        return Draft(*self.found.first(len(pending), self.num_speculative_tokens), ragged=True)

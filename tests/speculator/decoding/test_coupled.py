@@ -201,8 +201,9 @@ class ByPlaceInTheDraft(Noise):
 class BeforeTheFilters(Noise):
     """Temperature and filters act on logits that already hold the noise."""
 
-    def samples(self, logits, draft):
-        return self.sampling.scaled(logits + self._gumbel[:, : logits.shape[1]]).argmax(-1)
+    def samples(self, logits, draft, present=None):
+        noise = torch.stack([self._level(depth) for depth in range(logits.shape[1])], 1)
+        return self.sampling.scaled(logits + noise).argmax(-1)
 
 
 class OneSeed(Noise):
