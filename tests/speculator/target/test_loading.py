@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoint_folders import edit, edit_tensors
 from conftest import CONFIGS, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -104,6 +105,53 @@ def test_a_quantised_checkpoint_names_the_package_that_it_needs(folder, tmp_path
     (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="gptqmodel"):
         Target.load(str(tmp_path / "awq"))
+
+
+def fp8_with_scales(tensors):
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors[f"{name}_scale"] = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+
+
+def nvfp4(tensors):
+    fp8_with_scales(tensors)
+    tensors |= {
+        name: weight[:, ::2].contiguous().view(torch.uint8) for name, weight in tensors.items() if weight.itemsize == 1
+    }
+
+
+def added(*names):
+    return lambda tensors: tensors.update({name: torch.ones(64) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("change", "entries", "messages"),
+    [
+        (fp8_with_scales, {"quantization_config": {"quant_method": "modelopt"}}, ("'modelopt'", "weight_scale", "13")),
+        (nvfp4, {"quantization_config": {"quant_method": "modelopt"}}, ("'modelopt'", "down_proj.weight")),
+        (fp8_with_scales, {}, ("weight_scale", "quantization_config")),
+        (added("model.layers.0.self_attn.q_proj.bias"), {}, ("q_proj.bias",)),
+        (added("model.layers.1.self_attn.q_norm.weight"), {}, ("q_norm.weight",)),
+        (added("lm_head.bias"), {}, ("lm_head.bias",)),
+        (added("model.layers.2.enorm.weight"), {}, ("layers.2.enorm",)),
+    ],
+)
+def test_tensors_that_the_model_does_not_read_are_refused(folder, tmp_path, change, entries, messages):
+    shutil.copytree(folder, tmp_path / "more")
+    edit_tensors(tmp_path / "more", change)
+    edit(tmp_path / "more", lambda config: config.update(entries))
+    with pytest.raises(UserError) as refusal:
+        Target.load(str(tmp_path / "more"))
+    assert all(message in str(refusal.value) for message in messages)
+    assert "\n" not in str(refusal.value)
+
+
+def test_mtp_layers_and_vision_towers_need_no_reader(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "more")
+    names = ("mtp.fc.weight", "model.mtp_block.0.weight", "model.layers.2.enorm.weight", "vision_tower.norm.weight")
+    edit_tensors(tmp_path / "more", added(*names))
+    edit(tmp_path / "more", lambda config: config.update(num_nextn_predict_layers=1))
+    assert_text_is_transformers(Target.load(str(tmp_path / "more")), AutoModelForCausalLM.from_pretrained(folder))
 
 
 @pytest.fixture(scope="module")
