@@ -21,6 +21,7 @@ from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
 from speculator.target.model import Target
+from speculator.target.probe import not_finite
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
@@ -112,6 +113,7 @@ class SpeculatorTrainer(Trainer):
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
         self._aux_layers = kwargs["model"].aux_layers
+        self._target_is_finite = torch.tensor(True, device=target.device)
         pack_linears(kwargs["model"])
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
         self.model_accepts_loss_kwargs = True
@@ -151,6 +153,7 @@ class SpeculatorTrainer(Trainer):
             self.target.aux_layers.recorded(self._aux_layers) as states,
         ):
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
+        self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
             input_ids,
             inputs["document_ids"],
@@ -170,9 +173,12 @@ class SpeculatorTrainer(Trainer):
     def _refuse_unless_finite(self, what: str, value: float) -> None:
         """Check a figure that is on the host already: reading one in every step would stall the device."""
         if not math.isfinite(value):
+            why = (
+                "start another run with a smaller learning_rate" if self._target_is_finite else not_finite(self.target)
+            )
             raise UserError(
                 f"{what} became {value} by step {self.state.global_step}; the checkpoints in {self.args.output_dir} "
-                "are kept; start another run with a smaller learning_rate"
+                f"are kept; {why}"
             )
 
     def _add(self, phase: str, metrics: dict[str, Metric]) -> None:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_folders import edit, edit_tensors
-from conftest import CONFIGS, tiny_tokenizer
+from conftest import CONFIGS, overflow_at, save_tiny, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -152,6 +152,14 @@ def test_mtp_layers_and_vision_towers_need_no_reader(folder, tmp_path):
     edit_tensors(tmp_path / "more", added(*names))
     edit(tmp_path / "more", lambda config: config.update(num_nextn_predict_layers=1))
     assert_text_is_transformers(Target.load(str(tmp_path / "more")), AutoModelForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("token", [3, 7])  # of the probe's two kinds of texts
+def test_float16_that_overflows_is_named(tmp_path, token):
+    overflow_at(save_tiny("llama", tmp_path), token)
+    with pytest.raises(UserError, match=r"not finite in float16.*bfloat16"):
+        Target.load(str(tmp_path), dtype="float16")
+    Target.load(str(tmp_path), dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
