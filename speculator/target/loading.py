@@ -107,17 +107,25 @@ def add_adapter(model: Any, adapter: str) -> None:
         (local and not (Path(adapter) / ADAPTER).is_file(), f"no {ADAPTER} in {adapter}, so not an adapter's folder")
     )
     try:
-        import peft  # noqa: F401  transformers needs it to load adapters
+        from peft import PeftConfig, PeftModel
     except ImportError:
         raise UserError(f"{adapter}: adapters need the package peft: pip install peft") from None
     try:
-        found = model.load_adapter(adapter, ignore_mismatched_sizes=True)
-        _check_shapes(found.mismatched_keys)
+        config = PeftConfig.from_pretrained(adapter, inference_mode=True)
+        refuse((config.is_prompt_learning, f"{config.peft_type.value} adds virtual tokens, which are not supported"))
+        # PEFT's own loader, which knows all forms of its files, changes the layers of the model in place.
+        added = PeftModel(model, config, autocast_adapter_dtype=False)
+        found = added.load_adapter(adapter, "default", autocast_adapter_dtype=False)
         for keys, fault in ((found.missing_keys, "its files lack"), (found.unexpected_keys, "the model lacks")):
             if keys:
                 raise UserError(f"{fault} {sorted(keys)[0]}")
     except Exception as error:
         reason = shorten(str(error), 300) or type(error).__name__
+        if shapes := re.search(r"size mismatch for (\S+): .*?(\[.*?\]).*?(\[.*?\])", str(error)):
+            reason = (
+                f"{shapes[1]} has shape {shapes[2]} in its files, but {shapes[3]} in the model; if it was trained on a "
+                "model with added tokens, merge it into that model"
+            )
         raise UserError(f"can't add the adapter {adapter!r} to {model.config.name_or_path}: {reason}") from None
 
 

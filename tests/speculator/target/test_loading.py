@@ -1,6 +1,7 @@
 import builtins
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,6 +188,51 @@ def test_text_with_an_adapter_equals_transformers(folder, adapter):
     assert target.name == f"{folder} --adapter {adapter}"
     assert not same_target(target.fingerprint, bare.fingerprint)
     assert same_target(target.fingerprint, Target.load(str(folder), adapter=str(adapter)).fingerprint)
+
+
+KINDS = {
+    "dora": {"use_dora": True},
+    "tokens": {"trainable_token_indices": [5, 6]},
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "lm_head": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_text_with_any_adapter_equals_peft(folder, tmp_path, kind, tied):
+    peft = pytest.importorskip("peft")
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    edit(base, lambda config: config.update(tie_word_embeddings=tied))
+    if tied:
+        edit_tensors(base, lambda tensors: tensors.pop("lm_head.weight"))
+    given = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **KINDS[kind]})
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), given)
+    torch.manual_seed(1)
+    for weight in made.parameters():
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn_like(weight)
+    made.save_pretrained(tmp_path / "adapter")
+    expected = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    bare, target = Target.load(str(base)), Target.load(str(base), adapter=str(tmp_path / "adapter"))
+    assert bare.fingerprint != target.fingerprint
+    rows = torch.tensor(PROMPTS[:1])
+    own = target.logits(target.hidden(rows))
+    torch.testing.assert_close(own, expected.eval()(rows).logits, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(own, bare.logits(bare.hidden(rows)), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["added tokens", "virtual tokens"])
+def test_an_adapter_that_needs_another_model_says_why(folder, tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    given, message = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "virtual tokens"
+    if kind == "added tokens":
+        model.resize_token_embeddings(300)
+        given, message = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), "added tokens"
+    peft.get_peft_model(model, given).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=message):
+        Target.load(str(folder), adapter=str(tmp_path))
 
 
 def test_an_adapter_that_does_not_fit_is_one_line(folder, adapter, tmp_path):
