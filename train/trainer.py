@@ -68,6 +68,7 @@ class Collator:
         return batch
 
 
+_SINCE_LOG = "since_log.pt"
 _ROW_COLUMNS = ("input_ids", "document_ids", "token_weights")
 """Columns of a batch that are not the head's training targets."""
 
@@ -239,9 +240,10 @@ class SpeculatorTrainer(Trainer):
         try:
             with reporting_full_disk(folder):
                 super()._save_checkpoint(model, trial)
-                torch.save(self._since_log(), self._since_log_file(folder))
+                since_log = self._since_log()
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
+                    torch.save(since_log, folder / _SINCE_LOG)
                     write_manifest(folder)
         except Exception:
             if self.args.should_save:  # this process alone writes the folder
@@ -251,15 +253,14 @@ class SpeculatorTrainer(Trainer):
             rotate(stage, self.keep, self.state.best_global_step, self.state.global_step)
         self.accelerator.wait_for_everyone()
 
-    def _since_log_file(self, folder: Path) -> Path:
-        return folder / f"since_log_{self.args.process_index}.pt"
-
     def _since_log(self) -> dict[str, Any]:
-        """State of the next log line, so that a resumed run logs the same lines."""
-        return {"loss": self._tr_loss, "step": self._globalstep_last_logged, "sums": self._sums["train"]}
+        """State of the next log line over all processes, so that a resumed run logs the same lines on any number."""
+        loss = self.accelerator.reduce(self._tr_loss, "mean")
+        sums = self.accelerator.reduce(self._sums["train"], "sum")
+        return {"loss": loss, "step": self._globalstep_last_logged, "sums": sums}
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        file = resume_from_checkpoint and self._since_log_file(Path(resume_from_checkpoint))
+        file = resume_from_checkpoint and Path(resume_from_checkpoint) / _SINCE_LOG
         if file and file.exists():
             self.add_callback(ResumeLogging(self, torch.load(file, self.args.device, weights_only=True)))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -274,7 +275,11 @@ class ResumeLogging(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer._tr_loss += self.since_log["loss"]
         self.trainer._globalstep_last_logged = self.since_log["step"]
-        self.trainer._sums["train"] = self.since_log["sums"]
+        # The processes' losses are averaged, and their sums are added: each has the loss, and the first one the sums.
+        own = float(self.trainer.args.process_index == 0)
+        self.trainer._sums["train"] = {
+            name: (total * own, count * own) for name, (total, count) in self.since_log["sums"].items()
+        }
 
 
 class CountEpochs(TrainerCallback):

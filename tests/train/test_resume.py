@@ -364,6 +364,10 @@ def test_with_other_processes_a_step_has_as_many_rows_or_a_line_says_how_many(tm
     refuse_foreign(folder, two, 2)
     claim(folder, two, 2)
     assert capsys.readouterr().err == ""
+    four.stage2.max_steps = two.stage2.max_steps = 0
+    claim(tmp_path / "one stage", four, 1)
+    claim(tmp_path / "one stage", two, 2)
+    assert capsys.readouterr().err == ""
 
 
 def test_two_runs_in_a_folder_are_refused(tmp_path):
