@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
+from eval import tracking
 from speculator.errors import UserError
 from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
@@ -199,6 +200,7 @@ class SpeculatorTrainer(Trainer):
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
             logs |= self.pace.figures(self.state, self.args.world_size)
+        tracking.at_step(self.state.global_step)
         super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
