@@ -10,7 +10,8 @@ those that it forks, such as data loaders, work on until it ends.
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ def install() -> None:
     """Make Ctrl-C end the process with code 130, SIGTERM with 143: at once, or inside `saving` after a checkpoint."""
     # A mask, because torch installs handlers of its own in data loaders.
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _CODES))
+    atexit.register(_end_children)  # it runs before the handler of `multiprocessing.util`, which waits for them
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in _CODES:
@@ -45,9 +47,18 @@ def _watch(reader: int) -> None:
         elif number in _CODES:
             for folder in _temporary:
                 shutil.rmtree(folder, ignore_errors=True)
-            for child in multiprocessing.active_children():
-                child.kill()
+            _kill_children()
             os._exit(_CODES[signal.Signals(number)])
+
+
+def _end_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a data loader that was killed
+    _kill_children()
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @contextmanager

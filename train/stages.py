@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -140,7 +141,8 @@ def _state_of(folder: Path) -> dict:
 
 
 def _stop(last: Path) -> NoReturn:
-    tracking.stop()
+    with suppress(Exception):  # the signal may have ended wandb's own process too
+        tracking.stop()
     if PartialState().is_main_process:
         log(f"stopped by SIGTERM: the same command resumes from {last}")
     raise SystemExit(143)

@@ -6,7 +6,7 @@ import math
 import shutil
 from array import array
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -200,8 +200,10 @@ class SpeculatorTrainer(Trainer):
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
             logs |= self.pace.figures(self.state, self.args.world_size)
-        tracking.at_step(self.state.global_step)
-        super().log(logs, *args, **kwargs)
+        # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.
+        with suppress(Exception) if stop_asked() else nullcontext():
+            tracking.at_step(self.state.global_step)
+            super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = self._prepare_inputs(inputs)

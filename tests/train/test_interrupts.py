@@ -74,6 +74,13 @@ def test_sigterm_to_the_workers_first_is_without_a_word(tmp_path):
     assert process.returncode == 143
 
 
+def test_a_run_that_fails_does_not_wait_for_its_data_loaders(tmp_path):
+    loading = "rows = iter(torch.utils.data.DataLoader(range(100), num_workers=1)); next(rows); sys.exit(2)"
+    process = start(f"import torch; {loading}", tmp_path / "temporary")
+    assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == 2
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
 )
