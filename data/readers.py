@@ -104,7 +104,7 @@ def is_recorded(path: Path) -> bool:
 def _recorded(folder: Path) -> Iterator[Document]:
     """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest."""
     files = _readable_files(folder)  # listed once, because the server may be adding shards
-    count = sum(1 for file in files for _ in read_rows(file))
+    count = sum(1 for file in files for _ in parse_rows(file))
     for number, document in enumerate(chain.from_iterable(_local_file(file, file.name) for file in files)):
         bucket = 100 * number // count
         yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}

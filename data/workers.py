@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +61,7 @@ def map_in_order(work: Callable[[Item], Result], items: Iterable[Item], processe
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
+        time.sleep(1)  # SIGTERM to a command's whole group ends this process as well, without a word
         raise UserError("a process that prepares rows was killed, maybe out of memory: lower num_proc") from None
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = tokenizers_parallelism
@@ -72,6 +74,7 @@ def _begin(work: Callable[[Any], Any]) -> None:
     signal.set_wakeup_fd(-1)  # a forked worker would otherwise report its signals to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the pool ends its workers by it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

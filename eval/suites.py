@@ -133,8 +133,13 @@ def held_out(
     room: Room | None = None,
 ) -> Suite:
     """Prompts of the held-out split of python-sources and of recorded answers, or of all documents of a file."""
-    split = "held-out" if source == PYTHON_SOURCES or is_recorded(Path(source)) else None
-    return from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room)
+    recorded = is_recorded(Path(source))
+    split = "held-out" if source == PYTHON_SOURCES or recorded else None
+    tally = Tally(max_share=1.0) if recorded else None  # a killed writer leaves half a row
+    suite = from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room, tally=tally)
+    if tally:
+        tally.warn(source)
+    return suite
 
 
 def from_text(

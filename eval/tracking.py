@@ -64,6 +64,15 @@ def is_on() -> bool:
     return wandb is not None and wandb.run is not None
 
 
+def at_step(step: int) -> None:
+    """Put the next figures at this step of a training: wandb itself counts from 0 in each offline folder of a run."""
+    if is_on():
+        import wandb
+
+        if wandb.run is not None and wandb.run.step < step:
+            wandb.log({}, step=step, commit=False)
+
+
 def log(report: dict, folder: Path) -> None:
     """Log a report to the current wandb run, if any, such as that of a training."""
     if not is_on():

@@ -21,7 +21,7 @@ def edit(folder: Path, change: Callable[[dict], object]) -> None:
 def edit_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def refused(folder: Path) -> str:

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; to
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -417,6 +418,14 @@ def target_folder(tmp_path_factory) -> Path:
 def hybrid_folder(tmp_path_factory) -> Path:
     """Folder with a tiny Qwen 3.5, which has recurrent layers, and its tokenizer."""
     return save_tiny("qwen3_5", tmp_path_factory.mktemp("hybrid"))
+
+
+def overflow_at(folder: Path, token: int) -> None:
+    """Change a saved Llama so that a token's residual stream leaves the range of float16, and no other's does."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = torch.finfo(torch.float16).max
+    weights["model.layers.0.mlp.down_proj.weight"] *= 5e5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_tiny(family: str, folder: Path) -> Path:

@@ -36,6 +36,7 @@ from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], [7] * 9]
+LOGGED = 3  # steps per log line of `go_on`, which saves every two steps
 SAMPLED = Sampling(1.0, seed=3)
 
 
@@ -97,7 +98,13 @@ def costs_of(target: Target, folder: str, rank: int) -> list[dict]:
 
 
 def trainer_of(
-    target: Target, folder: Path, accumulation: int, count: int, steps: int | None = None, **settings
+    target: Target,
+    folder: Path,
+    accumulation: int,
+    count: int,
+    steps: int | None = None,
+    logging_steps: int = 1,
+    **settings,
 ) -> SpeculatorTrainer:
     """A head's, on rows of unequal lengths, eight for a step; by default up to their end."""
     generator = torch.Generator().manual_seed(9)
@@ -120,7 +127,7 @@ def trainer_of(
             learning_rate=1e-2,
             eval_steps=2,
             save_steps=2,
-            logging_steps=1,
+            logging_steps=logging_steps,
             report_to="none",
         ),
         data_collator=Collator(head.config),
@@ -176,7 +183,7 @@ def go_on(folder: str, output: str, steps: str) -> None:
     PartialState(cpu=True)
     target = Target.load(folder)
     accumulation = 4 // distributed.get_world_size()
-    trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), shard_optimizer=True)
+    trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), LOGGED, shard_optimizer=True)
     trainer.train(resume_from_checkpoint=(last := newest(Path(output))[0]) and str(last))
     del trainer
     gc.collect()

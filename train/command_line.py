@@ -1,4 +1,4 @@
-"""The config of a command line: defaults, then YAML files, then flags. Imports no torch, so mistakes show at once."""
+"""The config of a command line: defaults, then YAML files, then flags. Mistakes show at once: torch is not imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from speculator.errors import printable
+from speculator.errors import UserError, printable
 from train.config import HERE, ROOT, RunConfig, optional_names, values_of
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -99,7 +99,7 @@ def _files_first(argv: list[str]) -> list[str]:
 
 
 def parse(argv: list[str]) -> RunConfig:
-    """Return the config of a command line.
+    """Return the config of a command line; with a warm start, its head has the shape of the one to start from.
 
     Exits with code 2 and one line on stderr for an unknown key or an unusable value; with 0 after --help.
     """
@@ -113,6 +113,7 @@ def parse(argv: list[str]) -> RunConfig:
     ]
     try:
         parsed: Namespace = parser.parse_args(argv)
+        given = parser.parse_args(argv, defaults=False)
         built = parser.instantiate(parsed)
     except TypeError:
         _fail("--config: a section of the file is not a mapping of settings")
@@ -120,4 +121,11 @@ def parse(argv: list[str]) -> RunConfig:
         _fail(_explain(parser, str(error)))
     config = _plain(RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)}))
     _check_values(config)
-    return config
+    if not config.speculator.warm_start:
+        return config
+    from train.initialise import with_shape_of_start  # imports torch
+
+    try:
+        return with_shape_of_start(config, vars(given.speculator))
+    except (UserError, OSError) as error:
+        _fail(str(error))

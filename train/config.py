@@ -53,8 +53,8 @@ class HeadOptions:
     """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
     An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
-    """Folder of a trained head to start from, in any checkpoint layout. Its architecture and sizes take the place of
-    those that have their default value here; others must be the same."""
+    """Folder of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options apply where
+    none are given; those that are given must be the same."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{tie_weights: false}', '{fc_norm: false}'."""
 

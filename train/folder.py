@@ -119,7 +119,11 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
             )
         if begun | now != begun:
             was, has = _batches(begun), _batches(now)
-            others = [f"{has[stage]} in {stage}, before {was[stage]}" for stage in has if was[stage] != has[stage]]
+            others = [
+                f"{has[stage]} in {stage}, before {was[stage]}"
+                for stage in has
+                if was.get(stage, has[stage]) != has[stage]
+            ]
             if others:
                 log(f"{folder}: rows per optimiser step changed: {', '.join(others)}")
             write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
@@ -137,8 +141,8 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
 
 
 def _batches(record: dict[str, Any]) -> dict[str, int]:
-    """Rows per optimiser step of each stage, over all processes."""
-    stages = {name: record["settings"][name] for name in ("stage1", "stage2")}
+    """Rows per optimiser step of each stage that the run has, over all processes."""
+    stages = {name: own for name in ("stage1", "stage2") if (own := record["settings"][name])["max_steps"]}
     rows = {name: own["per_device_train_batch_size"] * own[_ACCUMULATION] for name, own in stages.items()}
     return {name: count * record["processes"] for name, count in rows.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,9 +26,13 @@ _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 """Config fields of every architecture that `HeadOptions` names."""
 
 
-def with_shape_of_start(config: RunConfig) -> RunConfig:
-    """Take the architecture and the sizes that are left at their defaults from the head of a warm start."""
-    options, defaults = config.speculator, HeadOptions()
+def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
+    """Take the architecture, the sizes and the options that are not given from the head of a warm start.
+
+    Args:
+        given: names of the fields of `HeadOptions` that the user set.
+    """
+    options = config.speculator
     if not options.warm_start:
         return config
     recognised = recognise(options.warm_start)
@@ -35,8 +40,14 @@ def with_shape_of_start(config: RunConfig) -> RunConfig:
     start = load_any(options.warm_start).config
     found = {name: getattr(start, name) or 0 for name in _SHARED_OPTIONS}
     found["architecture"] = names[recognised.head.config_class.model_type]
-    left = {name: value for name, value in found.items() if getattr(options, name) == getattr(defaults, name)}
-    return dataclasses.replace(config, speculator=dataclasses.replace(options, **left))
+    if "architecture" in given and options.architecture != found["architecture"]:
+        raise UserError(
+            f"speculator.warm_start: {options.warm_start} holds a head of architecture {found['architecture']}, "
+            f"not the {options.architecture} configured"
+        )
+    left = {name: value for name, value in found.items() if name not in given}
+    own = {name: getattr(start, name) for name in start.own_options()} | options.options
+    return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own))
 
 
 def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Speculator:
@@ -53,10 +64,9 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
         "trained_length": config.data.seq_length,
         "training_data": config.data.sources,
     }
-    start = load_start(options, target) if options.warm_start else None
-    shape = inherited_shape(options, start.config) if start is not None else {}
+    start = bind(load_any(options.warm_start), target) if options.warm_start else None
     torch.manual_seed(config.seed)
-    head = head_class(options)(head_config(options, target.config, **about, **shape))
+    head = head_class(options)(head_config(options, target.config, **about))
     if head.draft_tokens is not None:
         counts = count_tokens(rows, target.vocab_size)
         head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
@@ -118,25 +128,11 @@ def _nearest(name: str, known: Any) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
 
 
-def inherited_shape(options: HeadOptions, start: SpeculatorConfig) -> dict[str, Any]:
-    """The architecture's own options that the user did not set: a warm start keeps the trained head's."""
-    return {name: getattr(start, name) for name in start.own_options() if name not in options.options}
-
-
 def parameters(options: HeadOptions, target: PreTrainedConfig) -> int:
     """Count the weights of the configured head without allocating it."""
     with torch.device("meta"):
         head = head_class(options)(head_config(options, target))
     return sum(parameter.numel() for parameter in head.parameters())
-
-
-def load_start(options: HeadOptions, target: Target) -> Speculator:
-    """Load the head that a warm start names."""
-    start = load_any(str(options.warm_start))
-    found, expected = start.config.model_type, head_class(options).config_class.model_type
-    if found != expected:
-        raise UserError(f"speculator.warm_start: {options.warm_start} holds a {found}, not the {expected} configured")
-    return bind(start, target)
 
 
 def copy_weights(head: Speculator, start: Speculator, options: HeadOptions) -> None:

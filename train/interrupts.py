@@ -3,10 +3,15 @@
 Python runs a signal handler between two steps of the main thread, which may be seconds away inside a library. So a
 thread reads the signals from a pipe and ends the process itself, without unwinding: a run may be killed anywhere, and
 the same command resumes it.
+
+A scheduler, torchrun or a shell may signal all processes of a run, some of them twice. The run's own process answers;
+those that it forks, such as data loaders, work on until it ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -23,6 +28,9 @@ _saves = threading.Event()
 
 def install() -> None:
     """Make Ctrl-C end the process with code 130, SIGTERM with 143: at once, or inside `saving` after a checkpoint."""
+    # A mask, because torch installs handlers of its own in data loaders.
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _CODES))
+    atexit.register(_end_children)  # it runs before the handler of `multiprocessing.util`, which waits for them
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in _CODES:
@@ -34,17 +42,28 @@ def install() -> None:
 def _watch(reader: int) -> None:
     while True:
         (number,) = os.read(reader, 1)
-        if number == signal.SIGTERM and _saves.is_set() and not _stop.is_set():
+        if number == signal.SIGTERM and _saves.is_set():
             _stop.set()
         elif number in _CODES:
             for folder in _temporary:
                 shutil.rmtree(folder, ignore_errors=True)
+            _kill_children()
             os._exit(_CODES[signal.Signals(number)])
+
+
+def _end_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a data loader that was killed
+    _kill_children()
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Only note the first SIGTERM in this block: the trainer asks `stop_asked`, saves a checkpoint and ends the run."""
+    """Only note SIGTERM in this block: the trainer asks `stop_asked`, saves a checkpoint and ends the run."""
     _saves.set()
     try:
         yield

@@ -46,7 +46,7 @@ from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import rehearse
 from train.folder import claim, held, prompts_fingerprint, refuse_foreign, rows_fingerprint
-from train.initialise import for_rows, new_head, with_shape_of_start
+from train.initialise import for_rows, new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
@@ -73,16 +73,15 @@ def main(config: RunConfig) -> int:
     """Run and return the exit code; wrong input is one line on stderr and code 2."""
 
     def work() -> None:
-        settled = with_shape_of_start(config)
         if config.plan:
             state = join()
-            checks.settings(settled)
+            checks.settings(config)
             if state.is_main_process:
-                print(plan(settled, state.num_processes))
+                print(plan(config, state.num_processes))
             state.wait_for_everyone()
             return
         with one_speaks(), reporting_full_disk(Path(config.output_dir)):
-            rehearse(settled, _run) if config.dry_run else _run(settled)
+            rehearse(config, _run) if config.dry_run else _run(config)
 
     try:
         code = run_command("train.py", work)

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -60,10 +61,7 @@ def train_stage(
     if is_published(best_head):
         return best_head
     state = PartialState()
-    count = len(validation_rows)
-    batch = max(1, min(settings.per_device_train_batch_size, count // state.num_processes))
-    # Full batches only: a short one would be padded with earlier rows. The last row has tokens to train on.
-    left_out = count % (batch * state.num_processes)
+    batch = min(settings.per_device_train_batch_size, ceil(len(validation_rows) / state.num_processes))
     ours = {"save_total_limit", "patience", "rejected_token_weight"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
@@ -94,7 +92,7 @@ def train_stage(
         ),
         data_collator=Collator(head.config, settings.rejected_token_weight),
         train_dataset=train_rows,
-        eval_dataset=validation_rows.select(range(left_out, count)),
+        eval_dataset=filled(validation_rows, batch * state.num_processes),
     )
     resume, passed_over = checkpoint.newest(folder)
     if state.is_main_process:
@@ -132,12 +130,19 @@ def train_stage(
     return best_head
 
 
+def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
+    """Fill the last batch with rows without loss: accelerate would fill it with the first rows, which count again."""
+    blank = [{**row, "loss_mask": [0] * len(row["input_ids"])} for row in rows.select([0] * (-len(rows) % size))]
+    return datasets.concatenate_datasets([rows, datasets.Dataset.from_list(blank, rows.features)]) if blank else rows
+
+
 def _state_of(folder: Path) -> dict:
     return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
 
 
 def _stop(last: Path) -> NoReturn:
-    tracking.stop()
+    with suppress(Exception):  # the signal may have ended wandb's own process too
+        tracking.stop()
     if PartialState().is_main_process:
         log(f"stopped by SIGTERM: the same command resumes from {last}")
     raise SystemExit(143)

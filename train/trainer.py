@@ -6,7 +6,7 @@ import math
 import shutil
 from array import array
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
+from eval import tracking
 from speculator.errors import UserError
 from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
 from speculator.target.model import Target
+from speculator.target.probe import not_finite
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
@@ -67,6 +69,7 @@ class Collator:
         return batch
 
 
+_SINCE_LOG = "since_log.pt"
 _ROW_COLUMNS = ("input_ids", "document_ids", "token_weights")
 """Columns of a batch that are not the head's training targets."""
 
@@ -112,6 +115,7 @@ class SpeculatorTrainer(Trainer):
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
         self._aux_layers = kwargs["model"].aux_layers
+        self._target_is_finite = torch.tensor(True, device=target.device)
         pack_linears(kwargs["model"])
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
         self.model_accepts_loss_kwargs = True
@@ -151,6 +155,7 @@ class SpeculatorTrainer(Trainer):
             self.target.aux_layers.recorded(self._aux_layers) as states,
         ):
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
+        self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
             input_ids,
             inputs["document_ids"],
@@ -170,9 +175,12 @@ class SpeculatorTrainer(Trainer):
     def _refuse_unless_finite(self, what: str, value: float) -> None:
         """Check a figure that is on the host already: reading one in every step would stall the device."""
         if not math.isfinite(value):
+            why = (
+                "start another run with a smaller learning_rate" if self._target_is_finite else not_finite(self.target)
+            )
             raise UserError(
                 f"{what} became {value} by step {self.state.global_step}; the checkpoints in {self.args.output_dir} "
-                "are kept; start another run with a smaller learning_rate"
+                f"are kept; {why}"
             )
 
     def _add(self, phase: str, metrics: dict[str, Metric]) -> None:
@@ -192,7 +200,10 @@ class SpeculatorTrainer(Trainer):
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
             logs |= self.pace.figures(self.state, self.args.world_size)
-        super().log(logs, *args, **kwargs)
+        # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.
+        with suppress(Exception) if stop_asked() else nullcontext():
+            tracking.at_step(self.state.global_step)
+            super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = self._prepare_inputs(inputs)
@@ -233,9 +244,10 @@ class SpeculatorTrainer(Trainer):
         try:
             with reporting_full_disk(folder):
                 super()._save_checkpoint(model, trial)
-                torch.save(self._since_log(), self._since_log_file(folder))
+                since_log = self._since_log()
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
+                    torch.save(since_log, folder / _SINCE_LOG)
                     write_manifest(folder)
         except Exception:
             if self.args.should_save:  # this process alone writes the folder
@@ -245,15 +257,14 @@ class SpeculatorTrainer(Trainer):
             rotate(stage, self.keep, self.state.best_global_step, self.state.global_step)
         self.accelerator.wait_for_everyone()
 
-    def _since_log_file(self, folder: Path) -> Path:
-        return folder / f"since_log_{self.args.process_index}.pt"
-
     def _since_log(self) -> dict[str, Any]:
-        """State of the next log line, so that a resumed run logs the same lines."""
-        return {"loss": self._tr_loss, "step": self._globalstep_last_logged, "sums": self._sums["train"]}
+        """State of the next log line over all processes, so that a resumed run logs the same lines on any number."""
+        loss = self.accelerator.reduce(self._tr_loss, "mean")
+        sums = self.accelerator.reduce(self._sums["train"], "sum")
+        return {"loss": loss, "step": self._globalstep_last_logged, "sums": sums}
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        file = resume_from_checkpoint and self._since_log_file(Path(resume_from_checkpoint))
+        file = resume_from_checkpoint and Path(resume_from_checkpoint) / _SINCE_LOG
         if file and file.exists():
             self.add_callback(ResumeLogging(self, torch.load(file, self.args.device, weights_only=True)))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -268,7 +279,11 @@ class ResumeLogging(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer._tr_loss += self.since_log["loss"]
         self.trainer._globalstep_last_logged = self.since_log["step"]
-        self.trainer._sums["train"] = self.since_log["sums"]
+        # The processes' losses are averaged, and their sums are added: each has the loss, and the first one the sums.
+        own = float(self.trainer.args.process_index == 0)
+        self.trainer._sums["train"] = {
+            name: (total * own, count * own) for name, (total, count) in self.since_log["sums"].items()
+        }
 
 
 class CountEpochs(TrainerCallback):

@@ -36,7 +36,7 @@ from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
-from speculator.files import make_folder, new_folder, read_json, read_rows, write_bytes, write_json, write_text
+from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.terminal import log
 
 HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
@@ -164,13 +164,18 @@ def _shards(record: Path) -> list[Path]:
     return sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
 
 
-@cache
 def _answer_tokens(shard: Path) -> int:
     """Count the tokens with loss; of chats, estimate them by four characters a token."""
+    return _answer_tokens_of_size(shard, shard.stat().st_size)  # a log grows
+
+
+@cache
+def _answer_tokens_of_size(shard: Path, size: int) -> int:
     count = 0
-    for _, row in read_rows(shard):
-        answers = [each.get("content") for each in row.get("messages", ()) if each.get("role") == "assistant"]
-        count += sum(row.get("loss_mask", ())) + len("".join(map(str, answers))) // 4
+    for _, row, _ in parse_rows(shard):
+        with suppress(AttributeError, TypeError):  # a bad row, which the training skips and reports
+            answers = [each.get("content") for each in row.get("messages", ()) if each.get("role") == "assistant"]
+            count += sum(row.get("loss_mask", ())) + len("".join(map(str, answers))) // 4
     return count
 
 
@@ -178,28 +183,32 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
     while True:
-        count = 0
+        count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
-            with suppress(UserError):  # the server deletes the oldest shards
-                count += _answer_tokens(shard) if shard.name > last["newest"] else 0
+            try:
+                count += _answer_tokens(shard) if shard.name >= last["newest"] else 0
+            except (UserError, FileNotFoundError):
+                if shard.exists():  # else the server has deleted it: the oldest go first
+                    raise
         minutes = (time.time() - last["finished"]) / 60
         late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
-        if count >= arguments.every_tokens or (count and late):
+        if count >= arguments.every_tokens or (count > 0 and late):
             return
         time.sleep(_POLL_SECONDS)
 
 
 def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
-    """Freeze the recorded answers by hard links, or copies if the file system has none."""
+    """Freeze the recorded answers: a server's shards by hard links if possible, logs that grow by copies."""
     with new_folder(output) as scratch:
         make_folder(scratch / "rows")
         write_text(scratch / "manifest.json", json.dumps({"recorded": True, "target": arguments.target}))
         for shard in _shards(arguments.record):
             with suppress(FileNotFoundError):  # the server deletes the oldest shards
+                copy = scratch / "rows" / shard.name
                 try:
-                    os.link(shard, scratch / "rows" / shard.name)
-                except OSError:
-                    shutil.copyfile(shard, scratch / "rows" / shard.name)
+                    (shutil.copyfile if shard.parent == arguments.record else os.link)(shard, copy)
+                except OSError:  # a file system without links
+                    shutil.copyfile(shard, copy)
 
 
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
@@ -221,11 +230,13 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     fault = None if figures["accepted"] else "rejected"
     if figures["accepted"] and arguments.server:
         fault = _ask(arguments.server, key, {"path": new})
+    shards = _shards(traffic)
     outcome = {
         "old": old,
         "new": new,
-        "answer_tokens": sum(map(_answer_tokens, _shards(traffic))),
-        "newest": _shards(traffic)[-1].name,
+        "answer_tokens": sum(map(_answer_tokens, shards)),
+        "newest": shards[-1].name,
+        "newest_tokens": _answer_tokens(shards[-1]),
         "gate": figures,
         "outcome": fault or "in use",
         "finished": time.time(),

@@ -39,9 +39,10 @@ from speculator.decoding.sampling import Noise, RowSampling, Sampling, draw
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.device import is_out_of_memory
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
+from speculator.target.probe import not_finite
 
 _log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512
@@ -63,8 +64,8 @@ class Verified:
         hidden: [R, G+1, D] hidden states of `tokens`, or the auxiliary hidden states that the drafter reads.
         accepted: [R] number of accepted draft tokens.
         next_token: [R] token after the accepted path.
-        report: [R, G+4] for the host: the path, the draft's depth, `accepted`, accepted tokens of a lookup path in a
-            hybrid draft, `next_token`.
+        report: [R, G+5] for the host: the path, the draft's depth, `accepted`, accepted tokens of a lookup path in a
+            hybrid draft, 1 if the logits are finite, `next_token`.
     """
 
     tokens: Tensor
@@ -269,7 +270,7 @@ class Engine:
             self.decode_seconds += time.perf_counter() - prefilled
         return self.busy
 
-    def decode_rows(self, sequences: Sequences) -> Tensor:  # [R, G+4], see `Verified.report`
+    def decode_rows(self, sequences: Sequences) -> Tensor:  # [R, G+5], see `Verified.report`
         """Draft, verify, accept and commit for the selected rows: device work only.
 
         With p the target's distribution and q the draft's (2211.17192):
@@ -325,6 +326,8 @@ class Engine:
             last, residual = REJECTION_RULES[self.rule](self.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
         last, next_token = self.target.broadcast(last, next_token)
+        # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
+        finite = logits[torch.arange(len(last), device=last.device), last, next_token].isfinite()
 
         hidden = states(hidden)
         drafted, accepted, from_lookup = draft.lengths, last, torch.zeros_like(last)
@@ -340,7 +343,7 @@ class Engine:
         if self._num_logprobs is not None:  # such a step is not captured
             new_tokens = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])
             self._token_logprobs = token_logprobs(logits, new_tokens, self._num_logprobs)
-        columns = (drafted, accepted, from_lookup, next_token)
+        columns = (drafted, accepted, from_lookup, finite, next_token)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
         return Verified(tokens, hidden, accepted, next_token, report)
 
@@ -485,9 +488,10 @@ class Engine:
     def append_tokens(self, report: list[list[int]], logprobs: list[list[TokenLogprobs]] | None = None) -> None:
         """Append a step's tokens to the requests; a request may finish."""
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, self._decoding, report, strict=False)):
-            *path, drafted, accepted, from_lookup, next_token = row
+            *path, drafted, accepted, from_lookup, finite, next_token = row
             slot.num_computed_tokens += 1 + accepted
             if not request.finish_reason:  # an `on_step` of this step may have cancelled it
+                refuse((not finite, not_finite(self.target)))
                 row_logprobs = None if logprobs is None else logprobs[i]
                 request.append([*path[:accepted], next_token], drafted, row_logprobs, from_lookup)
 

@@ -14,8 +14,10 @@ from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.request import Request, max_logprobs
 from speculator.decoding.sampling import Noise, RowSampling
 from speculator.decoding.scheduler import Scheduler
+from speculator.errors import refuse
 from speculator.target.kv_cache import KVCache, bucketed
 from speculator.target.model import Target
+from speculator.target.probe import not_finite
 
 
 @dataclass
@@ -72,5 +74,6 @@ def first_tokens(
     sampling = RowSampling([request.sampling for request in requests], hidden.device)
     noise = Noise(sampling, lengths, target.vocab_size, 0, coupled=True)
     (first,) = target.broadcast(noise.samples(logits[:, None], Draft.none(lengths))[:, 0])
+    refuse((not logits.gather(1, first[:, None]).isfinite().all(), not_finite(target)))
     num_top = max_logprobs(requests)
     return first, None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)

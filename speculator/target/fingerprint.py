@@ -25,8 +25,8 @@ def fingerprint(model: Any) -> str:
         places = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
         rows, columns = places // matrix.shape[1], places % matrix.shape[1]
         samples += _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
-    if getattr(model, "_hf_peft_config_loaded", False):
-        added = [weight for _, weight in sorted(model.get_adapter_state_dict().items())]
+    # PEFT names its parameters after the adapter.
+    if added := [weight for name, weight in sorted(model.named_parameters()) if "default" in name.split(".")]:
         step = -(-len(added) // _SAMPLES)
         samples += _bits(torch.stack([weight.flatten()[weight.numel() // 2] for weight in added[::step]]))
     facts = (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size)

@@ -26,6 +26,8 @@ from speculator.target.gguf import complete, is_gguf, located
 from speculator.target.sharding import Group, check_heads
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+# Parts of a checkpoint that text does not pass through: MTP layers and the towers of multimodal models.
+_OTHER_PARTS = "mtp", "vision", "visual", "image", "video", "audio", "speech", "multi_modal"
 
 
 def read_target(
@@ -105,17 +107,25 @@ def add_adapter(model: Any, adapter: str) -> None:
         (local and not (Path(adapter) / ADAPTER).is_file(), f"no {ADAPTER} in {adapter}, so not an adapter's folder")
     )
     try:
-        import peft  # noqa: F401  transformers needs it to load adapters
+        from peft import PeftConfig, PeftModel
     except ImportError:
         raise UserError(f"{adapter}: adapters need the package peft: pip install peft") from None
     try:
-        found = model.load_adapter(adapter, ignore_mismatched_sizes=True)
-        _check_shapes(found.mismatched_keys)
+        config = PeftConfig.from_pretrained(adapter, inference_mode=True)
+        refuse((config.is_prompt_learning, f"{config.peft_type.value} adds virtual tokens, which are not supported"))
+        # PEFT's own loader, which knows all forms of its files, changes the layers of the model in place.
+        added = PeftModel(model, config, autocast_adapter_dtype=False)
+        found = added.load_adapter(adapter, "default", autocast_adapter_dtype=False)
         for keys, fault in ((found.missing_keys, "its files lack"), (found.unexpected_keys, "the model lacks")):
             if keys:
                 raise UserError(f"{fault} {sorted(keys)[0]}")
     except Exception as error:
         reason = shorten(str(error), 300) or type(error).__name__
+        if shapes := re.search(r"size mismatch for (\S+): .*?(\[.*?\]).*?(\[.*?\])", str(error)):
+            reason = (
+                f"{shapes[1]} has shape {shapes[2]} in its files, but {shapes[3]} in the model; if it was trained on a "
+                "model with added tokens, merge it into that model"
+            )
         raise UserError(f"can't add the adapter {adapter!r} to {model.config.name_or_path}: {reason}") from None
 
 
@@ -127,16 +137,31 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatched_keys: Any) -> None:
-    """Raise a UserError unless the files hold all weights of the model, in its shapes, and no further layers."""
+    """Raise a UserError unless the files hold all weights of the model, in its shapes, and no others."""
+    text = model.config.get_text_config()
+    mtp_layers = range(getattr(text, "num_nextn_predict_layers", 0) or 0)
+    other_parts = [*_OTHER_PARTS, *(rf"\blayers\.{text.num_hidden_layers + i}\." for i in mtp_layers)]
+    unread = [key for key in unexpected_keys if not re.search("|".join(other_parts), key)]
+    scheme = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    # A method that transformers knows has turned the dict into an object.
+    if isinstance(scheme, dict) and (ignored := unread or [name for name, *_ in mismatched_keys]):
+        raise UserError(
+            f"transformers can't load weights quantised with quant_method {scheme['quant_method']!r}: the model does "
+            f"not read {_listed(ignored)}; use the unquantised checkpoint"
+        )
     _check_shapes(mismatched_keys)
-    if missing := sorted(missing_keys):
-        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise UserError(f"its files lack {missing[0]}{others}")
-    layers = model.config.get_text_config().num_hidden_layers
-    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
-    stored = re.compile(rf"{decoder}\.(?:layers|h)\.(\d+)\.")
-    if any((layer := stored.match(key)) and int(layer[1]) >= layers for key in unexpected_keys):
-        raise UserError(f"its files hold more layers than the {layers} of its {CONFIG}")
+    if missing_keys:
+        raise UserError(f"its files lack {_listed(missing_keys)}")
+    if unread:
+        raise UserError(
+            f"its files hold {_listed(unread)}, which the model of its {CONFIG} does not read: does {CONFIG} lack an "
+            "entry, such as quantization_config?"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _check_shapes(mismatched: Iterable[tuple[str, Any, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +88,7 @@ def probe(target: Target) -> None:
     )
     window = getattr(target.config, "sliding_window", None)
     refuse(
-        (not own.isfinite().all(), f"{target.name}: its logits are not finite: the weights are damaged"),
+        (isnan(moved) or not own.isfinite().all(), not_finite(target)),
         (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
         (
             not worst < allowed,
@@ -103,6 +104,16 @@ def probe(target: Target) -> None:
             f"{name} can't be verified exactly: none of its attention masks has its sliding window of {window} tokens",
         ),
     )
+
+
+def not_finite(target: Target) -> str:
+    """Return the message for a target whose states or logits are not finite."""
+    if target.dtype == torch.float16:
+        return (
+            f"{target.name}: its states are not finite in float16, whose range is too small for them: load it in "
+            "bfloat16 (--dtype bfloat16; train.py: --target.dtype bfloat16)"
+        )
+    return f"{target.name}: its logits are not finite: the weights are damaged"
 
 
 def _texts(target: Target) -> Tensor:  # [2, _LENGTH]

@@ -21,7 +21,7 @@ from data.sources import (
     token_documents,
 )
 from speculator.errors import UserError
-from speculator.files import read_rows
+from speculator.files import parse_rows
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 CALL = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"name": "search"}]}]
@@ -289,8 +289,8 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
         line = json.dumps({"input_ids": [number, 1], "loss_mask": [0, 1]})
         (tmp_path / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress(line.encode()))
 
-    def count_slowly(file):
-        yield from read_rows(file)
+    def read_slowly(file):
+        yield from parse_rows(file)
         shard(2)
 
     (tmp_path / "rows").mkdir()
@@ -298,7 +298,22 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
     (tmp_path / "rows" / "00000002.jsonl.gz.77.partial").write_bytes(b"half of a shard")
     shard(0)
     shard(1)
-    monkeypatch.setattr(readers, "read_rows", count_slowly)
+    monkeypatch.setattr(readers, "parse_rows", read_slowly)
     found = [row["input_ids"][0] for row in readers.read(str(tmp_path), 0)]
     assert found == [0, 1]
     assert len(list(readers.read(str(tmp_path), 0))) == 3
+
+
+@pytest.mark.parametrize("kept", [-1, -9, 1], ids=["brace", "half a character", "one byte"])
+def test_a_recorded_row_that_a_killed_writer_cut_is_a_bad_row(tmp_path, kept):
+    rows = [json.dumps({"text": f"{number} ünï"}, ensure_ascii=False).encode() for number in range(3)]
+    whole = b"\n".join(rows)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "manifest.json").write_text('{"recorded": true}')
+    (tmp_path / "rows" / "0.jsonl").write_bytes(
+        whole[: len(whole) - len(rows[-1]) + kept] if kept > 0 else whole[:kept]
+    )
+    (tmp_path / "rows" / "1.jsonl").write_bytes(rows[0] + b"\n")
+    found = list(readers.read(str(tmp_path), 0))
+    assert ["fault" in row for row in found] == [False, False, True, False]
+    assert [row["text"] for row in found if "text" in row] == ["0 ünï", "1 ünï", "0 ünï"]

@@ -57,6 +57,16 @@ def test_published_rows_are_asked_as_published(tmp_path, published, chat):
     assert suite.categories == ["writing" if "bench" in published else ""]
 
 
+def test_a_recorded_row_that_was_cut_is_skipped(tmp_path, capfd):
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "manifest.json", {"recorded": True})
+    rows = [{"input_ids": [number] * 9, "loss_mask": [0] * 8 + [1]} for number in range(60)]
+    file = write(tmp_path / "rows" / "0.jsonl", *rows)
+    file.write_bytes(file.read_bytes()[:-5])
+    assert load(tmp_path).prompts == [[57] * 8, [58] * 8]
+    assert "1 x not JSON" in capfd.readouterr().err
+
+
 def test_a_later_turn_follows_the_answer(tmp_path):
     file = write(tmp_path / "q.jsonl", PUBLISHED["spec_bench"])
     for chat, expected in (

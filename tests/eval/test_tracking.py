@@ -47,6 +47,20 @@ def test_the_current_run_gets_the_report(tmp_path, monkeypatch):
     assert "eval/text T=0/head 3/acceptance_length" in logged
 
 
+def test_a_resumed_offline_run_logs_the_steps_of_the_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracking.at_step(5)  # without a run
+    steps = []
+    for trained in ((5, 10, 10), (10, 15)):  # an evaluation at 10, and a kill after it
+        tracking.start(tmp_path, id="abcd1234", resume="allow")
+        for step in trained:
+            tracking.at_step(step)
+            steps.append(wandb.run.step)
+            wandb.log({"loss": 1.0})
+        tracking.stop()
+    assert steps == [5, 10, 11, 10, 15]
+
+
 def test_a_missing_wandb_raises_at_once(monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     tracking.check("none")

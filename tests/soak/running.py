@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,26 @@ def kill(process: subprocess.Popen) -> bool:
         process.send_signal(signal.SIGKILL)
     process.communicate()
     return alive
+
+
+def terminate_group(process: subprocess.Popen) -> bool:
+    """Send SIGTERM to a process and those that it started, the last one first. Returns False if it had ended."""
+    if process.poll() is not None:
+        return False
+    for pid in reversed(process_tree(process.pid)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (0, 143), error
+    assert "Traceback" not in error, error
+    return process.returncode == 143
+
+
+def process_tree(pid: int) -> list[int]:
+    tree = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        tree += [each for child in children.read_text().split() for each in process_tree(int(child))]
+    return tree
 
 
 def sha(path: Path) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from soak.running import HEADS, finish, kill, outcome, rows_of, sha, start, train_argv
+from soak.running import HEADS, finish, kill, outcome, rows_of, sha, start, terminate_group, train_argv
 
+Kill = Callable[[subprocess.Popen], bool]
 CHAINS = [(0, "mlp"), (1, "mlp"), (2, "mlp"), (3, "mlp"), (4, "eagle3"), (5, "eagle3")]
 PREPARES, GENERATIONS, EXPORTS, EVALUATIONS = 2, 3, 2, 1
 
 
-def kill_after(argv: list[str], cache: Path, begun: Callable[[], bool], wait: float, progress: str) -> bool:
+def kill_after(
+    argv: list[str], cache: Path, begun: Callable[[], bool], wait: float, progress: str, kill: Kill = kill
+) -> bool:
     """Start a command and kill it `wait` seconds after `begun` is true. Returns False if it ended before that."""
-    process = start(argv, cache)
+    process = start(argv, cache, start_new_session=True)
     deadline = time.monotonic() + 200
     while not begun() and process.poll() is None:
         assert time.monotonic() < deadline, progress
@@ -50,6 +54,17 @@ def test_a_run_killed_in_every_phase_gives_the_same_result(chain, architecture, 
     for phase, (begun, length) in phases(run, cache).items():
         killed += kill_after(argv, cache, begun, draw.uniform(0, length), f"chain {chain}, {phase}")
     assert killed >= 5, "the phases were over before they could be killed"
+    finish(argv, cache)
+    assert outcome(run) == outcome(whole)
+
+
+def test_sigterm_to_all_processes_of_a_run_in_every_phase_gives_the_same_result(inputs, uninterrupted, tmp_path):
+    whole = uninterrupted("mlp")
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    argv = ["tests/soak/with_loaders.py", *train_argv(inputs, run, **{"data.num_proc": 2})]
+    for phase, (begun, length) in phases(run, cache).items():
+        assert kill_after(argv, cache, begun, length / 3, phase, terminate_group), phase
+        assert not phase.startswith("stage") or list((run / phase).glob("checkpoint-*"))
     finish(argv, cache)
     assert outcome(run) == outcome(whole)
 

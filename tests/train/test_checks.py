@@ -28,7 +28,6 @@ from train.initialise import new_head, parameters
         (["--speculator.n_predict", "1"], "tie_weights"),
         (["--speculator.architecture", "lstm", "--speculator.options", "{tie_weights: false}"], "tie_weights"),
         (["--speculator.draft_vocab_size", "5"], "speculator.draft_vocab_size"),
-        (["--speculator.warm_start", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_is_loaded(flags, key):

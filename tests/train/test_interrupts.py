@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM, as a shell sends them."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from soak.running import process_tree, train_argv
+from soak.running import start as start_command
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
@@ -46,14 +49,54 @@ def test_a_signal_ends_a_busy_process_at_once_without_a_word(tmp_path, what, num
     assert not (tmp_path / "temporary").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_first_sigterm_waits_for_the_checkpoint_and_a_second_signal_does_not(tmp_path, number, code):
+def test_sigterm_waits_for_the_checkpoint_and_ctrl_c_does_not(tmp_path):
     process = start(SAVING, tmp_path / "temporary", "interrupts.saving()")
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "asked\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # torchrun passes on what a scheduler has sent already
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=10) == ("", "")
-    assert process.returncode == code
+    assert process.returncode == 130
+
+
+def test_sigterm_to_the_workers_first_is_without_a_word(tmp_path):
+    work = "list(__import__('data.workers').workers.map_in_order(time.sleep, [0.3] * 100, 2))"
+    process = start(work, tmp_path / "temporary")
+    while len(tree := process_tree(process.pid)) < 3:
+        time.sleep(0.1)
+    time.sleep(0.3)
+    os.kill(tree[-1], signal.SIGTERM)
+    time.sleep(0.3)
+    process.terminate()
+    assert process.communicate(timeout=10) == ("", "")
+    assert process.returncode == 143
+
+
+def test_a_run_that_fails_does_not_wait_for_its_data_loaders(tmp_path):
+    loading = "rows = iter(torch.utils.data.DataLoader(range(100), num_workers=1)); next(rows); sys.exit(2)"
+    process = start(f"import torch; {loading}", tmp_path / "temporary")
+    assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
+)
+def test_a_signal_to_a_stage_and_its_data_loaders(target_folder, text_file, tmp_path, number, code):
+    inputs, steps = {"TARGET": target_folder, "TEXT": text_file}, ("max_steps", "save_steps", "eval_steps")
+    flags = train_argv(inputs, tmp_path / "run", **{f"stage1.{name}": 5000 for name in steps})
+    process = start_command(["tests/soak/with_loaders.py", *flags], tmp_path / "cache")
+    assert any("step 5/" in line for line in process.stderr)
+    tree = process_tree(process.pid)
+    assert len(tree) > 2
+    for pid in reversed(tree):
+        os.kill(pid, number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code, error
+    assert "Traceback" not in error
+    assert len(list((tmp_path / "run" / "stage1").glob("checkpoint-*"))) == (number == signal.SIGTERM)
 
 
 def test_ctrl_c_while_train_py_imports_is_without_a_word():

@@ -12,10 +12,11 @@ import datasets
 import pytest
 import torch
 import yaml
-from conftest import RECURRENT_RUNS, tiny_head
+from conftest import RECURRENT_RUNS, overflow_at, tiny_head
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from data.rendering import load_tokenizer
 from speculator.errors import UserError
 from speculator.files import manifest_error
 from train import checkpoint, interrupts, trainer
@@ -118,6 +119,16 @@ def by_tokens_per_step(stage: Path) -> list[int]:
 def test_the_loss_of_an_evaluation_is_weighted_as_the_one_that_is_trained_on(finished):
     entry = next(entry for entry in history(finished / "stage1" / "checkpoint-16") if "eval_loss" in entry)
     assert entry["eval_loss"] == pytest.approx(sum(0.5**i * entry[f"eval_head{i}/loss"] for i in range(3)))
+
+
+def test_a_target_that_overflows_in_float16_is_named(run, target_folder, tmp_path, capfd):
+    folder = Path(shutil.copytree(target_folder, tmp_path / "target"))
+    overflow_at(folder, load_tokenizer(str(folder)).encode("f")[0])
+    float16 = {"target.name_or_path": folder, "target.dtype": "float16", "stage1.logging_steps": 1}
+    assert run(tmp_path / "run", **float16) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert "not finite in float16" in line
+    assert "learning_rate" not in line
 
 
 @pytest.mark.parametrize("calls", [7, 9])
@@ -352,6 +363,10 @@ def test_with_other_processes_a_step_has_as_many_rows_or_a_line_says_how_many(tm
     assert capsys.readouterr().err == said
     refuse_foreign(folder, two, 2)
     claim(folder, two, 2)
+    assert capsys.readouterr().err == ""
+    four.stage2.max_steps = two.stage2.max_steps = 0
+    claim(tmp_path / "one stage", four, 1)
+    claim(tmp_path / "one stage", two, 2)
     assert capsys.readouterr().err == ""
 
 

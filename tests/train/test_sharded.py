@@ -12,7 +12,7 @@ import torch
 from conftest import RECURRENT_RUNS, tiny_head, write_tuning
 from datasets import load_from_disk
 from safetensors.torch import load_file
-from sharded_process import PROMPTS, decode, read, trainer_of
+from sharded_process import LOGGED, PROMPTS, decode, read, trainer_of
 from transformers import AutoConfig, LlamaForCausalLM
 
 from speculator import Chain, Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, UserError, generate
@@ -134,9 +134,9 @@ def test_four_processes_hold_two_targets(target_folder, whole, tmp_path, monkeyp
 
 @pytest.mark.soak
 def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, tmp_path):
-    alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48)
+    alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48, logging_steps=LOGGED)
     alone.train()
-    for processes, steps in ((2, 2), (4, 4), (2, 6)):
+    for processes, steps in ((1, 2), (2, 4), (4, 6)):
         finish(start(processes, SCRIPT, "go_on", str(target_folder), str(tmp_path / "moved"), str(steps)))
     ours, theirs = (torch.load(tmp_path / name / "checkpoint-6" / "optimizer.pt") for name in ("moved", "alone"))
     assert ours["state"].keys() == theirs["state"].keys()
@@ -146,6 +146,15 @@ def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, t
     ours, theirs = (load_file(tmp_path / name / "checkpoint-6" / "model.safetensors") for name in ("moved", "alone"))
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, atol=1e-5, rtol=1e-3)
+
+    states = (
+        json.loads((tmp_path / name / "checkpoint-6/trainer_state.json").read_text()) for name in ("moved", "alone")
+    )
+    ours, theirs = (state["log_history"] for state in states)
+    for mine, own in zip(ours, theirs, strict=True):
+        assert {name: mine[name] for name in own if "loss" in name} == pytest.approx(
+            {name: own[name] for name in own if "loss" in name}, rel=1e-4
+        )
 
 
 def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):

@@ -1,16 +1,22 @@
 """New heads: draft vocabulary, initial weights and warm starts."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
 import torch
 from conftest import VOCAB, tiny_head, tiny_model
+from transformers import LlamaConfig
 
 from speculator import Target, UserError
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from train import checks
+from train.command_line import parse
 from train.config import HeadOptions, RunConfig
-from train.initialise import check_options, for_rows, new_head
+from train.initialise import check_options, for_rows, new_head, parameters, with_shape_of_start
+from train.plan import plan
 from train.vocabulary import count_tokens, most_frequent
 
 ROWS = datasets.Dataset.from_list(
@@ -42,7 +48,11 @@ def target() -> Target:
 
 
 def config(**shape) -> RunConfig:
-    return RunConfig(speculator=HeadOptions(n_predict=2, draft_vocab_size=3, **shape))
+    return settled(n_predict=2, draft_vocab_size=3, **shape)
+
+
+def settled(**given) -> RunConfig:
+    return with_shape_of_start(RunConfig(speculator=HeadOptions(**given)), given)
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
@@ -80,14 +90,15 @@ def test_a_warm_start_keeps_the_draft_vocabulary(target, tmp_path, kind):
     [
         ({"draft_vocab_size": 0}, "has draft_vocab_size 3, but this run's head has None"),
         ({"n_predict": 3}, "has n_predict 2, but this run's head has 3"),
-        ({"architecture": "lstm"}, "holds a mlp_speculator, not the lstm_speculator configured"),
+        ({"n_predict": 4}, "has n_predict 2, but this run's head has 4"),  # the default
+        ({"architecture": "lstm"}, "holds a head of architecture mlp, not the lstm configured"),
     ],
 )
 def test_a_warm_start_from_another_shape_raises(target, tmp_path, shape, message):
     new_head(config(), target, ROWS).save_pretrained(tmp_path)
     settings = {"n_predict": 2, "draft_vocab_size": 3, "warm_start": str(tmp_path)} | shape
     with pytest.raises(UserError, match=message):
-        new_head(RunConfig(speculator=HeadOptions(**settings)), target, ROWS)
+        new_head(settled(**settings), target, ROWS)
 
 
 def test_a_missing_warm_start_is_found_before_the_target_is_loaded(tmp_path):
@@ -98,8 +109,7 @@ def test_a_missing_warm_start_is_found_before_the_target_is_loaded(tmp_path):
 def test_a_warm_start_from_ibms_layout_copies_its_weights(target, tmp_path):
     head = new_head(RunConfig(speculator=HeadOptions(n_predict=2)), target, ROWS)
     save(head, tmp_path / "ibm", layout_of("ibm", head))
-    settings = HeadOptions(n_predict=2, warm_start=str(tmp_path / "ibm"))
-    again = new_head(RunConfig(speculator=settings, seed=1), target, ROWS)
+    again = new_head(replace(settled(n_predict=2, warm_start=str(tmp_path / "ibm")), seed=1), target, ROWS)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.dtype == torch.float32
 
@@ -117,7 +127,7 @@ def test_a_warm_start_from_a_servers_layout_keeps_unset_options(target, tmp_path
     shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "fc_norm": False, "n_predict": 7}
     head = bind(Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape)), target)
     save(head, tmp_path / "head", layout_of(layout, head))
-    again = new_head(config(**ATTENTION, warm_start=str(tmp_path / "head")), target, ROWS)
+    again = new_head(config(warm_start=str(tmp_path / "head")), target, ROWS)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.config.rope_parameters["rope_theta"] == 77.0
     assert (again.n_predict, again.config.num_attention_heads, again.config.attention_bias) == (2, 2, True)
@@ -129,6 +139,30 @@ def test_a_warm_start_from_a_servers_layout_keeps_unset_options(target, tmp_path
         new_head(config(architecture="eagle3", options={"aux_layers": [1, 5]}), target, ROWS)
     with pytest.raises(UserError, match="2 layers"):
         new_head(config(architecture="eagle3"), target, ROWS)
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_warm_start_is_checked_and_counted_as_it_is_trained(tmp_path, layers):
+    """A shallow target has no default auxiliary layers, and the default shape of a head has other sizes."""
+    shape = {"aux_layers": [0, 1], "num_attention_heads": 1, "num_key_value_heads": 1, "n_predict": 7, "head_dim": 16}
+    text = LlamaConfig(**tiny_model().config.to_dict() | {"num_hidden_layers": layers})
+    head = Eagle3Speculator(Eagle3SpeculatorConfig.for_target(text, **shape))
+    head.save_pretrained(tmp_path / "head")
+    text.save_pretrained(tmp_path / "target")
+    given = ["--target.name_or_path", str(tmp_path / "target"), "--speculator.warm_start", str(tmp_path / "head")]
+    found = parse([*given, "--plan"])
+    checks.settings(found)
+    assert parameters(found.speculator, text) == head.num_parameters()
+    assert plan(found, 1).trained == sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+
+
+@pytest.mark.parametrize("flag", ["--speculator.architecture=mlp", "--speculator.draft_vocab_size=0"])
+def test_a_flag_beside_a_warm_start_counts_if_it_is_the_default(target, tmp_path, flag, capsys):
+    shape = ATTENTION if "architecture" in flag else {}
+    new_head(config(**shape), target, ROWS).save_pretrained(tmp_path)
+    with pytest.raises((SystemExit, UserError)) as refusal:
+        new_head(parse(["--target.name_or_path=x", "--speculator.warm_start", str(tmp_path), flag]), target, ROWS)
+    assert flag[2:].partition("=")[0].removeprefix("speculator.") in capsys.readouterr().err + str(refusal.value)
 
 
 @pytest.mark.parametrize(("known", "trained"), [(None, 6), (4, 6), (64, 64)])

@@ -33,6 +33,18 @@ from speculator.target import kv_cache
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
 
+@pytest.mark.parametrize("shape", [None, Chain(3), FixedTree([(0,), (1,), (0, 0)])], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("late", [False, True], ids=["prefill", "step"])
+def test_states_that_are_not_finite_end_the_decoding(target, head, shape, sampling, late):
+    drafter = shape and HeadDrafter(head, shape)
+    text = generate(target, drafter, [[3, 3]], sampling, max_new_tokens=30).tokens[0]
+    bad = next(token for token in text[5:] if token not in [3, *text[:5]]) if late else 3
+    target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        generate(target, drafter, [[3, 3]], sampling, max_new_tokens=30)
+
+
 def test_eos_ends_a_row_and_the_others_continue(target, head):
     plain = generate(target, None, PROMPTS, max_new_tokens=30).tokens
     target.model.generation_config.eos_token_id = [plain[0][4], plain[1][12]]

@@ -151,6 +151,34 @@ def test_logs_of_chats_need_no_server(loop):
     assert (loop.folder / "out/speculator").resolve().parts[-3:] == ("round-001", "run", "speculator")
 
 
+def test_a_log_that_a_killed_writer_cut_and_that_grows_begins_rounds(loop, monkeypatch):
+    logs, slept = loop.folder / "logs", []
+    logs.mkdir()
+    row = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "ü" * 40}]}
+    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    (logs / "cut.jsonl").write_bytes(line + line[: line.index("ü".encode()) + 1])
+    (logs / "grows.jsonl").write_bytes(line[:50])
+
+    def sleep(_) -> None:
+        slept.append(True)
+        with (logs / "grows.jsonl").open("ab") as log:
+            log.write(line[50:] + line if len(slept) == 1 else line)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    loop.verdicts = [True, True]
+    argv = ["adapt", "--record", str(logs), "--head", str(loop.folder / "head"), "--target", "tiny"]
+    assert main([*argv, "--every_tokens", "30", "--output", str(loop.folder / "out"), "--rounds", "2"]) == 0
+    assert len(slept) == 4
+    assert [loop.round(number)["answer_tokens"] for number in (1, 2)] == [30, 60]
+
+
+def test_a_log_that_cannot_be_read_is_named(loop, capsys):
+    shard = loop.record / "rows" / "00000000.jsonl.gz"
+    shard.write_bytes(shard.read_bytes()[:-12])
+    assert main(loop.argv("--rounds", "1")) == 2
+    assert str(shard) in capsys.readouterr().err
+
+
 def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
     loop.verdicts, slept = [True, False], []
 

@@ -1,10 +1,12 @@
 import builtins
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, tiny_tokenizer
+from checkpoint_folders import edit, edit_tensors
+from conftest import CONFIGS, overflow_at, save_tiny, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -106,6 +108,61 @@ def test_a_quantised_checkpoint_names_the_package_that_it_needs(folder, tmp_path
         Target.load(str(tmp_path / "awq"))
 
 
+def fp8_with_scales(tensors):
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors[f"{name}_scale"] = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+
+
+def nvfp4(tensors):
+    fp8_with_scales(tensors)
+    tensors |= {
+        name: weight[:, ::2].contiguous().view(torch.uint8) for name, weight in tensors.items() if weight.itemsize == 1
+    }
+
+
+def added(*names):
+    return lambda tensors: tensors.update({name: torch.ones(64) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("change", "entries", "messages"),
+    [
+        (fp8_with_scales, {"quantization_config": {"quant_method": "modelopt"}}, ("'modelopt'", "weight_scale", "13")),
+        (nvfp4, {"quantization_config": {"quant_method": "modelopt"}}, ("'modelopt'", "down_proj.weight")),
+        (fp8_with_scales, {}, ("weight_scale", "quantization_config")),
+        (added("model.layers.0.self_attn.q_proj.bias"), {}, ("q_proj.bias",)),
+        (added("model.layers.1.self_attn.q_norm.weight"), {}, ("q_norm.weight",)),
+        (added("lm_head.bias"), {}, ("lm_head.bias",)),
+        (added("model.layers.2.enorm.weight"), {}, ("layers.2.enorm",)),
+    ],
+)
+def test_tensors_that_the_model_does_not_read_are_refused(folder, tmp_path, change, entries, messages):
+    shutil.copytree(folder, tmp_path / "more")
+    edit_tensors(tmp_path / "more", change)
+    edit(tmp_path / "more", lambda config: config.update(entries))
+    with pytest.raises(UserError) as refusal:
+        Target.load(str(tmp_path / "more"))
+    assert all(message in str(refusal.value) for message in messages)
+    assert "\n" not in str(refusal.value)
+
+
+def test_mtp_layers_and_vision_towers_need_no_reader(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "more")
+    names = ("mtp.fc.weight", "model.mtp_block.0.weight", "model.layers.2.enorm.weight", "vision_tower.norm.weight")
+    edit_tensors(tmp_path / "more", added(*names))
+    edit(tmp_path / "more", lambda config: config.update(num_nextn_predict_layers=1))
+    assert_text_is_transformers(Target.load(str(tmp_path / "more")), AutoModelForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("token", [3, 7])  # of the probe's two kinds of texts
+def test_float16_that_overflows_is_named(tmp_path, token):
+    overflow_at(save_tiny("llama", tmp_path), token)
+    with pytest.raises(UserError, match=r"not finite in float16.*bfloat16"):
+        Target.load(str(tmp_path), dtype="float16")
+    Target.load(str(tmp_path), dtype="bfloat16")
+
+
 @pytest.fixture(scope="module")
 def adapter(folder, tmp_path_factory):
     peft = pytest.importorskip("peft")
@@ -131,6 +188,51 @@ def test_text_with_an_adapter_equals_transformers(folder, adapter):
     assert target.name == f"{folder} --adapter {adapter}"
     assert not same_target(target.fingerprint, bare.fingerprint)
     assert same_target(target.fingerprint, Target.load(str(folder), adapter=str(adapter)).fingerprint)
+
+
+KINDS = {
+    "dora": {"use_dora": True},
+    "tokens": {"trainable_token_indices": [5, 6]},
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "lm_head": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_text_with_any_adapter_equals_peft(folder, tmp_path, kind, tied):
+    peft = pytest.importorskip("peft")
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    edit(base, lambda config: config.update(tie_word_embeddings=tied))
+    if tied:
+        edit_tensors(base, lambda tensors: tensors.pop("lm_head.weight"))
+    given = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **KINDS[kind]})
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), given)
+    torch.manual_seed(1)
+    for weight in made.parameters():
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn_like(weight)
+    made.save_pretrained(tmp_path / "adapter")
+    expected = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    bare, target = Target.load(str(base)), Target.load(str(base), adapter=str(tmp_path / "adapter"))
+    assert bare.fingerprint != target.fingerprint
+    rows = torch.tensor(PROMPTS[:1])
+    own = target.logits(target.hidden(rows))
+    torch.testing.assert_close(own, expected.eval()(rows).logits, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(own, bare.logits(bare.hidden(rows)), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["added tokens", "virtual tokens"])
+def test_an_adapter_that_needs_another_model_says_why(folder, tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    given, message = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "virtual tokens"
+    if kind == "added tokens":
+        model.resize_token_embeddings(300)
+        given, message = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), "added tokens"
+    peft.get_peft_model(model, given).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=message):
+        Target.load(str(folder), adapter=str(tmp_path))
 
 
 def test_an_adapter_that_does_not_fit_is_one_line(folder, adapter, tmp_path):

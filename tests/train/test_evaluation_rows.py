@@ -1,0 +1,45 @@
+"""Validation rows that do not fill the batches of all processes."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from conftest import VOCAB, tiny_block_head, tiny_head, tiny_model
+
+from speculator import Target
+from speculator.checkpoints.loading import bind
+from train.config import LossConfig
+from train.stages import filled
+from train.trainer import Collator, SpeculatorTrainer, arguments
+
+_DECODED = {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0}
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+def test_rows_that_fill_a_batch_do_not_count(tmp_path: Path, architecture: str):
+    target = Target(tiny_model(), tokenizer=None)
+    head = tiny_block_head(target) if architecture == "dspark" else bind(tiny_head(architecture=architecture), target)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB, (3, 20), generator=generator).tolist()
+    rows = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [1] * 20} for row in tokens])
+
+    def figures(batch: int, evaluated: datasets.Dataset) -> dict[str, float]:
+        how = arguments(output_dir=str(tmp_path), per_device_eval_batch_size=batch, report_to="none", max_steps=1)
+        trainer = SpeculatorTrainer(
+            model=head,
+            target=target,
+            loss=LossConfig(),
+            decode=lambda head: dict(_DECODED),
+            args=how,
+            data_collator=Collator(head.config),
+            eval_dataset=evaluated,
+        )
+        return {
+            name: value for name, value in trainer.evaluate().items() if "time" not in name and "per_second" not in name
+        }
+
+    alone = figures(1, rows)
+    for batch, size in ((1, 4), (2, 4), (2, 8)):  # with 8, one batch has no row of the set
+        assert len(filled(rows, size)) == size
+        assert figures(batch, filled(rows, size)) == pytest.approx(alone, rel=1e-5)
