@@ -1,0 +1,147 @@
+"""The code's branches for CUDA, run on a make-believe GPU: no wrong device, no wrong dtype, no needless wait."""
+
+import httpx
+import pytest
+import torch
+from conftest import tiny_block_head, tiny_head, tiny_model, tiny_tokenizer
+from make_believe_gpu import gpu
+from replays import PROMPTS, SAMPLINGS, capturing, make_drafter, texts
+from serving_here import serving
+from transformers import TrainingArguments
+
+from data.onpolicy import generate_rows
+from eval.suites import Suite
+from eval.validation import real_acceptance
+from speculator import HeadDrafter, Target, generate
+from speculator.decoding import cuda_graphs
+from speculator.heads import Speculator
+from speculator.target import kv_cache
+from train.config import LossConfig
+from train.trainer import Collator, SpeculatorTrainer
+
+__all__ = ["gpu"]
+DRAFTERS = (
+    "none",
+    "head-chain",
+    "model-chain",
+    "eagle3-tree",
+    "block-tree",
+    "ngram",
+    "hybrid-fixed-tree",
+    "auto-eagle3",
+)
+
+
+def on(device: str, dtype: torch.dtype = torch.bfloat16) -> Target:
+    return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
+
+
+def test_the_make_believe_gpu_refuses_tensors_of_two_devices_and_counts_waits(gpu):
+    x = torch.zeros(3, device="cuda")
+    assert x.device == torch.device("cuda", 0)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    with pytest.raises(TypeError, match="cuda:0"):
+        x.numpy()
+    gpu.waits.clear()
+    assert x.sum().item() == 0
+    x[x > 1] = 2.0
+    assert sum(gpu.waits.values()) == 2
+
+
+class Again:
+    """Stands in for a CUDA graph: a replay runs the work again. The run at its capture counts as the first replay."""
+
+    made = 0
+
+    def __init__(self, work, given):
+        self.work, self.given, self.result, self.replays = work, given, work(*given), 0
+        type(self).made += 1
+
+    def replay(self):
+        if self.replays:
+            made = cuda_graphs.tensors(self.work(*self.given))
+            for old, new in zip(cuda_graphs.tensors(self.result), made, strict=True):
+                old.copy_(new)
+        self.replays += 1
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_are_those_of_the_cpu(name, sampling, gpu, monkeypatch):
+    """In bfloat16, and with captured steps."""
+    monkeypatch.setitem(kv_cache.BUCKETS, "cuda", 16)
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 16)
+    own, target = on("cpu"), on("cuda")
+    expected = texts(own, make_drafter(name, own), sampling, 3, max_new_tokens=12)
+    capturing(monkeypatch, Again)
+    monkeypatch.setattr(cuda_graphs, "DEVICES", ("cuda",))
+    assert texts(target, make_drafter(name, target), sampling, 3, max_new_tokens=12) == expected
+    assert Again.made
+    assert cuda_graphs.enabled
+
+
+@pytest.fixture
+def gpu_target(gpu, monkeypatch) -> Target:
+    """A Llama in bfloat16 whose steps are captured."""
+    capturing(monkeypatch, Again)
+    monkeypatch.setattr(cuda_graphs, "DEVICES", ("cuda",))
+    return Target(tiny_model().to("cuda", torch.bfloat16), tokenizer=None)
+
+
+def head_for(target: Target, architecture: str) -> Speculator:
+    if architecture == "dspark":
+        return tiny_block_head(target)
+    return tiny_head(architecture=architecture).to(target.device)
+
+
+def packed_rows(count: int, length: int = 48) -> list[dict]:
+    """Rows of three documents each."""
+    ids = torch.arange(count * length).view(count, length) * 7 % 31
+    return [{"input_ids": row.tolist(), "document_ids": [3 * i // length for i in range(length)]} for row in ids]
+
+
+def trainer(target: Target, head: Speculator, folder: str, **changes) -> SpeculatorTrainer:
+    how = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "save_strategy": "no"}
+    how |= {
+        "bf16": target.dtype == torch.bfloat16,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+    }
+    return SpeculatorTrainer(
+        model=head,
+        target=target,
+        loss=LossConfig(),
+        decode=lambda head: real_acceptance(target, head, Suite("test", PROMPTS[:2]), seed=0, max_new_tokens=8),
+        args=TrainingArguments(folder, **how | changes),
+        data_collator=Collator(head.config),
+        train_dataset=packed_rows(4),
+        eval_dataset=packed_rows(2),
+    )
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+def test_a_head_trains_on_packed_documents_as_on_the_cpu(architecture, gpu, tmp_path):
+    losses = {}
+    for device in ("cpu", "cuda"):
+        target = Target(tiny_model().to(device, torch.bfloat16), tokenizer=None)
+        run = trainer(target, head_for(target, architecture).float(), str(tmp_path), use_cpu=device == "cpu")
+        losses[device] = run.train().training_loss, run.evaluate()["eval_loss"]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-2)
+
+
+def test_rows_are_generated(gpu_target, tmp_path):
+    drafter = HeadDrafter(head_for(gpu_target, "mlp").bfloat16())
+    rows = list(generate_rows(gpu_target, drafter, PROMPTS, tmp_path, max_new_tokens=8, batch_size=2, progress=False))
+    assert [len(row["input_ids"]) for row in rows] == [len(prompt) + 8 for prompt in PROMPTS]
+
+
+def test_a_server_answers(gpu_target):
+    drafter = HeadDrafter(head_for(gpu_target, "eagle3").bfloat16())
+    body = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    gpu_target.tokenizer = tiny_tokenizer()
+    with serving(gpu_target, drafter) as (url, _):
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    expected = generate(gpu_target, None, PROMPTS[:1], max_new_tokens=8).tokens[0]
+    assert answer["choices"][0]["token_ids"] == expected
