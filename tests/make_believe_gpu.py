@@ -169,7 +169,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_devices(name, args, given)
         _note_waits(name, args, there, kwargs.get("non_blocking", False))
     elif name == "_to_copy" and there:
-        counts.wait("copy from the host")
+        if not kwargs.get("non_blocking"):
+            counts.wait("copy from the host")
     elif not there:
         return func(*args, **kwargs)
     if asked is not None:

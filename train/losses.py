@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speculator.device import send
 from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
 from speculator.target.compiled import Compiled, can_compile
 from speculator.target.linear import product
@@ -240,7 +241,7 @@ class _Call(NamedTuple):
     labels: Tensor  # [N, K]
     weights: Tensor  # [N, K]
     draft_tokens: Tensor | None  # [V_d]
-    predictors: Tensor | None  # [K]
+    predictors: Tensor | None  # [K] on the CPU
     matrix_of: list[list[int]]
     train: bool
 
@@ -316,7 +317,9 @@ def _target(call: _Call, span: slice) -> TargetProbs:
 
     if call.predictors is None:
         return probs(call.hidden[span])
+    # On the CPU, so that nothing waits for a GPU to count the distinct ones.
     distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
+    distinct, of_label = (send(x, call.hidden.device) for x in (distinct, of_label))
     p, entropy = probs(call.hidden[distinct])
     return TargetProbs(p[of_label], entropy[of_label])
 

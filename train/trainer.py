@@ -50,7 +50,7 @@ class Collator:
         self.config, self.rejected_token_weight = config, rejected_token_weight
         self.epoch = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
 
         def column(name: str, default: int) -> Tensor:  # [B, L]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class UnrolledConfig(SpeculatorConfig):
 
     def training_targets(
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         return {"labels": align(input_ids, document_ids, loss_mask, self.n_predict)}
 
 
