@@ -151,6 +151,7 @@ def capturing(monkeypatch, double: type[Double]) -> None:
     double.made = 0
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
     monkeypatch.setattr(graphs, "enabled", True)
+    monkeypatch.setattr(graphs.Captured, "failures", 0)
     monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)

@@ -2,16 +2,22 @@
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, tiny_block_head
+from conftest import CONFIGS, tiny_block_head, tiny_head
 from make_believe_gpu import gpu
+from replays import capturing
 from transformers import AutoModelForCausalLM
 
 from speculator import Engine, Sampling, Target
+from speculator.drafters import Chain, FixedTree
+from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.controller import Choice
 from speculator.heads.dspark import model as dspark
 from speculator.heads.training import TrainingBatch
+from speculator.target import kv_cache
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 from train.trainer import Collator
@@ -110,3 +116,59 @@ def test_training_dspark_does_not_wait_for_the_device(block_head, gpu):
     gpu.waits.clear()
     dspark_step(*block_head, documents(2, 2048, 1))
     assert not {name: count for name, count in gpu.waits.items() if "test_gpu_costs" not in name}
+
+
+class Counted:
+    """Stands in for a CUDA graph without its speed: a replay runs the work again."""
+
+    made = 0
+
+    def __init__(self, work, given):
+        self.work, self.given, self.result = work, given, work(*given)
+        self.first = True
+        type(self).made += 1
+
+    def replay(self):
+        if not self.first:
+            self.result.copy_(self.work(*self.given))
+        self.first = False
+
+    def reset(self):
+        pass
+
+
+def adaptive(target: Target) -> AdaptiveDrafter:
+    """An adaptive drafter with the costs of a GPU: a drafted level costs a fifth of a step, verification little."""
+
+    def cost(shape, greedy, rows):
+        return 1 + 0.2 * shape.levels + 0.002 * shape.nodes * rows
+
+    shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
+    likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
+    choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
+    return AdaptiveDrafter(tiny_head().to(target.device, target.dtype), choices, [0.3, 0.4, 0.5], cost)
+
+
+def captures(monkeypatch, drafter, steps: int) -> int:
+    """Graphs that a server of 8 slots captures, with greedy and sampled requests of usual lengths."""
+    capturing(monkeypatch, Counted)
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 256)
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_hidden_layers, config.max_position_embeddings = 1, 4096
+    target = Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
+    engine = Engine(target, drafter(target), slots=8)
+    samplings = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9)]
+    draw, waiting = random.Random(0), prompts(steps)
+    for _ in range(steps):
+        while len(engine.waiting) < 2 and draw.random() < 0.1:
+            index = len(waiting)
+            length = int(draw.lognormvariate(5.2, 0.6))
+            sampling = replace(samplings[index % 3], seed=index)
+            engine.submit(waiting.pop(), sampling, max_new_tokens=length, eos_token_ids=())
+        engine.step()
+    return Counted.made
+
+
+@pytest.mark.parametrize(("drafter", "bound"), [(adaptive, 40), (lambda target: None, 20)])
+def test_a_server_captures_few_graphs(drafter, bound, monkeypatch):
+    assert captures(monkeypatch, drafter, 1000) <= bound

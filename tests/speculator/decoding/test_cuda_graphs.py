@@ -1,5 +1,6 @@
 """Captured steps. Without a GPU, the doubles of `replays` stand in for graphs."""
 
+import contextlib
 import copy
 import gc
 import time
@@ -271,21 +272,64 @@ class Forgetful(Double):
 
 
 @pytest.mark.parametrize("kind", [refused, Wrong, Forgetful])
-def test_a_failed_or_wrong_graph_switches_capturing_off(kind, monkeypatch):
+def test_three_failed_or_wrong_graphs_switch_capturing_off(kind, monkeypatch):
     target, name = make_target(), "head-tree"
-    expected = texts(target, make_drafter(name, target), "greedy", 2)
-    capturing(monkeypatch, Double)
+
+    def tokens() -> list[list[int]]:
+        return texts(target, make_drafter(name, target), "greedy", 2, max_new_tokens=90)
+
+    expected = tokens()
+    capturing(monkeypatch, Double if kind is refused else kind)
     if kind is refused:
         monkeypatch.setattr(graphs, "capture", refused)
-    else:
-        capturing(monkeypatch, kind)
     with pytest.warns(UserWarning, match="not permitted" if kind is refused else "differed") as warned:
-        assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+        assert tokens() == expected
     assert len(warned) == 1
     assert not graphs.enabled
     made = Double.made, kind.made if kind is not refused else 0
-    assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+    assert tokens() == expected
     assert made == (Double.made, kind.made if kind is not refused else 0)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("not permitted"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_failed_capture_costs_its_own_key_alone(fault, monkeypatch):
+    """The first key fails; graphs of the others are made. After a lack of memory the key is tried again."""
+    target = make_target()
+    expected = texts(target, None, "greedy", 2, max_new_tokens=60)
+    capturing(monkeypatch, Double)
+    monkeypatch.setattr(graphs, "_RETRY", 4)
+    capture, tried = graphs.capture, []
+
+    def fails_once(work, pool, *given):
+        tried.append(given[0].cache.longest)
+        if len(tried) == 1:
+            raise fault
+        return capture(work, pool, *given)
+
+    monkeypatch.setattr(graphs, "capture", fails_once)
+    assert texts(target, None, "greedy", 2, max_new_tokens=60) == expected
+    assert graphs.enabled
+    assert tried == ([16, 32, 64] if fault.args[0] == "not permitted" else [16, 16, 32, 64])
+
+
+def test_calls_that_fail_do_not_count(monkeypatch):
+    """A step that lacks memory is tried again by the caller."""
+    capturing(monkeypatch, Double)
+    failing = [False, True, True, False, False, False]
+
+    def work(x):
+        if failing and failing.pop(0):
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    captured, x = graphs.Captured(work, None), torch.zeros(3)
+    results = []
+    for _ in range(8):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            results.append(captured("key", [], x).clone())
+    assert len(results) == 6
+    assert all(torch.equal(result, x + 1) for result in results)
+    assert Double.made == 1
 
 
 def test_an_engine_frees_its_cache_when_deleted(target, monkeypatch):
