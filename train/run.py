@@ -124,6 +124,9 @@ def _run(config: RunConfig) -> None:
     quiet_libraries()
     use_all_cores()
     set_seed(config.seed)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it in its first product
+        torch.use_deterministic_algorithms(True, warn_only=True)
     refuse_too_large(config, state.num_processes)
     announce(config, _LOAD)
     target = load_target(config)
