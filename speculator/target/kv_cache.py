@@ -275,8 +275,10 @@ class KVCache(Cache):
         old, new = (torch.tensor(rows, device=self.lengths.device) for rows in (source, destination))
         self.lengths[new] = self.lengths[old]
         for stack in self.stacks.values():
-            # On a CPU index_copy_ and index_select take twenty times as long.
-            stack[:, new.to(stack.device), :, :longest] = stack[:, old.to(stack.device), :, :longest]
+            rows, others = old.to(stack.device), new.to(stack.device)
+            for layer in stack:  # one at a time: the copied rows of all layers may take gigabytes
+                # On a CPU index_copy_ and index_select take twenty times as long.
+                layer[others, :, :longest] = layer[rows, :, :longest]
         for layer in self.recurrent.values():
             layer.move(old, new)
 

@@ -205,6 +205,8 @@ def _choose_document_attention(target: Target, texts: Tensor, allowed: float) ->
         choices = [(original, in_one_row)]
     elif target.device.type == "cuda" and target.dtype.itemsize == 2 and is_flash_attn_2_available():
         choices.insert(0, ("flash_attention_2", in_one_row))
+    if original == "eager" and target.device.type == "cuda":  # eager attention keeps the scores of all heads
+        choices[:0] = [("flex_attention", packed), ("flex_attention", masked)]
     if target.recurrent:
         choices.append((original, one_per_row))
     for choice in choices:
