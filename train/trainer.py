@@ -104,6 +104,8 @@ class SpeculatorTrainer(Trainer):
     ):
         self.shard_optimizer = shard_optimizer
         super().__init__(**kwargs)
+        if self.accelerator.ddp_handler is not None:  # gradients lie in the buckets that are reduced, not beside them
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
         self.add_callback(ProgressLine(title))
