@@ -176,7 +176,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if asked is not None:
         kwargs = {**kwargs, "device": CPU}
     plain_args, plain_kwargs = [_own(x) for x in args], {name: _own(x) for name, x in kwargs.items()}
-    emulated = _FLASH.get(name)
+    emulated = _EMULATED.get(func)
     with nullcontext() if emulated is None else torch.no_grad():
         result = (emulated or func)(*plain_args, **plain_kwargs)
     if name == "_local_scalar_dense":
@@ -244,7 +244,7 @@ class _Mode(TorchDispatchMode):
 MODE = _Mode()
 
 
-# ---- the flash attention kernels, which have no CPU form
+# ---- kernels that have no CPU form
 
 
 def _documents(bounds: Tensor, left: int | None):
@@ -289,7 +289,15 @@ def _flash_backward(d_out, query, key, value, out, lse, bounds, *_, scale=None, 
     return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
-_FLASH = {"_flash_attention_forward": _flash_forward, "_flash_attention_backward": _flash_backward}
+def _add_product(total, a, b, dtype, *, out):
+    return out.copy_(total + a.to(dtype) @ b.to(dtype))
+
+
+_EMULATED = {
+    torch.ops.aten._flash_attention_forward.default: _flash_forward,
+    torch.ops.aten._flash_attention_backward.default: _flash_backward,
+    torch.ops.aten.addmm.dtype_out: _add_product,
+}
 
 
 # ---- what torch says about its devices

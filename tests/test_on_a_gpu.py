@@ -17,6 +17,7 @@ from speculator.decoding import cuda_graphs
 from speculator.heads import Speculator
 from speculator.target import kv_cache
 from train.config import LossConfig
+from train.losses import ChunkedLoss
 from train.trainer import Collator, SpeculatorTrainer
 
 __all__ = ["gpu"]
@@ -145,3 +146,24 @@ def test_a_server_answers(gpu_target):
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     expected = generate(gpu_target, None, PROMPTS[:1], max_new_tokens=8).tokens[0]
     assert answer["choices"][0]["token_ids"] == expected
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_output_matrix_s_gradient_is_added_up_in_float32(shared, gpu):
+    """Then the chunks that it is added up from don't matter: a product in bfloat16 would round each of them."""
+    torch.manual_seed(0)
+    matrices = [torch.randn(64, 16, device="cuda").requires_grad_() for _ in range(1 if shared else 3)] * (
+        3 if shared else 1
+    )
+    features = [torch.randn(96, 16, device="cuda") for _ in range(3)]
+    labels, hidden = torch.arange(3 * 96, device="cuda").view(3, 96) % 64, torch.zeros(96, 4, device="cuda")
+    terms = [[(x, matrix)] for x, matrix in zip(features, matrices, strict=True)]
+
+    def gradients(chunk: int) -> list[torch.Tensor]:
+        loss = ChunkedLoss(lambda _: None, LossConfig(cross_entropy=1.0, kl=0.0), 64, chunk=chunk)
+        with torch.autocast("cuda", torch.bfloat16):
+            objective = loss(terms, labels, hidden, torch.ones(3, 1, device="cuda")).objective
+        return list(torch.autograd.grad(objective, matrices[:1] if shared else matrices))
+
+    for whole, pieces in zip(gradients(96), gradients(5), strict=True):
+        torch.testing.assert_close(pieces.own, whole.own, atol=1e-5, rtol=1e-5)

@@ -226,6 +226,8 @@ class Plan:
         chunk = chunk_tokens("cuda" if self.place.memory else "cpu", vocab)
         # The output matrix in bfloat16, its gradient in float32; 4 copies of p and 8 of q for one chunk of tokens.
         loss = 6 * self.largest + 4 * min(chunk, tokens) * (4 * vocab + 8 * drafted)
+        if self.place.memory:  # the logits of all steps of a chunk
+            loss += 2 * min(chunk, tokens) * drafted * self.head.n_predict
         kept = tokens * self.head.activation_bytes(self.length(name))
         peak = (
             ("target's forward pass", forward)
