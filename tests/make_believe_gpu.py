@@ -293,7 +293,12 @@ def _add_product(total, a, b, dtype, *, out):
     return out.copy_(total + a.to(dtype) @ b.to(dtype))
 
 
+def _histc(x, *args, **kwargs):
+    return torch.ops.aten.histc.default(x.float(), *args, **kwargs).to(x.dtype)  # a CPU counts no integers
+
+
 _EMULATED = {
+    torch.ops.aten.histc.default: _histc,
     torch.ops.aten._flash_attention_forward.default: _flash_forward,
     torch.ops.aten._flash_attention_backward.default: _flash_backward,
     torch.ops.aten.addmm.dtype_out: _add_product,

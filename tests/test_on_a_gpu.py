@@ -16,6 +16,7 @@ from speculator import HeadDrafter, Target, generate
 from speculator.decoding import cuda_graphs
 from speculator.heads import Speculator
 from speculator.target import kv_cache
+from speculator.target.attention import VARLEN
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 from train.trainer import Collator, SpeculatorTrainer
@@ -167,3 +168,20 @@ def test_an_output_matrix_s_gradient_is_added_up_in_float32(shared, gpu):
 
     for whole, pieces in zip(gradients(96), gradients(5), strict=True):
         torch.testing.assert_close(pieces.own, whole.own, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gemma2"])
+def test_packed_documents_are_kept_apart_without_a_mask(family, gpu):
+    """By torch's flash attention with their bounds, which has no soft-capping (Gemma 2)."""
+    target = Target(tiny_model(family).to("cuda", torch.bfloat16), tokenizer=None)
+    tokens = torch.arange(2 * 24, device="cuda").view(2, 24) * 7 % 31
+    documents = torch.tensor([[0] * 10 + [1] * 14, [2] * 3 + [3] * 9 + [4] * 12], device="cuda")
+    gpu.signatures.clear()
+    hidden = target.hidden(tokens, documents)
+    assert (target.document_attention[0] == VARLEN) == (family != "gemma2")
+    assert not gpu.signatures
+    other = torch.where(documents == 3, 5, tokens)
+    differ = (target.hidden(other, documents) - hidden).abs().amax(-1) > 0
+    assert torch.equal(differ, differ & (documents == 3))
+    alone = target.hidden(tokens[1:, 3:12])
+    torch.testing.assert_close(hidden[1:, 3:12].own, alone.own, atol=0.1, rtol=0.1)
