@@ -15,7 +15,7 @@ from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.heads.unrolled import UnrolledHead, align
 from speculator.target.compiled import can_compile
 from train.config import LossConfig
-from train.losses import _CHUNK, ChunkedLoss, d_pace, summarise
+from train.losses import _CHUNK, ChunkedLoss, chunk_tokens, d_pace, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
 S = L - N - 1
@@ -466,3 +466,9 @@ def test_gradients_on_two_processes_are_those_of_all_logits_at_once(on_two_proce
     total.backward()
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(gradients[index][name], parameter.grad, rtol=0, atol=1e-9)
+
+
+def test_a_gpu_s_chunks_are_whole_tiles():
+    assert chunk_tokens("cuda", 128_256) == 512
+    assert chunk_tokens("cuda", 2**19) == 128
+    assert chunk_tokens("cpu", 1000) == 8388
