@@ -1,5 +1,7 @@
 """The code's branches for CUDA, run on a make-believe GPU: no wrong device, no wrong dtype, no needless wait."""
 
+from collections import Counter
+
 import httpx
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import TrainingArguments
 from data.onpolicy import generate_rows
 from eval.suites import Suite
 from eval.validation import real_acceptance
-from speculator import HeadDrafter, Target, generate
+from speculator import Engine, HeadDrafter, Sampling, Target, generate
 from speculator.decoding import cuda_graphs
 from speculator.heads import Speculator
 from speculator.target import kv_cache
@@ -185,3 +187,29 @@ def test_packed_documents_are_kept_apart_without_a_mask(family, gpu):
     assert torch.equal(differ, differ & (documents == 3))
     alone = target.hidden(tokens[1:, 3:12])
     torch.testing.assert_close(hidden[1:, 3:12].own, alone.own, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("mlp", 2), ("lstm", 2), ("eagle3", 4), ("dspark", 1)])
+def test_a_micro_batch_rarely_waits_for_the_device(architecture, most, gpu, tmp_path):
+    """Each wait drains the queue of kernels. The Trainer's own five, most of them copies of the batch, don't count."""
+    target, waits = Target(tiny_model().to("cuda", torch.bfloat16), tokenizer=None), []
+    for steps in (2, 6):
+        run = trainer(target, head_for(target, architecture).float(), str(tmp_path), max_steps=steps, logging_steps=100)
+        gpu.waits.clear()
+        run.train()
+        waits.append(Counter(gpu.waits))
+    own = [{name: count for name, count in each.items() if "train/trainer.py" not in name} for each in waits]
+    assert sum(own[1].values()) - sum(own[0].values()) <= 4 * most, own
+
+
+def test_a_step_of_decoding_waits_once(gpu_target, gpu):
+    """For its report."""
+    engine = Engine(gpu_target, HeadDrafter(head_for(gpu_target, "eagle3").bfloat16()), slots=2)
+    for prompt in PROMPTS[:2]:
+        engine.submit(prompt, Sampling(1.0), max_new_tokens=60, eos_token_ids=())
+    for _ in range(5):
+        engine.step()
+    gpu.waits.clear()
+    for _ in range(3):
+        engine.step()
+    assert sum(gpu.waits.values()) == 3, gpu.waits
