@@ -32,6 +32,7 @@ BUCKETS = {"cuda": 256}
 _ALIGNED = 16
 """Fused attention needs masks whose width is a multiple of this."""
 _LEAST_WIDTH = 32
+"""Smallest width of a prefill chunk for attention on a GPU; larger ones are four times it, sixteen times it, ..."""
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
@@ -268,7 +269,7 @@ class KVCache(Cache):
         padded = _LEAST_WIDTH
         while padded < width:
             padded *= 4
-        return min(padded, self.capacity - self._used)
+        return max(width, min(padded, self.capacity - self._used))
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Copy the first `longest` tokens of row source[i] to row destination[i]."""
