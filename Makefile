@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart reference test check docs serving soak
+.PHONY: quickstart reference test check docs serving soak gpu
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
@@ -88,6 +88,10 @@ docs: .venv/installed
 # Long tests of docs/lab/reliability: under an hour on two cores. Run one part with `make soak PART=kills`.
 soak: .venv/installed
 	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
+
+# What to measure when a GPU is at hand for half an hour, into runs/gpu/gpu.md. Finished parts are kept: type it again.
+gpu: .venv/installed
+	$(BIN)/python -m benchmarks.gpu
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -112,7 +112,7 @@ class Problem:
             loss = _OverDraftVocabulary(output, self.drafted.to(self.device), self.weights, compiled)
         ids, documents = self.ids.to(self.device), torch.zeros_like(self.ids).to(self.device)
         targets = head.config.training_targets(self.ids, torch.zeros_like(self.ids), torch.ones_like(self.ids), [0])
-        targets = {name: x.to(self.device) for name, x in targets.items()}
+        targets = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in targets.items()}
         hidden, states = self.hidden.to(self.device, self.dtype), self.aux_hidden.to(self.device)
         batch = TrainingBatch(ids, documents, hidden, states, targets)
 

@@ -39,7 +39,7 @@ from speculator.drafters.costs import clock
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.heads.training import IGNORE, TrainingBatch
+from speculator.heads.training import TrainingBatch
 from speculator.heads.unrolled import align
 from speculator.tables import markdown_table
 from speculator.target.linear import FAST_DTYPES
@@ -103,6 +103,10 @@ def step_over_target(target: Target, heads: int, length: int, runs: int) -> list
     return rows
 
 
+_DOCUMENT = 512
+"""Tokens of a document; rows hold several, as those of recipes do."""
+
+
 class Training:
     """A head that is trained on random tokens, step by step, as `SpeculatorTrainer` does it but for clipping.
 
@@ -117,24 +121,24 @@ class Training:
         torch.manual_seed(0)
         self.target, self.weights = target, weights
         self.ids = torch.randint(target.vocab_size, (rows, length), device=target.device)
+        self.documents = (torch.arange(length, device=target.device) // _DOCUMENT).expand_as(self.ids).contiguous()
         with target.device:
             self.head = MLPSpeculator(
                 MLPSpeculatorConfig(vocab_size=target.vocab_size, emb_dim=target.hidden_size, **shape)
             )
         ones = torch.ones_like(self.ids)
-        self.labels = align(self.ids, ones, ones, self.head.n_predict)
-        assert (self.labels != IGNORE).all()
+        self.labels = align(self.ids, self.documents, ones, self.head.n_predict)
         self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=1e-3, fused=target.device.type == "cuda")
 
     def forward(self) -> Tensor:
-        return self.target.hidden(self.ids)
+        return self.target.hidden(self.ids, self.documents)
 
     def step(self) -> None:
         """Forward, backward, update; the gradients are then given back."""
         half = self.target.dtype == torch.bfloat16
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=half):
             hidden = self.forward()
-            batch = TrainingBatch(self.ids, torch.zeros_like(self.ids), hidden, hidden.float(), {"labels": self.labels})
+            batch = TrainingBatch(self.ids, self.documents, hidden, hidden.float(), {"labels": self.labels})
             token_loss = ChunkedLoss(self.target.logits, self.weights, self.target.vocab_size)
             objective = self.head(batch, token_loss)["objective"][0] / self.head.n_predict
         objective.backward()

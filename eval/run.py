@@ -210,6 +210,7 @@ def evaluate(
             rows += made
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
+        engines.clear()  # their caches and graphs would stay while the next batch size is measured
     report = {
         "schema": 2,
         "target": target.name,

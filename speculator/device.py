@@ -45,6 +45,11 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to a device; the host does not wait for a GPU."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """Return the requested device; by default the accelerator if there is one, else the CPU."""
     if device is None:

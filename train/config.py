@@ -240,6 +240,8 @@ class RunConfig:
     """Print the memory, time and disk that the run needs and stop; on this machine, or on GPUs such as 8xH100."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sampling."""
+    deterministic: bool = False
+    """Ask torch for operations whose results repeat exactly on a GPU (slower; torch warns of those that cannot)."""
     report_to: Literal["wandb", "none"] = "wandb"
     """Tracker: wandb (offline unless a key is set) or none."""
 

@@ -8,11 +8,13 @@ has no cross-entropy, but it is counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from speculator.device import send
 from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
 from speculator.target.compiled import Compiled, can_compile
 from speculator.target.linear import product
@@ -22,6 +24,7 @@ _CHUNK = {"cpu": 2**23}
 _CHUNK_ON_GPU = 2**26
 """Logits in memory at a time, over the whole vocabulary: 32 MiB and 256 MiB in float32."""
 _OUTER_ROWS = 8192
+_TILE = 256
 _LK_ETA = 3.0
 """How soon the LK hybrid turns from KL divergence to total variation: the paper's value."""
 _COMPILED_ON_CPU = 2**15
@@ -136,7 +139,9 @@ def compiling_pays(device: torch.device, vocab_size: int) -> bool:
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
     """Number of tokens whose logits are in memory at a time, by kind of device."""
-    return max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
+    chunk = max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
+    # 523 rows, for a vocabulary of 128,256, would leave a fifth of a product's last tiles on a GPU empty.
+    return chunk if device in _CHUNK or chunk < _TILE else chunk // _TILE * _TILE
 
 
 class ChunkedLoss:
@@ -240,7 +245,7 @@ class _Call(NamedTuple):
     labels: Tensor  # [N, K]
     weights: Tensor  # [N, K]
     draft_tokens: Tensor | None  # [V_d]
-    predictors: Tensor | None  # [K]
+    predictors: Tensor | None  # [K] on the CPU
     matrix_of: list[list[int]]
     train: bool
 
@@ -266,14 +271,24 @@ class _Chunked(torch.autograd.Function):
         loss, accepted = (torch.zeros(steps, kept, device=device, dtype=kept_in) for _ in range(2))
         hits = torch.zeros(steps, kept, dtype=torch.long, device=device)
         chunk = call.loss.chunk or chunk_tokens(device.type, call.loss.vocab_size)
+        # A matrix's gradient is as large as the vocabulary. On a GPU it is read and written once for all steps of a
+        # chunk, whose logits therefore stay until the chunk's end.
+        together = train and device.type != "cpu"
+        if together:
+            buffer = cast[0].new_empty(steps * min(chunk, kept) * len(cast[0]))
         for start in range(0, kept, chunk):
-            span = slice(start, start + chunk)
+            span = slice(start, min(start + chunk, kept))
             target = None
             if call.loss.needs_target:
                 target = _target(call, span)
+            if together:
+                every = buffer[: steps * (span.stop - start) * len(cast[0])].view(steps, -1, len(cast[0]))
+            users: list[list[tuple[int, Tensor]]] = [
+                [] for _ in matrices
+            ]  # steps of each matrix, and what they give it
             for i, which in enumerate(call.matrix_of):
                 xs = [x[span].to(dtype) for x in features[i]]
-                z = _logits(xs, [cast[j] for j in which])
+                z = _logits(xs, [cast[j] for j in which], every[i] if together else None)
                 if train:
                     given = labels[i, span], call.weights[i, span], target, options
                     loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(z, *given)
@@ -282,8 +297,16 @@ class _Chunked(torch.autograd.Function):
                     continue
                 for x, d_x, j in zip(xs, d_features[i], which, strict=True):
                     d_x[span] = product(z, cast[j].T).to(d_x.dtype)
-                    if (d_matrix := d_matrices[j]) is not None:
+                    if (d_matrix := d_matrices[j]) is None:
+                        continue
+                    if together:
+                        users[j].append((i, x))
+                    else:
                         _add_outer(d_matrix, z, x)
+            for d_matrix, given in zip(d_matrices, users, strict=True):
+                if given and d_matrix is not None:
+                    own = every if len(given) == steps else every[[i for i, _ in given]]
+                    _add_outer(d_matrix, own.flatten(0, 1), torch.cat([x for _, x in given]))
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
         ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
         ctx.mark_non_differentiable(loss, hits, accepted)
@@ -303,9 +326,19 @@ def _product_dtype(matrix: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
 
 
-def _logits(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:  # [C, I] and [V, I] each -> [C, V]
-    terms = [product(x, matrix) for x, matrix in zip(features, matrices, strict=True)]
-    return sum(terms[1:], terms[0])
+def _logits(
+    features: Sequence[Tensor],  # [C, I] each
+    matrices: Sequence[Tensor],  # [V, I] each
+    out: Tensor | None = None,  # [C, V]
+) -> Tensor:  # [C, V]
+    terms = [(x, matrix) for x, matrix in zip(features, matrices, strict=True)]
+    if out is None:
+        products = [product(x, matrix) for x, matrix in terms]
+        return sum(products[1:], products[0])
+    torch.mm(features[0], matrices[0].T, out=out)
+    for x, matrix in terms[1:]:
+        out += product(x, matrix)
+    return out
 
 
 def _target(call: _Call, span: slice) -> TargetProbs:
@@ -316,19 +349,35 @@ def _target(call: _Call, span: slice) -> TargetProbs:
 
     if call.predictors is None:
         return probs(call.hidden[span])
+    # On the CPU, so that nothing waits for a GPU to count the distinct ones.
     distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
+    distinct, of_label = (send(x, call.hidden.device) for x in (distinct, of_label))
     p, entropy = probs(call.hidden[distinct])
     return TargetProbs(p[of_label], entropy[of_label])
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]
-    """Add the product in blocks of the vocabulary: a whole one would be as large as `total`."""
+    """Add the product in blocks of the vocabulary, unless one kernel does it: a whole one is as large as `total`."""
     if total.dtype == x.dtype and not total.is_cpu:
         total.addmm_(d_z.T, x)
+        return
+    if total.dtype == torch.float32 and _adds_in_float32(x.device, x.dtype):
+        torch.ops.aten.addmm.dtype_out(total, d_z.T, x, torch.float32, out=total)
         return
     for start in range(0, len(total), _OUTER_ROWS):
         span = slice(start, start + _OUTER_ROWS)
         total[span] += product(d_z[:, span].T, x.T)
+
+
+@cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds products of a narrower dtype to a float32 matrix in one kernel."""
+    ones, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except RuntimeError:  # not on a CPU, and not in every build
+        return False
+    return bool((total == 17).all())
 
 
 def summarise(sums: dict[str, Metric]) -> dict[str, float]:

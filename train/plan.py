@@ -29,6 +29,7 @@ from speculator.target.sharding import divided
 from train.config import HERE, RunConfig, StageConfig
 from train.initialise import head_config
 from train.losses import chunk_tokens
+from train.sharded_adam import largest_share
 
 
 class Gpu(NamedTuple):
@@ -199,9 +200,9 @@ class Plan:
             target -= self.table * self.size // self.shards if self.config.target.parallel == "tp" else 0
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
-        training = Counter({"head's weights and gradients": 8 * self.trained, "moments": 8 * self.trained // shared})
-        if self.place.processes > 1:
-            training["gradients being reduced"] = 4 * self.trained
+        trained = [weight.numel() for weight in self.head_module.parameters() if weight.requires_grad]
+        moments = 8 * largest_share(trained, shared)  # whole tensors
+        training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
         needs = {name: always + training + self._micro_batch(name) for name in self.stages}
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
         for name, own in self.writings.items():
@@ -225,6 +226,8 @@ class Plan:
         chunk = chunk_tokens("cuda" if self.place.memory else "cpu", vocab)
         # The output matrix in bfloat16, its gradient in float32; 4 copies of p and 8 of q for one chunk of tokens.
         loss = 6 * self.largest + 4 * min(chunk, tokens) * (4 * vocab + 8 * drafted)
+        if self.place.memory:  # the logits of all steps of a chunk
+            loss += 2 * min(chunk, tokens) * drafted * self.head.n_predict
         kept = tokens * self.head.activation_bytes(self.length(name))
         peak = (
             ("target's forward pass", forward)

@@ -6,16 +6,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 from accelerate import PartialState
 
 from speculator.errors import UserError, refuse
+from speculator.target.sharding import TIMEOUT
 from train import interrupts
 
-TIMEOUT = timedelta(minutes=30)
-"""Timeout of a collective: longer than one process takes to write a checkpoint while the others wait."""
 _WRAPPINGS = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shlex
+import time
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -53,6 +54,7 @@ from train.self_source import fresh_rows, with_self_written
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
+_POLL_SECONDS = 1.0
 _LOAD, _PREPARE, _STAGE1, _WRITE, _STAGE2, _MEASURE = PHASES = (
     "loading the target",
     "preparing data",
@@ -123,6 +125,9 @@ def _run(config: RunConfig) -> None:
     quiet_libraries()
     use_all_cores()
     set_seed(config.seed)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it in its first product
+        torch.use_deterministic_algorithms(True, warn_only=True)
     refuse_too_large(config, state.num_processes)
     announce(config, _LOAD)
     target = load_target(config)
@@ -189,9 +194,12 @@ def _train(
         tracking.stop()
         write_card(head_folder)
         print(summary(config))
-    elif target.group is not None and target.group.index == 0:
+        return
+    if target.group is not None and target.group.index == 0:
         with TemporaryDirectory() as scratch, redirect_stderr(StringIO()):
             _measure(config, target, suites, Path(scratch))
+    while not (head_folder / CARD).exists():  # not in a collective, which would time out
+        time.sleep(_POLL_SECONDS)
 
 
 def summary(config: RunConfig) -> str:

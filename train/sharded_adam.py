@@ -7,17 +7,26 @@ resumes from it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
 
+def largest_share(sizes: Iterable[int], processes: int) -> int:
+    """Return how many numbers the fullest process has: each tensor goes to the emptiest one, the largest first."""
+    shares = [0] * processes
+    for size in sorted(sizes, reverse=True):
+        shares[shares.index(min(shares))] += size
+    return max(shares)
+
+
 class ShardedAdam(ZeroRedundancyOptimizer):
     """Replaces an AdamW that has made no step yet."""
 
     def __init__(self, whole: Optimizer):
-        settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps")}
+        settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps", "fused")}
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in whole.param_groups]
         super().__init__(groups, optimizer_class=AdamW, **settings)
 

@@ -52,7 +52,7 @@ class Collator:
         self.config, self.rejected_token_weight = config, rejected_token_weight
         self.epoch = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
 
         def column(name: str, default: int) -> Tensor:  # [B, L]
@@ -107,6 +107,8 @@ class SpeculatorTrainer(Trainer):
     ):
         self.shard_optimizer = shard_optimizer
         super().__init__(**kwargs)
+        if self.accelerator.ddp_handler is not None:  # gradients lie in the buckets that are reduced, not beside them
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
         self.add_callback(ProgressLine(title))

@@ -13,10 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from speculator.device import is_out_of_memory
 
 Result = TypeVar("Result")
 DEVICES = ("cuda",)
@@ -25,7 +28,11 @@ MAX_GRAPHS = 64
 """Graphs that one engine keeps; the least recently used is freed. Keys are rows x cache bucket x sampling x shape."""
 
 enabled = True
-"""Set to False for the rest of the process when a capture fails or a replay gives a wrong result."""
+"""Set to False for the rest of the process when captures of several keys have failed."""
+_MAX_FAILURES = 3
+"""Keys whose capture fails, or whose replay differs, before capturing is switched off."""
+_RETRY = 256
+"""Calls of a key that run eagerly after its capture failed for lack of memory."""
 _CHECKED_REPLAYS = 2
 _TOLERANCE = 1e-2
 """Largest difference between the results of a function and of its graph, which may round differently."""
@@ -33,7 +40,7 @@ _TOLERANCE = 1e-2
 
 @dataclass
 class _Entry(Generic[Result]):
-    """State of one key: the number of calls, and the graph with the result that a replay fills."""
+    """State of one key: the number of calls that succeeded, and the graph with the result that a replay fills."""
 
     calls: int = 0
     graph: Any = None
@@ -46,7 +53,8 @@ class Captured(Generic[Result]):
     A key's first call runs eagerly, as a warm-up. The second is captured. In the first `_CHECKED_REPLAYS` replays the
     function also runs eagerly from the same state, and both results are compared. Later calls only replay. The result
     is the one returned during capture: every replay overwrites its tensors. If a capture fails or a replay differs, the
-    eager result is used, capturing is switched off for the process, and a warning is issued.
+    eager result is used, and so is the function in later calls of the key; after a lack of memory the key is tried
+    again. The third such key switches capturing off for the process, with a warning.
 
     Args:
         work: the function. A replay ignores its arguments.
@@ -54,13 +62,16 @@ class Captured(Generic[Result]):
 
     Attributes:
         prepared: calls so far, of all functions, that did more than replay; their time is not that of a step.
+        failures: keys of all functions that can't be captured.
     """
 
-    prepared = 0
+    prepared = failures = 0
 
     def __init__(self, work: Callable[..., Result], pool: Any):
         self.work, self.pool = work, pool
         self._entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
+        self._failed: dict[Hashable, float] = {}
+        """Number of further calls that run eagerly, by key."""
 
     def __call__(
         self,
@@ -68,19 +79,28 @@ class Captured(Generic[Result]):
         state: Sequence[Tensor],  # updated in place by the function
         *arguments: Any,
     ) -> Result:
-        if not enabled:
+        if not enabled or self._waits(key):
             return self.work(*arguments)
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
-        entry.calls += 1
-        if entry.calls > 1 + _CHECKED_REPLAYS:
+        if entry.calls > _CHECKED_REPLAYS:
             entry.graph.replay()
             return entry.result  # type: ignore[return-value]
         Captured.prepared += 1
-        if entry.calls == 1:
+        if entry.calls == 0:
             self._evict()
-            return warm_up(self.work, *arguments)
-        return self._check(entry, state, *arguments)
+            result = warm_up(self.work, *arguments)
+        else:
+            result = self._check(key, entry, state, *arguments)
+        entry.calls += 1  # a call that failed, such as for lack of memory, does not count
+        return result
+
+    def _waits(self, key: Hashable) -> bool:
+        """Return whether a key runs eagerly in this call, because its capture failed."""
+        left = self._failed.pop(key, 0)
+        if left > 1:
+            self._failed[key] = left - 1
+        return left > 0
 
     def _evict(self) -> None:
         """Free the least recently used graphs. Their memory in the pool serves the next captures."""
@@ -89,7 +109,7 @@ class Captured(Generic[Result]):
             if entry.graph is not None:
                 entry.graph.reset()
 
-    def _check(self, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
+    def _check(self, key: Hashable, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
         """Run eagerly and by the graph, from the same state, and compare."""
         before = [tensor.clone() for tensor in state]
         expected = self.work(*arguments)
@@ -103,11 +123,26 @@ class Captured(Generic[Result]):
             if _all_close([*tensors(entry.result), *state], [*eager, *after]):
                 return entry.result  # type: ignore[return-value]
             reason = "a replay differed from the step that was captured"
+            left = inf
         except RuntimeError as error:
             reason = str(error.__context__ or error)
+            full = any(is_out_of_memory(each) for each in (error, error.__context__) if isinstance(each, Exception))
+            left = _RETRY if full else inf
         _restore(state, after)
-        _switch_off(reason)
+        self._drop(key, left, reason)
         return expected
+
+    def _drop(self, key: Hashable, left: float, reason: str) -> None:
+        """Free a key's graph and run the key eagerly, for `left` calls. Other keys keep their graphs."""
+        graph = self._entries.pop(key).graph
+        if graph is not None:
+            graph.reset()
+        self._failed[key] = left
+        Captured.failures += left == inf
+        if left != inf:
+            torch.cuda.empty_cache()
+        elif Captured.failures == _MAX_FAILURES:
+            _switch_off(reason)
 
 
 def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:

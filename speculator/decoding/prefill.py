@@ -15,7 +15,7 @@ from speculator.decoding.request import Request, max_logprobs
 from speculator.decoding.sampling import Noise, RowSampling
 from speculator.decoding.scheduler import Scheduler
 from speculator.errors import refuse
-from speculator.target.kv_cache import KVCache, bucketed
+from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
 
@@ -43,7 +43,7 @@ def next_chunk(scheduler: Scheduler, rows: list[int], width: int, budget: int | 
     slots = [scheduler.slots[row] for row in rows]
     begins = [slot.num_computed_tokens for slot in slots]
     # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most tokens.
-    room = cache.capacity - bucketed(max(begins), cache.lengths.device)
+    room = cache.capacity - max(begins)
     return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from numbers import Integral, Real
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.errors import UserError, refuse
+from speculator.target import compiled
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
 _TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens
@@ -154,14 +156,16 @@ class Noise:
         self.sampling, self.positions, self._seeds, self._size = sampling, positions, sampling.seeds, size
         self.coupled = coupled or sampling.greedy
         self._noisy = coupled and not sampling.greedy
-        # [B, V] by depth. On a GPU all at once, in few kernels; on a CPU the levels that somebody asks for.
-        self._levels: dict[int, Tensor] = {}
+        self._levels: dict[int, Tensor] = {}  # [B, V] by depth, as somebody asks for them
+        self._gumbel: Tensor | None = None  # [B, depth + 1, V] on a GPU, where fewer kernels matter more
         if self._noisy and positions.device.type != "cpu":
             places = positions[:, None] + torch.arange(depth + 1, device=positions.device)
-            noise = gumbel(self._seeds[:, None], places, size).masked_fill_(sampling.at_zero, 0.0)
-            self._levels = dict(enumerate(noise.unbind(1)))
+            noise = _gumbel_on(positions.device.type)(self._seeds[:, None], places, size)
+            self._gumbel = noise.masked_fill_(sampling.at_zero, 0.0)
 
     def _level(self, depth: int) -> Tensor:  # [B, V]
+        if self._gumbel is not None:
+            return self._gumbel[:, depth]
         if depth not in self._levels:
             noise = gumbel(self._seeds, self.positions + depth, self._size)
             self._levels[depth] = noise.masked_fill_(self.sampling.at_zero[:, 0], 0.0)
@@ -194,7 +198,10 @@ class Noise:
             return tokens
         if not self._noisy:
             return most_likely(logits)
-        noise = torch.stack([self._level(depth) for depth in range(draft.depth + 1)], 1)
+        if self._gumbel is None:
+            noise = torch.stack([self._level(depth) for depth in range(draft.depth + 1)], 1)
+        else:
+            noise = self._gumbel[:, : draft.depth + 1]
         if draft.parents is not None:
             noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
         return most_likely(self.sampling.scaled(logits) + noise)
@@ -283,6 +290,13 @@ def gumbel(
     x = (x ^ (x >> 15)) * -2073254261
     x = (x ^ (x >> 16)) * 739982445
     return _gumbel_of((x ^ (x >> 15)) & 0x7FFFFFFF)
+
+
+@cache
+def _gumbel_on(kind: str) -> Callable[..., Tensor]:
+    """Return `gumbel` for a kind of device: one kernel instead of 25 passes over the noise, if it can be compiled."""
+    pays = kind in compiled.DEVICES and compiled.can_compile(torch.device(kind))
+    return compiled.Compiled(gumbel, "the noise") if pays else gumbel
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32

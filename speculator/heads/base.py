@@ -97,11 +97,12 @@ class SpeculatorConfig(PreTrainedConfig):
         document_ids: Tensor,  # [B, L]
         loss_mask: Tensor,  # [B, L]
         seeds: Sequence[int],
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Choose the training positions of a batch of rows; `seeds` has a number for each row, a new one every epoch.
 
         Returns "labels" in the shape that `forward` expects, IGNORE where there is nothing to predict; their number
-        normalises the loss. Further tensors (such as sampled anchors) reach `forward` as `TrainingBatch.targets`.
+        normalises the loss. Whatever else is in the dict reaches `forward` in `TrainingBatch.targets`: tensors are
+        moved to the device, other objects stay as they are.
         """
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class TrainingBatch:
     document_ids: Tensor
     hidden: Tensor
     states: Tensor
-    targets: dict[str, Tensor]
+    targets: dict[str, Any]
     token_weights: Tensor | None = None
 
     @property
@@ -91,5 +91,6 @@ class TokenLoss(Protocol):
         hidden: Tensor,  # [K, D] target states that predict the labels
         weights: Tensor,  # [N, 1] or [N, K] how many times each label counts in the objective
         draft_tokens: Tensor | None = None,  # [V_d] token of each row; None: the whole vocabulary
-        predictors: Tensor | None = None,  # [K] row of `hidden` that predicts each label, equal ones side by side
+        # [K] on the CPU: row of `hidden` that predicts each label, equal ones side by side
+        predictors: Tensor | None = None,
     ) -> TokenLosses: ...

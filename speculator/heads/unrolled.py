@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from speculator.device import send
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
 
@@ -34,7 +36,7 @@ class UnrolledConfig(SpeculatorConfig):
 
     def training_targets(
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         return {"labels": align(input_ids, document_ids, loss_mask, self.n_predict)}
 
 
@@ -87,7 +89,7 @@ class UnrolledHead(Speculator):
         labels = draft_ids(labels, self.draft_tokens)
         kept = (labels != IGNORE).any(0).nonzero()[:, 0]
         hidden = batch.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
-        weights = loss.step_weights(steps).to(hidden.device)[:, None]
+        weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
             weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]

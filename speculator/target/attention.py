@@ -1,4 +1,6 @@
-"""Attention masks, and the one attention function of all targets, registered with transformers as `ATTENTION`.
+"""Attention masks, and the one attention function of all decoding targets, registered with transformers as `ATTENTION`.
+
+`VARLEN` is for training on packed documents.
 
 The function attends over the KV cache that is being written (`speculator.target.write.current`). A token sees the
 committed positions of its row, and its ancestors among the new tokens. Without such a cache attention is causal.
@@ -17,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from speculator.target.write import Write, current
 
-ATTENTION = "speculator"
+ATTENTION, VARLEN = "speculator", "speculator_varlen"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 """Sliding window of each attention layer; not all families pass it to `attention`."""
 
@@ -145,4 +147,34 @@ def _explicit(
     return torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, N, Dh]
+    key: Tensor,  # [1, H, N, Dh]
+    value: Tensor,  # [1, H, N, Dh]
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,  # [documents + 1] int32, where each document begins, and N
+    max_length_q: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Compute causal attention within each of many documents in a row, by torch's own flash attention on a GPU.
+
+    A dense mask would cost several times as much: most of it is hidden, and it needs repeated keys.
+    """
+    if cu_seq_lens_q is None or softcap is not None or s_aux is not None:
+        raise ValueError("flash attention needs the bounds of the documents, and has neither soft-capping nor sinks")
+    packed = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [N, heads, Dh]
+    window = WINDOWS.get(module, sliding_window)
+    options = {"scale": scaling, "window_size_left": None if window is None else window - 1}
+    bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    out, *_ = torch.ops.aten._flash_attention_forward(*packed, *bounds, 0.0, True, False, **options)
+    return out[None], None
+
+
 AttentionInterface.register(ATTENTION, attention)
+AttentionInterface.register(VARLEN, varlen_attention)

@@ -29,6 +29,10 @@ Form = tuple[int, int, torch.dtype, torch.device]
 """Heads, head size, dtype and device of one layer's keys or values."""
 BUCKETS = {"cuda": 256}
 """`KVCache.bucket` by device type; 1 elsewhere, because reading free positions takes time."""
+_ALIGNED = 16
+"""Fused attention needs masks whose width is a multiple of this."""
+_LEAST_WIDTH = 32
+"""Smallest width of a prefill chunk for attention on a GPU; larger ones are four times it, sixteen times it, ..."""
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
@@ -110,7 +114,7 @@ class KVCache(Cache):
         lengths: [B] committed tokens of each row, updated in place.
         selected: [R] lengths of the selected rows, a view.
         longest: upper bound of the selected lengths, known to the host; it decides how many positions are read.
-        bucket: `longest` is rounded up to a multiple of this, so that shapes rarely change.
+        bucket: `longest` is rounded up to this, its double, four times it, ..., so that shapes are few.
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class KVCache(Cache):
 
         Unless the device has a bucket, `longest` must be exact for a single row.
         """
-        self.longest = _up(longest, self.bucket)
+        self._used, self.longest = longest, bucketed(longest, self.lengths.device)
         if (start, stop) != self.rows:
             self.rows = start, stop
             self.selected = self.lengths[start:stop]
@@ -187,17 +191,16 @@ class KVCache(Cache):
         Raises:
             ValueError: the tokens do not fit.
         """
-        if self.longest + base + width > self.capacity:
-            raise ValueError(f"{self.longest} + {base + width} tokens do not fit a cache of {self.capacity}")
-        # Fused attention needs masks of aligned width.
-        extent = self.longest + _up(base + width, min(self.bucket, 16))
+        if self._used + base + width > self.capacity:
+            raise ValueError(f"{self._used} + {base + width} tokens do not fit a cache of {self.capacity}")
+        extent = min(self.longest + aligned(base + width, self.lengths.device), self.capacity)
         block = self.selected[:, None] + torch.arange(base + width, device=self.lengths.device)
         cache_positions = positions = block[:, base:] if base else block
         if tree is not None:
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
         packing = None
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
-            packing = Packing.of(counts, self.bucket, block.device)
+            packing = Packing.of(counts, width, self.bucket, block.device)
         self.write = Write(
             self.selected, width, extent, block, cache_positions, positions, tree, self.single_row, packing
         )
@@ -256,13 +259,27 @@ class KVCache(Cache):
         for layer in self.recurrent.values():
             layer.follow(path)
 
+    def padded_width(self, width: int) -> int:
+        """Width to which a prefill chunk is padded, so that attention has few shapes; the model skips padding.
+
+        Not with recurrent layers, which read it.
+        """
+        if self.bucket == 1 or self.recurrent:
+            return width
+        padded = _LEAST_WIDTH
+        while padded < width:
+            padded *= 4
+        return max(width, min(padded, self.capacity - self._used))
+
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Copy the first `longest` tokens of row source[i] to row destination[i]."""
         old, new = (torch.tensor(rows, device=self.lengths.device) for rows in (source, destination))
         self.lengths[new] = self.lengths[old]
         for stack in self.stacks.values():
-            # On a CPU index_copy_ and index_select take twenty times as long.
-            stack[:, new.to(stack.device), :, :longest] = stack[:, old.to(stack.device), :, :longest]
+            rows, others = old.to(stack.device), new.to(stack.device)
+            for layer in stack:  # one at a time: the copied rows of all layers may take gigabytes
+                # On a CPU index_copy_ and index_select take twenty times as long.
+                layer[others, :, :longest] = layer[rows, :, :longest]
         for layer in self.recurrent.values():
             layer.move(old, new)
 
@@ -283,8 +300,16 @@ class KVCache(Cache):
 
 
 def bucketed(longest: int, device: torch.device) -> int:
-    """Round up to the cache's bucket on a device."""
-    return _up(longest, BUCKETS.get(device.type, 1))
+    """Round up to a bucket of caches on a device: 256, 512, 1,024, ... on a GPU. 0 stays."""
+    bucket = BUCKETS.get(device.type, 1)
+    if bucket == 1 or not longest:
+        return longest
+    return bucket << ((longest - 1) // bucket).bit_length()
+
+
+def aligned(count: int, device: torch.device) -> int:
+    """Round up a number of positions that attention reads, for the masks of fused attention on a device."""
+    return _up(count, min(BUCKETS.get(device.type, 1), _ALIGNED))
 
 
 def _up(count: int, multiple: int) -> int:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_accelerate_available
 
 from speculator.errors import UserError, refuse
 from speculator.target.gguf import complete, is_gguf, located
@@ -57,8 +58,11 @@ def read_target(
                 where["distributed_config"] = place.config()
             elif place == "auto":
                 where["device_map"] = place
-            elif place.type != "cpu" and getattr(config, "quantization_config", None):
-                where["device_map"] = {"": place}  # some kinds of weights can't be moved after loading
+            elif place.type != "cpu" and (
+                getattr(config, "quantization_config", None) or (is_accelerate_available() and not is_gguf(name))
+            ):
+                # Weight by weight: no whole copy in host memory, and some quantised ones can't be moved after loading.
+                where["device_map"] = {"": place}
             options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded: Any = auto_class(config).from_pretrained(**where, **options)
         model, found = loaded

@@ -99,6 +99,10 @@ class Target:
                 "draft; full and sliding-window attention and recurrent layers can"
             )
         self.original_attention = original_attention(model)
+        if self.device.type == "cuda":
+            # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
+            # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.context_length = context_length(self.config, self.name)
         if group is not None and group.parallel == "tp":
             make_whole(model.get_output_embeddings())
@@ -277,11 +281,18 @@ class Target:
             base: positions that earlier calls wrote and did not commit.
             counts: tokens of each row that will be committed, if known: the others are padding.
         """
-        with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(write.padded):
+        width = tokens.shape[1]
+        if counts is not None:
+            tokens = nn.functional.pad(tokens, (0, cache.padded_width(width) - width))
+
+        def own(states: Tensor) -> Tensor:
+            return write.padded(states)[:, :width]
+
+        with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(own):
             positions = write.packed(write.positions.clamp(max=self.context_length - 1))
             given: Any = {"position_ids": positions, self.cache_name: cache}
             output = self._body(input_ids=write.packed(tokens), use_cache=True, **given)
-            hidden = write.padded(output.last_hidden_state)
+            hidden = own(output.last_hidden_state)
         return hidden.to(self.device)  # the last layers may be on another device
 
     @torch.no_grad()

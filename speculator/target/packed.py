@@ -46,6 +46,15 @@ def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dic
     return {name: each.reshape(1, -1) for name, each in packed(model, tokens, documents).items()}
 
 
+def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+    """Join all rows into one, and say where each document begins: layers hand that to `varlen_attention`."""
+    given = in_one_row(model, tokens, documents)
+    begins = (given["position_ids"][0] == 0).nonzero()[:, 0]
+    bounds = nn.functional.pad(begins, (0, 1), value=tokens.numel()).int()
+    longest = max(2, tokens.shape[1])  # an upper bound; 1 would select another kernel
+    return {**given, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
     """Give each document a row of its own, for models whose state runs through the row."""
     place, width = places(documents)

@@ -13,9 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.utils import is_flash_attn_2_available
 
 from speculator.errors import UserError, refuse
-from speculator.target.attention import ATTENTION, WINDOWS, attention
+from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention
 from speculator.target.host_sync import has_host_sync
-from speculator.target.packed import Layout, in_one_row, masked, one_per_row, packed
+from speculator.target.packed import Layout, in_one_row, in_one_row_with_bounds, masked, one_per_row, packed
 
 if TYPE_CHECKING:
     from speculator.target.model import Target
@@ -219,8 +219,12 @@ def _choose_document_attention(target: Target, texts: Tensor, allowed: float) ->
     choices: list[tuple[Any, Layout]] = [(original, packed), (original, masked)]
     if "flash" in (original if isinstance(original, str) else original[""]):
         choices = [(original, in_one_row)]
-    elif target.device.type == "cuda" and target.dtype.itemsize == 2 and is_flash_attn_2_available():
-        choices.insert(0, ("flash_attention_2", in_one_row))
+    elif target.device.type == "cuda" and target.dtype.itemsize == 2:
+        flash: list[tuple[Any, Layout]] = [(VARLEN, in_one_row_with_bounds)]
+        choices[:0] = flash + [("flash_attention_2", in_one_row)] * is_flash_attn_2_available()
+    if original == "eager" and target.device.type == "cuda":  # eager attention keeps the scores of all heads
+        place = choices.index((original, packed))
+        choices[place:place] = [("flex_attention", packed), ("flex_attention", masked)]
     if target.recurrent:
         choices.append((original, one_per_row))
     for choice in choices:

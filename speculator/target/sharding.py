@@ -7,6 +7,7 @@ depends on (`Group.broadcast`). Every process holds the whole output matrix, so 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from speculator.errors import UserError, refuse
 
+TIMEOUT = timedelta(minutes=30)
+"""Timeout of a collective: longer than one process takes to write a checkpoint while the others wait."""
 _GROUPS = "dp_replicate_size"
 Value = TypeVar("Value")
 
@@ -58,7 +61,8 @@ class Group:
         self.count = world // self.size
         self.index, self.rank = divmod(distributed.get_rank(), self.size)
         self._first = self.index * self.size
-        made = [distributed.new_group([*range(i * self.size, (i + 1) * self.size)]) for i in range(self.count)]
+        members = [[*range(i * self.size, (i + 1) * self.size)] for i in range(self.count)]
+        made = [distributed.new_group(each, timeout=TIMEOUT) for each in members]  # NCCL's default is 10 minutes
         self._processes = made[self.index]
 
     @property

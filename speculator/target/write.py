@@ -32,9 +32,9 @@ class Packing:
     sources: Tensor
 
     @classmethod
-    def of(cls, counts: Sequence[int], bucket: int, device: torch.device) -> Packing:
+    def of(cls, counts: Sequence[int], width: int, bucket: int, device: torch.device) -> Packing:
         """Pack rows of `counts` tokens. The last token is repeated up to a whole bucket, so that shapes are few."""
-        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        real = torch.arange(width) < torch.tensor(counts)[:, None]
         sources, places = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
         places = torch.cat([places, places[-1:].expand(-len(places) % bucket)])
         return cls(places.to(device), sources.to(device))

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculator.checkpoints import layout_of, load_any, save
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
+from speculator.target.packed import document_starts
 
 V, D, LENGTH = 300, 64, 40
 KINDS = {
@@ -67,7 +68,8 @@ def test_logits_equal_those_of_the_library(tmp_path, base, kind, run_in, report)
     rows = torch.zeros(len(anchors), dtype=torch.long)
     places = anchors[:, None] + torch.arange(4)
     with torch.no_grad():
-        features = again.blocks(given["aux_hidden"], tokens, given["documents"], rows, anchors)
+        starts = document_starts(given["documents"])[rows, anchors]
+        features = again.blocks(given["aux_hidden"], tokens, rows, anchors, starts)
         logits = again.block_logits(features)
         if again.markov_head is not None:
             markov = again.markov_head.markov_w1(tokens[0, places])

@@ -15,7 +15,7 @@ from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.heads.unrolled import UnrolledHead, align
 from speculator.target.compiled import can_compile
 from train.config import LossConfig
-from train.losses import _CHUNK, ChunkedLoss, d_pace, summarise
+from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
 S = L - N - 1
@@ -466,3 +466,33 @@ def test_gradients_on_two_processes_are_those_of_all_logits_at_once(on_two_proce
     total.backward()
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(gradients[index][name], parameter.grad, rtol=0, atol=1e-9)
+
+
+def test_a_gpu_s_chunks_are_whole_tiles():
+    assert chunk_tokens("cuda", 128_256) == 512
+    assert chunk_tokens("cuda", 2**19) == 128
+    assert chunk_tokens("cpu", 1000) == 8388
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_on_a_gpu_is_that_of_a_cpu(compiled):
+    """In bfloat16 under autocast, with the output matrix's gradient added up in float32 over several chunks."""
+    assert _adds_in_float32(torch.device("cuda", 0), torch.bfloat16)
+    weights = LossConfig(cross_entropy=0.3, kl=0.5, total_variation=2)
+    torch.manual_seed(0)
+    given = [torch.randn(*shape) / 4 for shape in ((4096, 64), (700, 64), (700, 64), (700, 32), (4096, 32))]
+    found = []
+    for device in ("cpu", "cuda"):
+        matrix, *features, hidden, head = (x.to(device) for x in given)
+        labels = torch.arange(2 * 700, device=device).view(2, 700) % 4096
+        matrix.requires_grad_()
+        loss = ChunkedLoss(lambda h, head=head: h @ head.T, weights, 4096, 256, compiled=compiled and device == "cuda")
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            terms = [[(x, matrix)] for x in features]
+            objective = loss(terms, labels, hidden, torch.ones(2, 1, device=device)).objective
+        found.append((objective.detach().cpu(), torch.autograd.grad(objective, matrix)[0].cpu()))
+    (expected, exact), (objective, gradient) = found
+    torch.testing.assert_close(objective, expected, rtol=1e-2, atol=0)
+    assert (gradient - exact).norm() < 2e-2 * exact.norm()

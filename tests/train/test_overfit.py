@@ -50,6 +50,8 @@ def overfit(
     documents = torch.zeros_like(row)
     targets = config.training_targets(row, documents, torch.ones_like(row), [0])
     targets["labels"] = targets["labels"].roll(shift, dims=1 if architecture == "dspark" else -1)
+    if architecture == "dspark":
+        targets["on_host"].labels = targets["labels"]
     with target.aux_layers.recorded(head.aux_layers) as states:
         hidden = target.hidden(row)
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)

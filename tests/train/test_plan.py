@@ -13,6 +13,7 @@ from train import run
 from train.command_line import parse
 from train.initialise import head_config
 from train.plan import GPUS, Place, Plan, gpu_named, place_of
+from train.sharded_adam import largest_share
 
 H100 = place_of("H100", 1)
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -104,8 +105,7 @@ def test_a_plan_is_for_the_gpus_that_are_named(target_folder):
     assert "| fits | yes |" in str(made)
     one = planning.plan(config_of(target_folder, "--plan", "H100"), processes=1)
     assert one.tokens()["stage1"] * 64 == made.tokens()["stage1"]
-    reduced = sum(made.memory()["stage1"].values()) - sum(one.memory()["stage1"].values())
-    assert reduced == 4 * made.trained
+    assert made.memory() == one.memory()  # gradients are reduced where they are
 
 
 def test_a_sharded_target_takes_less_of_each_process(target_folder):
@@ -119,7 +119,12 @@ def test_a_sharded_target_takes_less_of_each_process(target_folder):
         assert made.memory()["stage1"][part] == whole.memory()["stage1"][part] // 2 + matrix
         assert "1/2 of the target" in str(made)
     moments = planned("--shard_optimizer", "true").memory()["stage1"]["moments"]
-    assert moments * 2 == whole.memory()["stage1"]["moments"]
+    assert whole.memory()["stage1"]["moments"] / 2 <= moments < whole.memory()["stage1"]["moments"]
+
+
+def test_the_fullest_process_counts_when_moments_are_shared_as_whole_tensors():
+    assert largest_share([6, 5, 4, 3], 2) == 9
+    assert largest_share([8, 1, 1], 2) == 8
 
 
 @pytest.mark.parametrize(

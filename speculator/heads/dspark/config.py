@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,21 @@ from torch import Tensor
 from speculator.heads.attention import AttentionConfig
 from speculator.heads.training import IGNORE
 from speculator.target.packed import document_starts
+
+
+@dataclass
+class OnHost:
+    """The training targets that lay out the blocks, in CPU tensors wherever the batch is.
+
+    Attributes:
+        anchors: [B, A] ascending positions in each row.
+        starts: [B, A] first position of each anchor's document.
+        labels: [B, A, G]
+    """
+
+    anchors: Tensor
+    starts: Tensor
+    labels: Tensor
 
 
 class DSparkSpeculatorConfig(AttentionConfig):
@@ -89,11 +105,11 @@ class DSparkSpeculatorConfig(AttentionConfig):
 
     def training_targets(
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Draw anchors a; slot k = 1..G of a block predicts x[a+k].
 
-        Returns "anchors" [B, A], ascending positions in each row, and "labels" [B, A, G]: IGNORE from the first token
-        on that is not in the loss mask or belongs to another document.
+        Returns "labels" [B, A, G], IGNORE from the first token on that is not in the loss mask or belongs to another
+        document, and "on_host", see `OnHost`.
         """
         count, length = input_ids.shape
         learned = loss_mask.bool()
@@ -111,4 +127,6 @@ class DSparkSpeculatorConfig(AttentionConfig):
         inside = (places <= end[rows, anchors[:, :, None]]) & drawn[:, :, None]
         places = places.clamp_max(length - 1)
         live = (inside & learned[rows, places]).long().cumprod(-1).bool()
-        return {"anchors": anchors, "labels": input_ids[rows, places].masked_fill(~live, IGNORE)}
+        labels = input_ids[rows, places].masked_fill(~live, IGNORE)
+        starts = document_starts(document_ids)[rows[..., 0], anchors]
+        return {"labels": labels, "on_host": OnHost(anchors, starts, labels)}

@@ -13,7 +13,7 @@ from speculator.decoding.drafter import Sequences
 from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import CachedSource
-from speculator.target.kv_cache import bucketed
+from speculator.target.kv_cache import aligned, bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.dspark.model import DSparkSpeculator
@@ -70,7 +70,7 @@ class DSparkSource(CachedSource):
         head, size = self.head, self.head.config.block_size
         longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as the target's cache has it
         cache = self.cache.select(0, len(pending), longest)
-        extent = min(longest + size, cache.keys.shape[3])
+        extent = min(aligned(longest + size, pending.device), cache.keys.shape[3])
         slots = torch.arange(size, device=pending.device)
         positions = cache.lengths[:, None] + slots  # [B, size]
         last = slots if head.config.is_causal else slots.new_full((size,), size - 1)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from speculator.device import send
 from speculator.errors import UserError
 from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
@@ -38,12 +39,13 @@ from speculator.heads.dspark.drafting import DSparkSource
 from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
 from speculator.heads.unrolled import draft_ids
 from speculator.target.linear import pack_linears
-from speculator.target.packed import document_starts
 from speculator.target.sharding import whole
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**26
 """Attention scores that are computed at a time in training, by kind of device."""
+_LEAST_SPAN = 256
+"""Smallest number of text positions that a chunk of blocks reads on a GPU, and what the text is padded to."""
 KeyValue = tuple[Tensor, Tensor]
 
 
@@ -211,38 +213,58 @@ class DSparkSpeculator(AttentionHead):
         self,
         states: Tensor,  # [B, S, nD] auxiliary hidden states
         tokens: Tensor,  # [B, S]
-        documents: Tensor,  # [B, S]
-        rows: Tensor,  # [n] row of each anchor, ascending
+        rows: Tensor,  # [n] row of each anchor, ascending; this and the next two are on the CPU
         anchors: Tensor,  # [n] position of each anchor in its row, ascending within the row
+        starts: Tensor,  # [n] first position of each anchor's document
     ) -> Tensor:  # [n, G, D]
         """Compute what the output matrix reads in every slot that predicts a token."""
-        length, size = tokens.shape[1], self.config.block_size
-        context = self.context(states)
-        positions = torch.arange(length, device=tokens.device)
-        text = self.key_values(context, positions.expand(tokens.shape))
-        starts = document_starts(documents)[rows, anchors]
-        kind = tokens.device.type
-        most = _SCORES.get(kind, _SCORES_ON_GPU) // (self.config.num_attention_heads * length * size)
-        made = []
+        device, size = tokens.device, self.config.block_size
+        context, length = self.context(states), tokens.shape[1]
+        # On a GPU shapes are few: chunks, and the text that they read, are powers of two.
+        few = device.type not in _SCORES
+        if few:
+            context = nn.functional.pad(context, (0, 0, 0, -length % _LEAST_SPAN))
+            length = context.shape[1]
+        text = self.key_values(context, torch.arange(length, device=device).expand(context.shape[:2]))
+        most = _SCORES.get(device.type, _SCORES_ON_GPU) // (self.config.num_attention_heads * length * size)
+        most = max(1, most)
+        if few:
+            most = 1 << most.bit_length() - 1
+        made, at, first = [], anchors.tolist(), starts.tolist()
         ends = rows.bincount(minlength=len(tokens)).cumsum(0).tolist()
         for row, (begin, end) in enumerate(pairwise([0, *ends])):
             own = [(key[row], value[row]) for key, value in text]
-            for start in range(begin, end, max(1, most)):
-                chunk = slice(start, min(start + max(1, most), end))
-                made.append(self._chunk(tokens[row], own, starts[chunk], anchors[chunk]))
+            for start in range(begin, end, most):
+                stop = min(start + most, end)
+                last = at[stop - 1]
+                span = slice(max(first[start], at[start] + 1 - (self.config.sliding_window or length + size)), last)
+                chunk = torch.arange(start, stop)
+                if few:
+                    width = min(max(_LEAST_SPAN, 1 << (last - span.start - 1).bit_length()), length)
+                    span = slice(max(0, last - width), max(last, width))
+                    more = (1 << (stop - start - 1).bit_length()) - (stop - start)
+                    chunk = torch.cat([chunk, chunk[-1:].expand(more)])  # the last block again
+                given = (send(x[chunk], device) for x in (starts, anchors))
+                made.append(self._chunk(tokens[row], own, span, *given)[: stop - start])
         return torch.cat(made)
 
-    def _chunk(self, tokens: Tensor, text: list[KeyValue], starts: Tensor, anchors: Tensor) -> Tensor:  # [C, G, D]
-        """Compute the blocks at some anchors of one row: [S], N x [S, K, d], [C], [C]."""
+    def _chunk(
+        self,
+        tokens: Tensor,  # [S]
+        text: list[KeyValue],  # N x [S, K, d]
+        span: slice,  # positions of the text that the blocks read
+        starts: Tensor,  # [C]
+        anchors: Tensor,  # [C]
+    ) -> Tensor:  # [C, G, D]
+        """Compute the blocks at some anchors of one row."""
         count, size = len(anchors), self.config.block_size
-        window = self.config.sliding_window or int(anchors[-1]) + size
-        first, last = max(int(starts[0]), int(anchors[0]) + 1 - window), int(anchors[-1])
-        places = torch.arange(first, last, device=tokens.device)
+        places = torch.arange(span.start, span.stop, device=tokens.device)
         slots = torch.arange(size, device=tokens.device).repeat(count)
         blocks = torch.arange(count, device=tokens.device).repeat_interleave(size)
         positions = anchors[blocks] + slots
         seen_text = (places < anchors[blocks, None]) & (places >= starts[blocks, None])  # [C * size, T]
-        seen_text &= places > positions[:, None] - window
+        if self.config.sliding_window is not None:
+            seen_text &= places > positions[:, None] - self.config.sliding_window
         seen_block = blocks[:, None] == blocks
         if self.config.is_causal:
             seen_block &= slots[:, None] >= slots
@@ -251,37 +273,41 @@ class DSparkSpeculator(AttentionHead):
         h = self.block(tokens[anchors]).flatten(0, 1)  # [C * size, D]
         for layer, (text_keys, text_values) in zip(self.layers, text, strict=True):
             query, key, value = layer.enter(h, rope)
-            keys = torch.cat([text_keys[first:last], key]).transpose(0, 1)[None]
-            values = torch.cat([text_values[first:last], value]).transpose(0, 1)[None]
+            keys = torch.cat([text_keys[span], key]).transpose(0, 1)[None]
+            values = torch.cat([text_values[span], value]).transpose(0, 1)[None]
             h = layer.leave(h, attend(query[None], keys, values, seen)[0])
         return self.drafting_slots(h.unflatten(0, (count, size)))
 
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return the objective and the metrics of each slot."""
-        every, length = batch.labels, batch.input_ids.shape[1]
-        trained = (every[..., 0] != IGNORE).nonzero()
+        device, length = batch.input_ids.device, batch.input_ids.shape[1]
+        # All indices are worked out on the host: their numbers would have to be waited for on a GPU.
+        host = batch.targets["on_host"]
+        trained = (host.labels[..., 0] != IGNORE).nonzero()
         if not len(trained):
             trained = trained.new_zeros(1, 2)  # DDP needs a gradient for every weight
         rows, columns = trained.T
-        anchors, labels = batch.targets["anchors"][rows, columns], every[rows, columns]  # [n], [n, G]
-        features = self.blocks(batch.states, batch.input_ids, batch.document_ids, rows, anchors)
-        places = anchors[:, None] + torch.arange(self.n_predict, device=rows.device)
+        anchors, starts, labels = (x[rows, columns] for x in (host.anchors, host.starts, host.labels))  # [n, G]
+        features = self.blocks(batch.states, batch.input_ids, rows, anchors, starts)
+        places = anchors[:, None] + torch.arange(self.n_predict)
         places = places.clamp_max(length - 1)  # beyond the row there is no label
         # Slots that predict the same token, side by side: the target's distribution is computed once for them.
         live = (labels != IGNORE).flatten().nonzero()[:, 0]
         predictors = (rows[:, None] * length + places).flatten()[live]
         predictors, order = predictors.sort()
         live = live[order]
-        before = batch.input_ids.flatten()[predictors]
-        weights = loss.step_weights(self.n_predict).to(features.device).expand(labels.shape).flatten()[live]
+        weights = loss.step_weights(self.n_predict).expand(labels.shape).flatten()[live]
+        following = (rows[:, None] * length + (places + 1).clamp_max(length - 1)).flatten()[live]
+        ids, count = labels.flatten()[live], (labels != IGNORE).sum(0)
+        live, ids, weights, count = (send(x, device) for x in (live, ids, weights, count))
+        before = batch.input_ids.flatten()[send(predictors, device)]
         if batch.token_weights is not None:
-            following = (places + 1).clamp_max(length - 1)
-            weights = weights * batch.token_weights[rows[:, None], following].flatten()[live]
+            weights = weights * batch.token_weights.flatten()[send(following, device)]
         features = features.flatten(0, 1)[live]
         terms = [(features, self.output.weight)]
         if self.markov_head is not None:
             terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
-        ids = draft_ids(labels.flatten()[live], self.draft_tokens)[None]
+        ids = draft_ids(ids, self.draft_tokens)[None]
         pace = loss.pace([terms], ids, live[None], labels.shape)
         measured = loss(
             [terms],
@@ -295,7 +321,6 @@ class DSparkSpeculator(AttentionHead):
         def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [G, n]
             return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape).T
 
-        count = (labels != IGNORE).sum(0)
         overlap = None if measured.overlap is None else by_slot(measured.overlap)
         metrics = step_metrics(by_slot(measured.loss), by_slot(measured.hits), overlap, count)
         objective = measured.objective
@@ -325,14 +350,11 @@ class DSparkSpeculator(AttentionHead):
         self.share(embedding, matrix)
         try:
             count, length = states.shape[:2]
-            documents = torch.zeros_like(tokens)
             padded = nn.functional.pad(states, (0, 0, 0, tokens.shape[1] - length))
-            anchors = torch.arange(1, length + 1, device=tokens.device).repeat(count)
-            rows = torch.arange(count, device=tokens.device).repeat_interleave(length)
-            features = self.blocks(padded, tokens, documents, rows, anchors)
-            places = (anchors[:, None] + torch.arange(self.n_predict, device=rows.device)).clamp_max(
-                tokens.shape[1] - 1
-            )
+            anchors = torch.arange(1, length + 1).repeat(count)
+            rows = torch.arange(count).repeat_interleave(length)
+            features = self.blocks(padded, tokens, rows, anchors, torch.zeros_like(anchors))
+            places = (anchors[:, None] + torch.arange(self.n_predict)).clamp_max(tokens.shape[1] - 1)
             logits = self.block_logits(features)
             if self.markov_head is not None:
                 logits = logits + self.markov_head(tokens[rows[:, None], places])

@@ -15,7 +15,7 @@ from speculator.decoding.drafter import Sequences
 from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import CachedSource
-from speculator.target.kv_cache import bucketed
+from speculator.target.kv_cache import aligned, bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.eagle3.model import Eagle3Speculator
@@ -104,7 +104,7 @@ class DraftingForm:
         head, layer, drafted = self.head, self.head.layer, cache.seen.shape[2]
         position, window = self._rope_position(cache), head.config.sliding_window
         keys, values = cache.keys[0], cache.values[0]
-        extent = min(cache.longest + drafted, keys.shape[2])
+        extent = min(aligned(cache.longest + drafted, u.device), keys.shape[2])
         slots = torch.arange(extent, device=u.device)
         seen = slots < cache.lengths[:, None]
         if window is not None:

@@ -1,9 +1,6 @@
-"""Captured steps. Without a GPU, a double records the operations of a step and runs the record again.
+"""Captured steps. Without a GPU, the doubles of `replays` stand in for graphs."""
 
-Like a CUDA graph, a replay of the double runs no Python of the step, reads changing numbers from tensors only, and
-writes every result to its place at the recording.
-"""
-
+import contextlib
 import copy
 import gc
 import time
@@ -13,24 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, Oracle, alternating_drafter, tiny_block_head, tiny_head, tiny_model
-from torch.utils import _pytree
+from conftest import CONFIGS, Oracle, tiny_head, tiny_model
+from replays import NAMES, PROMPTS, SAMPLINGS, Double, Record, capturing, early_end, make_drafter, make_target, texts
 from transformers import AutoModelForCausalLM
 
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
-    Candidates,
     Chain,
-    DraftModelDrafter,
-    EarlyExitDrafter,
     Engine,
-    FixedTree,
     HeadDrafter,
-    HybridDrafter,
-    NgramDrafter,
     Sampling,
     Target,
-    Tree,
     generate,
 )
 from speculator.decoding import cuda_graphs as graphs
@@ -38,118 +28,6 @@ from speculator.drafters import adaptive
 from speculator.drafters.costs import StepSeconds, measure
 from speculator.target import kv_cache as cache_module
 from speculator.target.host_sync import HostSyncs
-
-PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
-SAMPLINGS = {
-    "greedy": [Sampling()] * 4,
-    "sampled": [
-        Sampling(0.8, top_k=6, seed=1),
-        Sampling(),
-        Sampling(1.2, top_p=0.8, seed=2),
-        Sampling(1.0, min_p=0.05, seed=3),
-    ],
-}
-SHAPES = {
-    "chain": Chain(3),
-    "greedy-chain": Chain(3, sampled=False),
-    "tree": Tree((4, 3, 2), nodes=8),
-    "candidates": Candidates((3, 2, 1)),
-    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
-}
-NAMES = [
-    "none",
-    *(f"head-{name}" for name in SHAPES),
-    "model-chain",
-    "model-tree",
-    "lstm-chain",
-    "pruned-tree",
-    "exit-tree",
-    "eagle3-tree",
-    "block-chain",
-    "block-tree",
-    "ngram",
-    "hybrid-fixed-tree",
-    "auto-eagle3",
-]
-
-
-def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
-    """A target with sliding and full attention layers."""
-    return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
-
-
-def make_drafter(name: str, target: Target):
-    source, _, shape = name.partition("-")
-    if source == "none":
-        return None
-    if source == "auto":
-        return alternating_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
-    if source == "ngram":
-        return NgramDrafter()
-    if source == "hybrid":
-        return HybridDrafter(make_drafter(f"eagle3-{shape}", target), NgramDrafter(2))
-    if source == "model":
-        return DraftModelDrafter(
-            Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape]
-        )
-    if source == "exit":
-        return EarlyExitDrafter(target, 1, SHAPES[shape])
-    heads = {
-        "head": tiny_head,
-        "lstm": lambda: tiny_head(architecture="lstm"),
-        "eagle3": lambda: tiny_head(architecture="eagle3"),
-        "block": lambda: tiny_block_head(target),
-        "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
-    }
-    return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
-
-
-class Record(HostSyncs):
-    """Records the operations that a function launches."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations: list[tuple] = []
-
-    def note(self, func, args, kwargs, result):
-        super().note(func, args, kwargs, result)
-        self.operations.append((func, args, kwargs, result))
-
-    @property
-    def shapes(self) -> list[tuple]:
-        """Every operation with the shapes and numbers that it was given."""
-        return [
-            (func, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in _pytree.tree_leaves((a, k))])
-            for func, a, k, _ in self.operations
-        ]
-
-    def run_again(self) -> None:
-        for func, args, kwargs, result in self.operations:
-            pairs = zip(_pytree.tree_leaves(result), _pytree.tree_leaves(func(*args, **kwargs)), strict=True)
-            for old, new in pairs:
-                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
-                    old.copy_(new)
-
-
-class Double:
-    """A graph that runs a record again. The recording itself counts as the first replay."""
-
-    made = 0
-
-    def __init__(self, work, given):
-        with Record() as self.record:
-            self.result = work(*given)
-        assert not self.record.names, "a captured step asks the device"
-        self.replays = 0
-        type(self).made += 1
-
-    def replay(self):
-        if self.replays:
-            self.record.run_again()
-        self.replays += 1
-
-    def reset(self):
-        del self.record, self.result
 
 
 class Comparison(Double):
@@ -166,33 +44,6 @@ class Comparison(Double):
             assert again.shapes == self.record.shapes, "the steps differ"
             self.result.copy_(result)
         self.replays += 1
-
-
-def capturing(monkeypatch, double: type[Double]) -> None:
-    """Capture on the CPU, with a cache bucket that a short sequence outgrows."""
-
-    def capture(work, pool, *given):
-        graph = double(work, given)
-        return graph, graph.result
-
-    double.made = 0
-    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
-    monkeypatch.setattr(graphs, "enabled", True)
-    monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)
-
-
-def texts(target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = ()) -> list[list[int]]:
-    engine = Engine(target, drafter, slots=rows)
-    return engine.generate(PROMPTS[:rows], SAMPLINGS[sampling][:rows], max_new_tokens=24, eos_token_ids=eos).tokens
-
-
-def early_end(rows: list[list[int]]) -> tuple[int, ...]:
-    """Return a token that ends some of the rows, but not all."""
-    least = min(rows, key=lambda row: len(set(row)))
-    others = Counter(token for row in rows for token in row[:-1] if token not in least)
-    return (others.most_common()[-1][0],) if others else ()
 
 
 # ---- without a GPU
@@ -421,21 +272,64 @@ class Forgetful(Double):
 
 
 @pytest.mark.parametrize("kind", [refused, Wrong, Forgetful])
-def test_a_failed_or_wrong_graph_switches_capturing_off(kind, monkeypatch):
+def test_three_failed_or_wrong_graphs_switch_capturing_off(kind, monkeypatch):
     target, name = make_target(), "head-tree"
-    expected = texts(target, make_drafter(name, target), "greedy", 2)
-    capturing(monkeypatch, Double)
+
+    def tokens() -> list[list[int]]:
+        return texts(target, make_drafter(name, target), "greedy", 2, max_new_tokens=90)
+
+    expected = tokens()
+    capturing(monkeypatch, Double if kind is refused else kind)
     if kind is refused:
         monkeypatch.setattr(graphs, "capture", refused)
-    else:
-        capturing(monkeypatch, kind)
     with pytest.warns(UserWarning, match="not permitted" if kind is refused else "differed") as warned:
-        assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+        assert tokens() == expected
     assert len(warned) == 1
     assert not graphs.enabled
     made = Double.made, kind.made if kind is not refused else 0
-    assert texts(target, make_drafter(name, target), "greedy", 2) == expected
+    assert tokens() == expected
     assert made == (Double.made, kind.made if kind is not refused else 0)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("not permitted"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_failed_capture_costs_its_own_key_alone(fault, monkeypatch):
+    """The first key fails; graphs of the others are made. After a lack of memory the key is tried again."""
+    target = make_target()
+    expected = texts(target, None, "greedy", 2, max_new_tokens=60)
+    capturing(monkeypatch, Double)
+    monkeypatch.setattr(graphs, "_RETRY", 4)
+    capture, tried = graphs.capture, []
+
+    def fails_once(work, pool, *given):
+        tried.append(given[0].cache.longest)
+        if len(tried) == 1:
+            raise fault
+        return capture(work, pool, *given)
+
+    monkeypatch.setattr(graphs, "capture", fails_once)
+    assert texts(target, None, "greedy", 2, max_new_tokens=60) == expected
+    assert graphs.enabled
+    assert tried == ([16, 32, 64] if fault.args[0] == "not permitted" else [16, 16, 32, 64])
+
+
+def test_calls_that_fail_do_not_count(monkeypatch):
+    """A step that lacks memory is tried again by the caller."""
+    capturing(monkeypatch, Double)
+    failing = [False, True, True, False, False, False]
+
+    def work(x):
+        if failing and failing.pop(0):
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    captured, x = graphs.Captured(work, None), torch.zeros(3)
+    results = []
+    for _ in range(8):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            results.append(captured("key", [], x).clone())
+    assert len(results) == 6
+    assert all(torch.equal(result, x + 1) for result in results)
+    assert Double.made == 1
 
 
 def test_an_engine_frees_its_cache_when_deleted(target, monkeypatch):
@@ -518,10 +412,10 @@ def test_operations_that_wait_for_the_device_are_recorded():
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture
-def on_gpu(monkeypatch) -> Target:
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def on_gpu(monkeypatch, request) -> Target:
     monkeypatch.setitem(cache_module.BUCKETS, "cuda", 16)
-    return make_target("cuda", torch.float32)
+    return make_target("cuda", request.param)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import torch
 from speculator.decoding import sampling
 from speculator.decoding.sampling import RowSampling, Sampling, draw, most_likely, uniforms
 from speculator.errors import UserError
+from speculator.target import compiled
+from speculator.target.compiled import can_compile
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_position_and_slot():
@@ -102,3 +104,18 @@ def test_top_p_looks_at_the_likeliest_tokens_alone_where_they_are_enough(scale, 
 def test_of_equal_scores_the_first_is_chosen(dtype):
     scores = torch.randint(0, 3, (64, 3, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
     assert most_likely(scores).tolist() == [[row.index(max(row)) for row in rows] for rows in scores.tolist()]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler here")
+@torch.inference_mode()
+def test_compiled_noise_is_that_of_the_same_counters(monkeypatch):
+    """As on a GPU, where it is compiled; up to the rounding of two logarithms."""
+    monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
+    sampling._gumbel_on.cache_clear()
+    noise = sampling._gumbel_on("cpu")
+    assert isinstance(noise, compiled.Compiled)
+    for rows, places, size in ((3, 4, 1000), (1, 1, 50), (8, 1, 3000)):
+        given = torch.arange(rows)[:, None] * 7919, torch.arange(places) + 100 * torch.arange(rows)[:, None], size
+        torch.testing.assert_close(noise(*given), sampling.gumbel(*given), atol=2e-6, rtol=0)
+    sampling._gumbel_on.cache_clear()

@@ -10,7 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
+from speculator.heads.dspark.config import OnHost
 from speculator.heads.training import IGNORE, TrainingBatch
+from speculator.target.packed import document_starts
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 
@@ -41,7 +43,7 @@ def text(rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 def trained(made, states, tokens, documents, anchors) -> torch.Tensor:  # [A, G, V]
     rows = torch.zeros(len(anchors), dtype=torch.long)
-    features = made.blocks(states, tokens, documents, rows, anchors)
+    features = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])
     logits = made.output(features)
     if made.markov_head is not None:
         places = anchors[:, None] + torch.arange(made.n_predict)
@@ -88,7 +90,8 @@ def test_a_draft_has_the_logits_of_training(shape, chunks):
     torch.testing.assert_close(torch.cat(found, 1)[0], expected, atol=1e-10, rtol=0)
     assert source.independent == (made.markov_head is None)
     if made.confidence_head is not None:
-        features = made.blocks(states, tokens, documents, torch.zeros(2, dtype=torch.long), anchors)[1]
+        rows = torch.zeros(2, dtype=torch.long)
+        features = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])[1]
         for level in (1, 2):
             token = tokens[:, anchor + level]
             chance = source.confidence(level, token)
@@ -139,11 +142,11 @@ def test_a_slot_sees_as_many_positions_as_its_window_has(window):
     """Slot j at position a + j sees positions above a + j - W, as in servers; one layer, so that it sees no further."""
     made, (tokens, states) = head(num_hidden_layers=1, sliding_window=window), text()
     documents, anchors, rows = torch.zeros_like(tokens), torch.tensor([7, 15]), torch.zeros(2, dtype=torch.long)
-    before = made.blocks(states, tokens, documents, rows, anchors)  # [2, G, D]
+    before = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])  # [2, G, D]
     for position in range(16):
         other = states.clone()
         other[0, position] += 1
-        differ = (made.blocks(other, tokens, documents, rows, anchors) - before).abs().amax(-1) > 1e-9
+        differ = (made.blocks(other, tokens, rows, anchors, torch.zeros_like(rows)) - before).abs().amax(-1) > 1e-9
         seen = [[a + j - window < position < a for j in range(3)] for a in (7, 15)]
         assert differ.tolist() == seen, position
 
@@ -199,7 +202,7 @@ def targets_of(config, mask, documents=None, seed=0):
     made = config.training_targets(row, documents, torch.tensor([mask]), [seed])
     live = made["labels"][0, :, 0] != IGNORE
     labels = [[token - 100 for token in block if token != IGNORE] for block in made["labels"][0][live].tolist()]
-    return dict(zip(made["anchors"][0][live].tolist(), labels, strict=True))
+    return dict(zip(made["on_host"].anchors[0][live].tolist(), labels, strict=True))
 
 
 def test_a_block_is_trained_up_to_the_end_of_the_answer_and_of_the_document():
@@ -217,10 +220,10 @@ def test_anchors_are_drawn_anew_by_the_seed_and_only_by_it():
 
 def test_a_batch_without_labels_has_gradients_of_zero():
     made, (tokens, states) = head().train(), text(2)
-    labels = torch.full((2, 4, 3), IGNORE)
+    labels, none = torch.full((2, 4, 3), IGNORE), torch.zeros(2, 4, dtype=torch.long)
     batch = TrainingBatch(
         tokens, torch.zeros_like(tokens), torch.randn(2, L, D, dtype=torch.float64), states,
-        {"labels": labels, "anchors": torch.zeros(2, 4, dtype=torch.long)},
+        {"labels": labels, "on_host": OnHost(none, none, labels)},
     )  # fmt: skip
     loss = ChunkedLoss(made.output, LossConfig(total_variation=1.0), V)
     total, count = made(batch, loss)["objective"]
@@ -244,11 +247,15 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one(alpha
     total = torch.zeros((), dtype=torch.float64)
     prefix = torch.zeros(3, dtype=torch.float64)
     for row in range(2):
-        for anchor, labels in zip(targets["anchors"][row], targets["labels"][row], strict=True):
+        for anchor, labels in zip(targets["on_host"].anchors[row], targets["labels"][row], strict=True):
             if labels[0] == IGNORE:
                 continue
             feature = made.blocks(
-                states[row : row + 1], tokens[row : row + 1], documents[:1], torch.tensor([0]), anchor[None]
+                states[row : row + 1],
+                tokens[row : row + 1],
+                torch.tensor([0]),
+                anchor[None],
+                document_starts(documents)[:1, anchor],
             )[0]
             kept, reached, losses = 1.0, [1.0], []
             for k, label in enumerate(labels.tolist()):
@@ -285,7 +292,8 @@ def test_the_operations_of_a_training_row_are_counted():
     made, (tokens, states) = head(anchors=8), text()
     anchors = torch.arange(8, 16)
     with FlopCounterMode(display=False) as counter:
-        features = made.blocks(states, tokens, torch.zeros_like(tokens), torch.zeros(8, dtype=torch.long), anchors)
+        rows = torch.zeros(8, dtype=torch.long)
+        features = made.blocks(states, tokens, rows, anchors, rows)
         made.markov_head.markov_w2(torch.randn(24, 4, dtype=torch.float64))
         made.block_logits(features)
     counts = counter.get_flop_counts()["Global"]

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.target.attention import mask as mask_of
-from speculator.target.kv_cache import KVCache
+from speculator.target.kv_cache import KVCache, bucketed
 from speculator.target.write import current
 
 CPU = torch.device("cpu")
@@ -64,3 +65,35 @@ def test_each_dtype_has_its_own_mask():
         assert all(mask.dtype == dtype for dtype, mask in masks.items())
         assert mask_of(write, groups=1, window=None, dtype=torch.bfloat16) is masks[torch.bfloat16]
     assert not write.masks
+
+
+class _Largest(TorchDispatchMode):
+    """Records the largest tensor that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and func._schema.name in ("aten::index", "aten::clone"):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def test_rows_move_layer_by_layer():
+    """The rows of all layers together may take gigabytes."""
+    cache = written([(SMALL, SMALL)] * 3, [4, 6, 5], width=2)
+    before = [layer.keys.clone() for layer in cache.layers]
+    with _Largest() as largest:
+        cache.move([1, 0], [0, 2], 6)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys[:, :, :6], keys[[1, 1, 0], :, :6])
+    assert cache.lengths.tolist() == [6, 6, 4]
+    assert largest.numbers == 2 * 2 * 6 * 3  # rows, heads, tokens, size
+
+
+@pytest.mark.parametrize(
+    ("longest", "bucket"), [(0, 0), (1, 256), (256, 256), (257, 512), (512, 512), (513, 1024), (3000, 4096)]
+)
+def test_lengths_are_bucketed_by_doubling_on_a_gpu(longest, bucket):
+    assert bucketed(longest, torch.device("cuda")) == bucket
+    assert bucketed(longest, CPU) == longest

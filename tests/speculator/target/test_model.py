@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama
 from speculator import Target, UserError
 from speculator.target import attention
 from speculator.target import packed as documents
+from speculator.target.attention import VARLEN
 
 TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -164,3 +165,16 @@ def test_a_checkpoint_with_missing_weights_is_refused(target_folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"model\.layers\.\d"):
         Target.load(str(folder))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+def test_a_gpu_reads_packed_documents_by_flash_attention(family):
+    target = Target(tiny_model(family).to("cuda", torch.bfloat16), tokenizer=None)
+    assert target.document_attention[0] == VARLEN
+    tokens = torch.arange(2 * 48, device="cuda").view(2, 48) * 7 % 31
+    documents = torch.arange(48, device="cuda").expand(2, -1) // 16
+    hidden = target.hidden(tokens, documents)
+    alone = target.hidden(tokens.view(-1, 16)).view_as(hidden)
+    assert (hidden - alone).norm() < 2e-2 * alone.norm()

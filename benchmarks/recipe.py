@@ -1,0 +1,122 @@
+"""Steps of a training recipe on a target of random weights: memory and time with those of `train.py --plan`.
+
+Nothing is downloaded: rows are packed random documents. Each step is one micro-batch, so that a few minutes are enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainingArguments
+
+from benchmarks.shapes import PRESETS, random_target
+from speculator.errors import OneLineParser, run_command
+from speculator.tables import gigabytes, markdown_table
+from speculator.target.model import Target
+from train.command_line import parse
+from train.config import HERE, RunConfig
+from train.initialise import new_head
+from train.plan import Plan, place_of
+from train.trainer import Collator, SpeculatorTrainer
+
+_DOCUMENT = 512  # mean tokens of a document
+_LOGGED = 5  # steps of a line; compilation falls into the first one
+
+
+def documents(rows: int, length: int, vocab_size: int) -> Dataset:
+    """Rows of random tokens, packed from documents of unequal length."""
+    draw, made = random.Random(0), []
+    for _ in range(rows):
+        numbers: list[int] = []
+        while len(numbers) < length:
+            numbers += [len(numbers)] * int(1 + draw.expovariate(1 / _DOCUMENT))
+        tokens = [draw.randrange(vocab_size) for _ in range(length)]
+        made.append({"input_ids": tokens, "loss_mask": [1] * length, "document_ids": numbers[:length]})
+    return Dataset.from_list(made)
+
+
+def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
+    """Train for some micro-batches of stage 1; return tokens/s, MFU, and peak memory, measured and planned."""
+    stage = config.stage1
+    rows = documents(2 * stage.per_device_train_batch_size, config.data.seq_length, target.vocab_size)
+    head = new_head(config, target, rows)
+    plan = Plan(config, target.config, place_of(HERE, 1))
+    with TemporaryDirectory() as folder:
+        trainer = SpeculatorTrainer(
+            model=head,
+            target=target,
+            token_at_peak=plan.seconds_per_token("stage1") if plan.place.gpu else None,
+            loss=config.loss,
+            decode=lambda head: {},
+            args=TrainingArguments(
+                folder,
+                max_steps=steps,
+                per_device_train_batch_size=stage.per_device_train_batch_size,
+                learning_rate=stage.learning_rate,
+                max_grad_norm=stage.max_grad_norm,
+                bf16=stage.bf16,
+                logging_steps=_LOGGED,
+                save_strategy="no",
+                report_to=[],
+                remove_unused_columns=False,
+                use_cpu=target.device.type == "cpu",
+            ),
+            data_collator=Collator(head.config),
+            train_dataset=rows,
+        )
+        trainer.train()
+    last = [line for line in trainer.state.log_history if "tokens_per_second" in line][-1]
+    measured = torch.cuda.max_memory_allocated(target.device) if target.device.type == "cuda" else None
+    return {
+        "tokens_per_second": last["tokens_per_second"],
+        "mfu": last.get("mfu"),
+        "step_over_target": last["step_over_target"],
+        "peak_bytes": measured,
+        "planned_bytes": sum(plan.memory()["stage1"].values()),
+        "document_attention": str(target.document_attention and target.document_attention[0]),
+        "trainer": trainer,
+    }
+
+
+def kernels(trainer: SpeculatorTrainer) -> str:
+    """Table of the kernels that take most of one more micro-batch."""
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+    return profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    config, target = parse(["--config", str(arguments.config)]), random_target(arguments.preset)
+    found = measure(config, target, arguments.steps)
+    trainer = found.pop("trainer")
+    shown = {**found, "mfu": found["mfu"] and f"{found['mfu']:.1%}"}
+    for name in ("peak_bytes", "planned_bytes"):
+        shown[name] = found[name] and f"{gigabytes(found[name])} GB"
+    print(markdown_table(("", arguments.config.stem), [[name, str(value)] for name, value in shown.items()]))
+    if target.device.type == "cuda":
+        print(f"\n```\n{kernels(trainer)}\n```")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m benchmarks.recipe", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="recipe whose stage 1 is measured")
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="shape of the target")
+    parser.add_argument("--steps", type=int, default=20, help="micro-batches (default: 20)")
+    arguments = parser.parse_args(argv)
+    return run_command("recipe", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Steps to decode in tests of CUDA graphs, and a double of a graph that a CPU can replay.
+
+The double records the operations of a step and runs the record again. Like a CUDA graph, a replay runs no Python of the
+step, reads changing numbers from tensors only, and writes every result to its place at the recording.
+"""
+
+from collections import Counter
+
+import torch
+from conftest import alternating_drafter, tiny_block_head, tiny_head, tiny_model
+from torch.utils import _pytree
+
+from speculator import (
+    Candidates,
+    Chain,
+    DraftModelDrafter,
+    EarlyExitDrafter,
+    Engine,
+    FixedTree,
+    HeadDrafter,
+    HybridDrafter,
+    NgramDrafter,
+    Sampling,
+    Target,
+    Tree,
+)
+from speculator.decoding import cuda_graphs as graphs
+from speculator.target import kv_cache as cache_module
+from speculator.target.host_sync import HostSyncs
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
+SAMPLINGS = {
+    "greedy": [Sampling()] * 4,
+    "sampled": [
+        Sampling(0.8, top_k=6, seed=1),
+        Sampling(),
+        Sampling(1.2, top_p=0.8, seed=2),
+        Sampling(1.0, min_p=0.05, seed=3),
+    ],
+}
+SHAPES = {
+    "chain": Chain(3),
+    "greedy-chain": Chain(3, sampled=False),
+    "tree": Tree((4, 3, 2), nodes=8),
+    "candidates": Candidates((3, 2, 1)),
+    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
+}
+NAMES = [
+    "none",
+    *(f"head-{name}" for name in SHAPES),
+    "model-chain",
+    "model-tree",
+    "lstm-chain",
+    "pruned-tree",
+    "exit-tree",
+    "eagle3-tree",
+    "block-chain",
+    "block-tree",
+    "ngram",
+    "hybrid-fixed-tree",
+    "auto-eagle3",
+]
+
+
+def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
+    """A target with sliding and full attention layers."""
+    return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
+
+
+def make_drafter(name: str, target: Target):
+    source, _, shape = name.partition("-")
+    if source == "none":
+        return None
+    if source == "auto":
+        return alternating_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
+    if source == "ngram":
+        return NgramDrafter()
+    if source == "hybrid":
+        return HybridDrafter(make_drafter(f"eagle3-{shape}", target), NgramDrafter(2))
+    if source == "model":
+        return DraftModelDrafter(
+            Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape]
+        )
+    if source == "exit":
+        return EarlyExitDrafter(target, 1, SHAPES[shape])
+    heads = {
+        "head": tiny_head,
+        "lstm": lambda: tiny_head(architecture="lstm"),
+        "eagle3": lambda: tiny_head(architecture="eagle3"),
+        "block": lambda: tiny_block_head(target),
+        "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
+    }
+    return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
+
+
+class Record(HostSyncs):
+    """Records the operations that a function launches."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[tuple] = []
+
+    def note(self, func, args, kwargs, result):
+        super().note(func, args, kwargs, result)
+        self.operations.append((func, args, kwargs, result))
+
+    @property
+    def shapes(self) -> list[tuple]:
+        """Every operation with the shapes and numbers that it was given."""
+        return [
+            (func, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in _pytree.tree_leaves((a, k))])
+            for func, a, k, _ in self.operations
+        ]
+
+    def run_again(self) -> None:
+        for func, args, kwargs, result in self.operations:
+            pairs = zip(_pytree.tree_leaves(result), _pytree.tree_leaves(func(*args, **kwargs)), strict=True)
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+
+
+class Double:
+    """A graph that runs a record again. The recording itself counts as the first replay."""
+
+    made = 0
+
+    def __init__(self, work, given):
+        with Record() as self.record:
+            self.result = work(*given)
+        assert not self.record.names, "a captured step asks the device"
+        self.replays = 0
+        type(self).made += 1
+
+    def replay(self):
+        if self.replays:
+            self.record.run_again()
+        self.replays += 1
+
+    def reset(self):
+        del self.record, self.result
+
+
+def capturing(monkeypatch, double: type[Double]) -> None:
+    """Capture on the CPU, with a cache bucket that a short sequence outgrows."""
+
+    def capture(work, pool, *given):
+        graph = double(work, given)
+        return graph, graph.result
+
+    double.made = 0
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graphs, "enabled", True)
+    monkeypatch.setattr(graphs.Captured, "failures", 0)
+    monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)
+
+
+def texts(
+    target, drafter, sampling: str, rows: int, eos: tuple[int, ...] = (), max_new_tokens: int = 24
+) -> list[list[int]]:
+    engine = Engine(target, drafter, slots=rows)
+    settings = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos}
+    return engine.generate(PROMPTS[:rows], SAMPLINGS[sampling][:rows], **settings).tokens
+
+
+def early_end(rows: list[list[int]]) -> tuple[int, ...]:
+    """Return a token that ends some of the rows, but not all."""
+    least = min(rows, key=lambda row: len(set(row)))
+    others = Counter(token for row in rows for token in row[:-1] if token not in least)
+    return (others.most_common()[-1][0],) if others else ()
