@@ -327,7 +327,10 @@ class Engine:
             next_token = draw(residual, u[:, -1])
         last, next_token = self.target.broadcast(last, next_token)
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
-        finite = logits[torch.arange(len(last), device=last.device), last, next_token].isfinite()
+        if present is None:
+            finite = logits[torch.arange(len(last), device=last.device), last, next_token].isfinite()
+        else:  # the rows follow each other, each with its pending token first
+            finite = logits[(draft.lengths + 1).cumsum(0) - draft.lengths - 1 + last, next_token].isfinite()
 
         hidden = states(hidden)
         drafted, accepted, from_lookup = draft.lengths, last, torch.zeros_like(last)
