@@ -1,5 +1,8 @@
 """The head in `examples` loads and drafts."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -20,3 +23,15 @@ def test_the_head_of_a_chat_model_loads_and_drafts():
     logits = head.float().logits(aux_hidden, tokens)
     assert logits.shape == (5, 1, 5, head.config.vocab_size)
     assert logits[..., head.draft_tokens].isfinite().all()
+
+
+def test_prompts_that_the_target_rarely_writes_are_chats_of_one_question(tmp_path):
+    script = HEAD / "prompts.py"
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "How many clips?"}) + "\n")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "A paragraph of a text.\n\n" * 60}) + "\n")
+    for kind, rows in (("mathematics", "questions.jsonl"), ("texts", "texts.jsonl"), ("code", None)):
+        flags = ["--rows", str(tmp_path / rows)] if rows else []
+        done = subprocess.run([sys.executable, script, kind, *flags], capture_output=True, text=True, check=True)
+        printed = [json.loads(line) for line in done.stdout.splitlines()]
+        assert printed
+        assert all([message["role"] for message in row["messages"]] == ["user"] for row in printed)
