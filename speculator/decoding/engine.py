@@ -309,7 +309,8 @@ class Engine:
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
         # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
         # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary.
-        present = draft.present if noise.coupled and self.target.device.type == "cpu" else None
+        packs = noise.coupled and self.target.device.type == "cpu" and not self.capturing
+        present = draft.present if packs else None
         counts = (draft.lengths + 1).tolist() if present and draft.parents is None else None
         with self.target.aux_layers.recorded(self._aux_layers) as states:
             tree = None if draft.parents is None else draft
