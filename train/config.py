@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,15 +49,17 @@ class HeadOptions:
     inner_dim: NonNegativeInt = 0
     """Inner size of the head; 0 takes the target's."""
     draft_vocab_size: NonNegativeInt = 0
-    """Number of tokens to draft from, the most frequent ones of the training text; 0 drafts from all."""
+    """Number of tokens to draft from, the most frequent ones of the training text; 0, or more than the target has,
+    drafts from all."""
     initialise: Literal["random", "target"] = "random"
     """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
     An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
-    """Folder of a trained head to start from, in any checkpoint layout. Its architecture and sizes take the place of
-    those that have their default value here; others must be the same."""
+    """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture and sizes take the
+    place of those that have their default value here; others must be the same."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the architecture itself, by the fields of its config: '{tie_weights: false}', '{fc_norm: false}'."""
+    """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
+    --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
 
 
 @dataclass
@@ -88,8 +91,8 @@ class DataConfig:
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
     """Hub dataset ids, local .jsonl, .json, .parquet or .txt files (also .gz), folders, python-sources, or self (text
     that the target writes); each may end in @weight."""
-    seq_length: PositiveInt = 256
-    """Tokens per row."""
+    seq_length: NonNegativeInt = 256
+    """Tokens per row; 0 takes the target's context, at most 4,096."""
     max_tokens: PositiveInt | None = None
     """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
@@ -265,6 +268,18 @@ def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
             yield from optional_names(section, f"{path}{item.name}.")
         elif "None" in str(item.type):
             yield f"{path}{item.name}"
+
+
+@cache
+def mapping_names(kind: type = RunConfig, path: str = "") -> frozenset[str]:
+    """Dotted names of the settings that are mappings."""
+    found: set[str] = set()
+    for item in fields(kind):
+        if is_dataclass(item.default_factory):
+            found |= mapping_names(item.default_factory, f"{path}{item.name}.")  # type: ignore[arg-type]
+        elif item.default_factory is dict:
+            found.add(f"{path}{item.name}")
+    return frozenset(found)
 
 
 def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:

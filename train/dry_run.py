@@ -108,12 +108,15 @@ def _cache_in(folder: Path) -> Iterator[None]:
             os.environ["SPECULATOR_CACHE"] = before
 
 
-def known_config(config: RunConfig) -> PreTrainedConfig | None:
-    """Read the target's config if it is on this machine."""
+def known_config(config: RunConfig, local_files_only: bool = True) -> PreTrainedConfig | None:
+    """Read the target's config if it is on this machine, or on the hub; None without one."""
     target = config.target
     try:
         return read_config(
-            target.name_or_path, target.trust_remote_code, revision=target.revision, local_files_only=True
+            target.name_or_path,
+            target.trust_remote_code,
+            revision=target.revision,
+            local_files_only=local_files_only,
         )
     except (OSError, ValueError):
         return None

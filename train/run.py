@@ -44,12 +44,13 @@ from speculator.terminal import library_bars, log, phase, quiet_libraries
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
-from train.dry_run import rehearse
+from train.dry_run import known_config, rehearse
 from train.folder import claim, held, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import for_rows, new_head, with_shape_of_start
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
+from train.sizes import with_sizes_of_target
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
@@ -74,6 +75,8 @@ def main(config: RunConfig) -> int:
 
     def work() -> None:
         settled = with_shape_of_start(config)
+        if not config.data.seq_length or config.speculator.draft_vocab_size:
+            settled = with_sizes_of_target(settled, known_config(config, local_files_only=config.dry_run))
         if config.plan:
             state = join()
             checks.settings(settled)

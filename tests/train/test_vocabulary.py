@@ -3,7 +3,7 @@
 import datasets
 import pytest
 import torch
-from conftest import VOCAB, tiny_head, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 
 from speculator import Target, UserError
 from speculator.checkpoints import layout_of, save
@@ -11,7 +11,7 @@ from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train.config import HeadOptions, RunConfig
 from train.initialise import check_options, for_rows, new_head
-from train.vocabulary import count_tokens, most_frequent
+from train.vocabulary import count_tokens, most_frequent, unused_token
 
 ROWS = datasets.Dataset.from_list(
     [
@@ -137,3 +137,16 @@ def test_further_training_updates_the_trained_length(known, trained):
     head.config.trained_length = known
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2]}, *ROWS])
     assert for_rows(head, target, rows).config.trained_length == trained
+
+
+def test_the_mask_token_is_one_that_no_text_contains():
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer)
+    seen = torch.ones(size)
+    assert unused_token(tokenizer, torch.ones(size + 5), []) == size + 4
+    seen[[3, 7]] = 0
+    assert unused_token(tokenizer, seen, []) == 7
+    assert unused_token(tokenizer, seen, [7]) == 3
+    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(3)]})
+    assert unused_token(tokenizer, seen, []) == 3
+    assert unused_token(tokenizer, torch.ones(size), []) == size - 1
