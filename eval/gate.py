@@ -32,8 +32,8 @@ from speculator.terminal import Progress
 def build_parser() -> OneLineParser:
     """The flags of `gate`."""
     parser = OneLineParser(prog="python -m eval gate", description=__doc__)
-    parser.add_argument("old", type=Path, metavar="OLD", help="folder of the head in use")
-    parser.add_argument("new", type=Path, metavar="NEW", help="folder of the head that would replace it")
+    parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
+    parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
     add_flags(parser, max_prompts=64)
     parser.add_argument(
         "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"

@@ -32,6 +32,7 @@ from typing import IO, Any
 
 import httpx
 
+from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.drafters.tuning import TUNED
@@ -61,7 +62,7 @@ def add_flags(parser: OneLineParser) -> None:
         metavar="FOLDER",
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
-    parser.add_argument("--head", required=True, type=Path, help="folder of the head that the server started with")
+    parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
     parser.add_argument(
@@ -105,6 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         (not (ROOT / "train.py").is_file(), f"adapt runs train.py and `python -m eval`, which are not in {ROOT}"),
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
     )
+    arguments.head = head_folder(arguments.head)
     read_config(arguments.head)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
