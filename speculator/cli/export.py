@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print(base)
     for server in layout.servers(head.config, shlex.quote(str(arguments.output))):
-        print(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
+        print(f"{server.verdict} {server.name}: {server.how}")
 
 
 def check_base(config: SpeculatorConfig) -> str:

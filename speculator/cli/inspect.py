@@ -40,6 +40,6 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for name, fact in facts.items():
         print(f"{name:16} {fact}")
-    for other in (other for other in layouts() if other.head is layout.head and other.carries(config)):
+    for other in (other for other in layouts() if other.stores(head)):
         loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
-        print(f"{'exports to':16} {other.name}: for {'; '.join(loaders)}")
+        print(f"{'exports to':16} {other.name}" + (f": for {'; '.join(loaders)}" if loaders else ""))
