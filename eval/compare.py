@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import shown
 from eval.report import length_with_interval
 from speculator.errors import OneLineParser, UserError, show
 from speculator.files import parse_json, read_text
-from speculator.tables import markdown_table
+from speculator.tables import markdown_table, shown
 
 _KEY = ("name", "temperature", "batch_size", "drafter")
 _LENGTH = "num_speculative_tokens"

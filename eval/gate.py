@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import paired_bootstrap, shown
+from eval.metrics import paired_bootstrap
 from eval.servers import SERVERS, default_lengths
 from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
@@ -26,6 +26,7 @@ from speculator.drafters import Chain
 from speculator.errors import OneLineParser, refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
+from speculator.tables import shown
 from speculator.terminal import Progress
 
 

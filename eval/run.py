@@ -25,7 +25,7 @@ from eval.decoders import OPTIONAL, Decoder, check_batches, decoder_of, decoders
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
-from eval.report import headlines, markdown, warnings
+from eval.report import markdown, warnings
 from eval.servers import SERVERS, default_lengths, server_decoders, server_log
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
@@ -41,6 +41,7 @@ from speculator.files import check_output_folder, make_folder, write_json, write
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.terminal import log
+from speculator.verdict import headlines
 
 
 def build_parser() -> OneLineParser:

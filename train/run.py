@@ -24,7 +24,6 @@ from data.prepare import token_rows
 from data.prompts import Room, conversations
 from data.tally import Tally
 from eval import tracking
-from eval.report import headlines
 from eval.run import evaluate, render
 from eval.suites import Suite, from_text
 from eval.tune import write_tuning
@@ -41,6 +40,7 @@ from speculator.files import cache_folder
 from speculator.heads import Speculator
 from speculator.target.model import Target
 from speculator.terminal import library_bars, log, phase, quiet_libraries
+from speculator.verdict import headlines
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
@@ -199,7 +199,7 @@ def _train(
 
 
 def summary(config: RunConfig) -> str:
-    """Five lines about a finished run: what the head gains, where it is, and the commands that use it."""
+    """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
     report = json.loads((folder / "eval" / "report.json").read_text())
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"

@@ -17,6 +17,7 @@ from speculator.errors import UserError
 from speculator.files import read_json, read_text, write_text
 from speculator.heads.base import Speculator
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
+from speculator.verdict import headlines
 
 NAME = "README.md"
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -85,9 +86,10 @@ def model_card(head: Speculator, run: dict[str, Any], report: dict[str, Any]) ->
         processes=run.get("processes", 1),
         report=report,
         settings=_listed(report.get("settings", {})),
+        headlines=headlines(report) if rows else [],
         results=_results(rows),
         greedy=[row for row in rows if row["drafter"] == "head" and "identical_to_greedy" in row],
-        layouts=[layout for layout in layouts() if layout.head is type(head) and layout.carries(config)],
+        layouts=[layout for layout in layouts() if layout.stores(head)],
         config=config,
         versions=_listed(versions),
     )

@@ -194,12 +194,13 @@ def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
     assert 1 <= evaluation["eval_teacher_forced_acceptance_length"] <= 4
 
 
-def test_what_a_run_says_has_phases_a_summary_of_five_lines_and_no_codes_or_dicts(finished):
+def test_what_a_run_says_has_phases_a_summary_of_seven_lines_and_no_codes_or_dicts(finished):
     said = (finished / "wandb" / "said").read_text()
     assert re.findall(r"^(\d)/6 ", said, flags=re.MULTILINE) == list("123456")
-    lines = said.splitlines()[-5:]
+    lines = said.splitlines()[-7:]
     assert "times as fast as plain decoding" in lines[0]
-    assert all(word in lines[k] for k, word in enumerate(["(", "speculator", "report.html", "generate", "serve"]))
+    words = ["alone", "adaptive", "verdict", "speculator", "report.html", "generate", "serve"]
+    assert all(word in line for word, line in zip(words, lines, strict=True))
     assert not set("\r\x1b{") & set(said)
     assert all(len(line) <= 120 for line in said.splitlines() if line.startswith(("step ", "evaluation ")))
     assert "metadata block" not in said
