@@ -132,6 +132,17 @@ def _merging(argv: list[str]) -> list[str]:
     return merged
 
 
+def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
+    """Let a flag for the steps of a stage replace the epochs of a recipe."""
+    given = {word.partition("=")[0] for word in argv}
+    for name in ("stage1", "stage2"):
+        if f"--{name}.max_steps" in given:
+            if f"--{name}.epochs" in given:
+                _fail(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
+            config = replace(config, **{name: replace(getattr(config, name), epochs=None)})
+    return config
+
+
 def parse(argv: list[str]) -> RunConfig:
     """Return the config of a command line.
 
@@ -154,4 +165,4 @@ def parse(argv: list[str]) -> RunConfig:
         _fail(_explain(parser, str(error)))
     config = _plain(RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)}))
     _check_values(config)
-    return config
+    return _one_length(argv, config)

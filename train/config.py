@@ -129,13 +129,15 @@ class StageConfig:
     """One stage of training, in transformers' names."""
 
     max_steps: NonNegativeInt = 1000
-    """Optimiser steps."""
+    """Optimiser steps, unless epochs is set."""
+    epochs: PositiveFloat | None = None
+    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps."""
     learning_rate: PositiveFloat = 5e-3
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
     """Schedule of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 50
-    """Warm-up steps until the peak learning rate."""
+    warmup_steps: NonNegativeFloat = 50
+    """Warm-up steps until the peak learning rate; below 1, their share of all steps."""
     per_device_train_batch_size: PositiveInt = 8
     """Rows per process and forward pass."""
     gradient_accumulation_steps: PositiveInt = 1
@@ -193,7 +195,7 @@ class Stage2Config(StageConfig):
     """Training on the target's own text, from the best head of stage 1."""
 
     max_steps: NonNegativeInt = 400
-    """Optimiser steps (0: no second stage)."""
+    """Optimiser steps, unless epochs is set (0: no second stage)."""
     learning_rate: PositiveFloat = 2e-3
     """Peak learning rate."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)

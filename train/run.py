@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 from contextlib import nullcontext, redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +51,7 @@ from train.initialise import for_rows, new_head, with_shape_of_start
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
-from train.sizes import with_sizes_of_target
+from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
@@ -85,7 +86,10 @@ def main(config: RunConfig) -> int:
             state.wait_for_everyone()
             return
         with one_speaks(), reporting_full_disk(Path(config.output_dir)):
-            rehearse(settled, _run) if config.dry_run else _run(settled)
+            if config.dry_run:
+                rehearse(settled, _run)
+            else:
+                _run(settled, shorten=not config.data.seq_length)
 
     try:
         code = run_command("train.py", work)
@@ -104,7 +108,12 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _run(config: RunConfig) -> None:
+def _run(config: RunConfig, shorten: bool = False) -> None:
+    """Run everything.
+
+    Args:
+        shorten: the row length is the target's, so little text may have shorter rows.
+    """
     folder = Path(config.output_dir)
     state = join()
     checks.settings(config)
@@ -132,7 +141,10 @@ def _run(config: RunConfig) -> None:
     target = load_target(config)
     announce(config, _PREPARE)
     checks.fits_target(config, target)
-    read = with_self_written(config, target)
+    asked, read = config, with_self_written(config, target)
+    if shorten:
+        read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
     suites = {
         "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
@@ -141,13 +153,20 @@ def _run(config: RunConfig) -> None:
     continues = config.stage2.max_steps and not only_self(config.data.sources)
     own_prompts = own_prompts_of(read, target) if continues else None
     count = None if own_prompts is None else len(own_prompts)
-    checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
+    steps = partial(with_steps, processes=state.num_processes)
+    config = dataclasses.replace(config, stage1=steps(config.stage1, len(train_rows)))
+    stage2 = steps(config.stage2, config.stage2.generate.max_rows if count is None else count)
+    checks.rows(
+        dataclasses.replace(config, stage2=stage2), target, train_rows, validation_rows, state.num_processes, count
+    )
+    if state.is_main_process:
+        say_sizes(asked, config, len(train_rows), count_of_tokens(train_rows))
     heads = [new_head(config, target, train_rows)]  # stage 1 pops it, so that it does not outlive the stage
 
     # The input has been checked: the folder is created now.
     with held(folder) if state.is_main_process else nullcontext():
         if state.is_main_process:
-            claim(folder, config, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
+            claim(folder, asked, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
         state.wait_for_everyone()
         _train(config, target, heads, train_rows, validation_rows, suites, own_prompts)
 
@@ -177,6 +196,8 @@ def _train(
         if config.stage2.max_steps:
             announce(config, _WRITE)
             own_text = generate_own_text(config, target, best, own_prompts)
+            stage2 = with_steps(config.stage2, len(own_text), state.num_processes)
+            config = dataclasses.replace(config, stage2=stage2)
             checks.batch("stage2", config.stage2, len(own_text), state.num_processes)
             announce(config, _STAGE2)
             best = train_stage(
@@ -257,6 +278,22 @@ def fingerprints(
     rows = {"training": train_rows, "validation": validation_rows}
     made = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
     return made | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in suites.items()}
+
+
+def count_of_tokens(packed: datasets.Dataset) -> int:
+    """Count the tokens of packed rows, which are all of one length."""
+    return len(packed) * len(packed[0]["input_ids"])
+
+
+def say_sizes(asked: RunConfig, config: RunConfig, rows: int, tokens: int) -> None:
+    """Print the size of stage 1, and what was adapted to it."""
+    stage, before = config.stage1, asked.stage1
+    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps
+    was = before.per_device_train_batch_size * before.gradient_accumulation_steps
+    notes = [f"rows of {config.data.seq_length} tokens"] * (config.data.seq_length != asked.data.seq_length)
+    notes += [f"batches of {batch}, not {was}"] * (batch != was)
+    little = f"; this is little text, so {' and '.join(notes)}" if notes else ""
+    log(f"stage 1 trains on {tokens:,} tokens in {rows:,} rows, for {stage.max_steps:,} steps{little}")
 
 
 def say_what_is_idle(state: PartialState) -> None:

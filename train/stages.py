@@ -64,7 +64,7 @@ def train_stage(
     batch = max(1, min(settings.per_device_train_batch_size, count // state.num_processes))
     # Full batches only: a short one would be padded with earlier rows. The last row has tokens to train on.
     left_out = count % (batch * state.num_processes)
-    ours = {"save_total_limit", "patience", "rejected_token_weight"}
+    ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
     # As the plan counts; chats may be longer.

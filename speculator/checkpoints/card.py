@@ -81,7 +81,11 @@ def model_card(head: Speculator, run: dict[str, Any], report: dict[str, Any]) ->
         adapter=adapter,
         target=target,
         facts=_facts(head, target),
-        stages={name: stage for name, stage in settings.items() if name.startswith("stage") and stage["max_steps"]},
+        stages={
+            name: {"epochs": None, **stage}
+            for name, stage in settings.items()
+            if name.startswith("stage") and stage["max_steps"]
+        },
         losses=_listed({name: f"{weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight}),
         processes=run.get("processes", 1),
         report=report,

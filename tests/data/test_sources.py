@@ -302,3 +302,12 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
     found = [row["input_ids"][0] for row in readers.read(str(tmp_path), 0)]
     assert found == [0, 1]
     assert len(list(readers.read(str(tmp_path), 0))) == 3
+
+
+@pytest.mark.parametrize("count", [3, 7, 40, 199])
+def test_a_small_source_has_documents_in_every_split(count, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(count)))
+    found = {split: [row["id"] for row in documents([str(file)], split)] for split in SPLITS}
+    assert all(found.values())
+    assert len({each for ids in found.values() for each in ids}) == sum(map(len, found.values())) == count

@@ -91,7 +91,7 @@ def test_help_explains_every_field(capsys):
         parse(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "Optimiser steps." in text
+    assert "Optimiser steps, unless epochs is set." in " ".join(text.split())
     assert "Hub id, local folder or GGUF file of a causal LM." in " ".join(text.split())
 
 

@@ -7,9 +7,9 @@ from transformers import AutoConfig, LlamaConfig
 
 from speculator import UserError
 from train.command_line import parse
-from train.config import HeadOptions
+from train.config import HeadOptions, StageConfig
 from train.initialise import head_config
-from train.sizes import with_sizes_of_target
+from train.sizes import expected_rows, with_shorter_rows, with_sizes_of_target, with_steps
 
 RECIPES = ("eagle3", "dspark", "mlp")
 
@@ -61,3 +61,46 @@ def test_an_error_of_an_option_names_its_flag(options, flag):
 def test_an_option_of_null_takes_the_default():
     options = HeadOptions(architecture="eagle3", options={"aux_layers": None})
     assert head_config(options, shaped(24, 300)).aux_layers == [2, 12, 21]
+
+
+def stage(**changes) -> StageConfig:
+    return StageConfig(**{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "batch", "steps"),
+    [
+        (54_000, {"epochs": 2.0}, 64, 1688),
+        (488, {"epochs": 3.0}, 8, 183),
+        (5, {"epochs": 3.0}, 1, 15),
+        (5, {"max_steps": 7}, 4, 7),
+        (64, {"max_steps": 7}, 64, 7),
+    ],
+)
+def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, batch, steps):
+    made = with_steps(stage(**changes), rows, 1)
+    assert made.per_device_train_batch_size * made.gradient_accumulation_steps == batch
+    assert made.max_steps == steps
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
+def test_little_text_has_shorter_rows(tokens, length):
+    config = with_sizes_of_target(parse(["--config", "configs/eagle3.yaml"]), None)
+    assert with_shorter_rows(config, tokens).data.seq_length == length
+
+
+def test_the_size_of_local_data_is_estimated(tmp_path):
+    (tmp_path / "a.jsonl").write_text("x" * 40_960)
+    config = parse(["--data.sources", f"[{tmp_path}]", "--data.seq_length", "1024"])
+    assert expected_rows(replace(config, data=replace(config.data, max_tokens=None))) == 9
+    assert expected_rows(parse(["--data.sources", "[org/name]"])) is None
+    assert expected_rows(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[self]"])) == 500
+
+
+def test_steps_and_epochs_exclude_each_other(capsys):
+    recipe = ["--config", "configs/eagle3.yaml"]
+    assert parse([*recipe, "--stage1.max_steps", "7"]).stage1.epochs is None
+    assert parse([*recipe, "--stage1.epochs", "7"]).stage1.epochs == 7
+    with pytest.raises(SystemExit):
+        parse([*recipe, "--stage1.epochs", "7", "--stage1.max_steps=3"])
+    assert "mutually exclusive" in capsys.readouterr().err
