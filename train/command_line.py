@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import fields, is_dataclass, replace
@@ -164,5 +165,7 @@ def parse(argv: list[str]) -> RunConfig:
     except (ArgumentError, ValueError, OverflowError, OSError, RecursionError) as error:
         _fail(_explain(parser, str(error)))
     config = _plain(RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)}))
+    if config.target.name_or_path == _EMBEDDED and not os.path.exists(_EMBEDDED):  # in another folder
+        config.target.name_or_path = str(ROOT / _EMBEDDED)
     _check_values(config)
     return _one_length(argv, config)
