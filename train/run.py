@@ -229,11 +229,12 @@ def summary(config: RunConfig) -> str:
     how += " --trust_remote_code" if config.target.trust_remote_code else ""
     if variables := config.target.chat_template_kwargs:
         how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
+    trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
     lines = [
         *headlines(report),
         f"head:   {folder / 'speculator'}",
         f"report: {folder / 'eval' / 'report.html'}",
-        f'try:    python -m speculator generate {how} --prompt "..."',
+        f"try:    python -m speculator generate {how} {trial}",
         f"serve:  python -m speculator serve {how}",
     ]
     return "\n".join(lines)

@@ -157,6 +157,8 @@ def publish(head: Speculator, folder: Path) -> None:
     """Save a head with a manifest, atomically; a damaged one is replaced."""
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
+        for weights in scratch.glob("*.safetensors"):  # only the owner may read them; servers run as others
+            weights.chmod((scratch / "config.json").stat().st_mode)
         write_manifest(scratch)
         shutil.rmtree(folder, ignore_errors=True)
 
