@@ -176,5 +176,6 @@ def batch(name: str, stage: StageConfig, have: int, processes: int) -> None:
     need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
     if stage.max_steps and have < need:
         raise UserError(
-            f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch"
+            f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch, or "
+            f"set --{name}.epochs, which fits the batch to the rows"
         )

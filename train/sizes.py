@@ -45,15 +45,16 @@ def with_shorter_rows(config: RunConfig, tokens: int) -> RunConfig:
 
 
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
-    """Turn the epochs of a stage into steps; few rows make smaller batches.
+    """Turn the epochs of a stage into steps; a stage with max_steps stays as it is.
 
-    Rows per step are halved while they exceed what there is, or with epochs while an epoch has fewer than 50 steps.
+    Rows per step are halved while an epoch has fewer than 50 steps.
     """
+    if not stage.epochs:
+        return stage
     size, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
-    least = _LEAST_STEPS if stage.epochs else 1
-    while size * accumulation > 1 and size * accumulation * processes * least > rows:
+    while size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
         size, accumulation = (size, accumulation // 2) if accumulation > 1 else (size // 2, 1)
-    steps = ceil(stage.epochs * rows / (size * accumulation * processes)) if stage.epochs else stage.max_steps
+    steps = ceil(stage.epochs * rows / (size * accumulation * processes))
     return replace(stage, max_steps=steps, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
 
 

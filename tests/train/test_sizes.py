@@ -73,7 +73,7 @@ def stage(**changes) -> StageConfig:
         (54_000, {"epochs": 2.0}, 64, 1688),
         (488, {"epochs": 3.0}, 8, 183),
         (5, {"epochs": 3.0}, 1, 15),
-        (5, {"max_steps": 7}, 4, 7),
+        (5, {"max_steps": 7}, 64, 7),
         (64, {"max_steps": 7}, 64, 7),
     ],
 )
