@@ -78,6 +78,9 @@ def verdict(heads: list[dict[str, Any]], lookups: list[dict[str, Any]]) -> str:
     else:
         tokens = head["num_speculative_tokens"]
         advice = f"worth serving: {tokens} token{'s' * (tokens != 1)} per draft"
+        slower = ", ".join(f"{row['temperature']:g}" for row in heads if _speedup(row) < 1)
+        if slower:
+            advice += f" at temperature {head['temperature']:g}, but slower than plain decoding at {slower}"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     return advice + (helps if lookup > max(1.0, interval["value"]) else "")
 

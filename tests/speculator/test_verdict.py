@@ -41,6 +41,10 @@ def test_the_head_comes_first_and_adaptive_drafting_beside_it():
         ),
         ([row("head", 0.9, 1.8)], "the head costs more than it gains here: a drafted token costs 0.30"),
         ([row("head", 1.03, 1.8)], "may be worth serving"),
+        (
+            [row("head", 0.8), row("head", 1.5, temperature=1.0)],
+            "3 tokens per draft at temperature 1, but slower than plain decoding at 0",
+        ),
         ([row("head", 1.5)], "worth serving: 3 tokens per draft"),
         ([row("head", 1.3), row("head", 1.5, num_speculative_tokens=5)], "worth serving: 5 tokens per draft"),
         ([row("head", 1.5), row("ngram", 1.8)], "3 tokens per draft; n-gram lookup alone is faster"),
