@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
-from eval.metrics import paired_bootstrap, shown, speedup
+from eval.metrics import paired_bootstrap, speedup
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
@@ -41,7 +41,7 @@ from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import Speculator
-from speculator.tables import markdown_table
+from speculator.tables import markdown_table, shown
 
 _REFERENCE = "head chain"  # the decoder with which the others are compared
 _TREES = (((2, 2), 4), ((4, 2, 1), 8), ((4, 3, 2, 1), 12))  # branches and nodes

@@ -28,14 +28,14 @@ from transformers import LlamaConfig
 
 from benchmarks.shapes import NO_ENDS, PRESETS
 from benchmarks.stepping import Stepper
-from eval.metrics import paired_bootstrap, shown
+from eval.metrics import paired_bootstrap
 from speculator.checkpoints import layout_of, save
 from speculator.device import dtype_name, hardware, resolve_device
 from speculator.drafters.costs import clock
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.heads.training import TokenLosses, TrainingBatch
-from speculator.tables import markdown_table
+from speculator.tables import markdown_table, shown
 from speculator.target.linear import pack_linears
 from train.config import LossConfig
 from train.losses import ChunkedLoss, compiling_pays

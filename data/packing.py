@@ -18,7 +18,7 @@ def pack(
         document_ids  0 0 0 1 1 1 1 2
         loss_mask     1 1 1 0 0 1 1 1
         rejected      0 0 0 0 0 0 1 0    tokens that replaced a rejected draft token, if the document marks them
-    The tail that does not fill a row is dropped.
+    The tail that does not fill a row is dropped, unless it is all there is.
     """
     columns: dict[str, list[int]] = {"input_ids": [], "document_ids": [], "loss_mask": [], "rejected": []}
     emitted = 0
@@ -37,3 +37,5 @@ def pack(
             emitted += length
         for column in columns.values():
             del column[:whole]
+    if not emitted and len(columns["input_ids"]) > 1:
+        yield columns

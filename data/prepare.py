@@ -31,7 +31,7 @@ _MANIFEST = "manifest.json"
 
 
 class TooLittleTextError(SourceError):
-    """A split that does not fill one row."""
+    """A split without text."""
 
 
 def token_rows(
@@ -59,7 +59,7 @@ def token_rows(
         num_proc: processes that render and tokenize; the rows do not depend on it.
 
     Raises:
-        SourceError: an unreadable source, too many bad rows, or too little text for one row.
+        SourceError: an unreadable source, too many bad rows, or a split without text.
     """
     limits = max_tokens, first_rows
     folder, manifest = _cached(sources, split, tokenizer, length, limits, max_package_bytes, max_bad_rows, num_proc)
@@ -78,7 +78,7 @@ def save_rows(
     max_bad_rows: float = 0.0,
     num_proc: int | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Write the rows of every split that fills one row into a new `datasets` folder, which is a valid source.
+    """Write the rows of every split that has text into a new `datasets` folder, which is a valid source.
 
     Args:
         sources, tokenizer, length, max_package_bytes, max_bad_rows, num_proc: see `token_rows`.
@@ -104,6 +104,7 @@ def save_rows(
         except TooLittleTextError:
             if split == "train":
                 raise
+            log(f"{_name(sources, split)} has no text, so it is left out")
             continue
         rows[split] = Dataset.load_from_disk(str(folder))
         counts[split] = manifest["counts"]
@@ -200,16 +201,18 @@ def _prepare(
     def rows() -> Iterator[dict[str, list[int]]]:
         for row in pack(counted(), length, max_tokens):
             counts["rows"] += 1
-            counts["tokens"] += length
+            counts["tokens"] += len(row["input_ids"])
             counts["tokens_with_loss"] += sum(row["loss_mask"])
-            bar.update(length)
+            bar.update(len(row["input_ids"]))
             yield row
             if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
                 break
         tally.check(name)
         if not counts["rows"]:
             copies = f": {tally.counted_copies()}" if tally.copies else ""
-            raise TooLittleTextError(f"{name} does not fill one row of {length} tokens{copies}")
+            raise TooLittleTextError(f"{name} has no text: give more documents, at least 20{copies}")
+        if tally.copies and counts["tokens"] <= length:
+            log(f"{name} has little text: {tally.counted_copies()}")
         if not counts["tokens_with_loss"]:
             raise SourceError(f"{name}: no token has loss: the loss masks are all 0")
 

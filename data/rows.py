@@ -4,7 +4,8 @@
                                             replaced a rejected draft token
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format
-{"prompt": "...", "completion": "..."}
+{"prompt": "...", "completion": "..."}      texts; or two lists of messages, TRL's conversational form of a chat
+{"instruction", "input", "output"}          a chat in Alpaca's format; "input" and "system" may be missing
 {"text": "..."}
 """
 
@@ -16,7 +17,8 @@ from speculator.chat import clean_message, clean_tools, from_json
 from speculator.errors import UserError, check_text
 
 _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected")
-KEYS = (*_TOKENS, "messages", "tools", "conversations", "prompt", "completion", "text")
+_ALPACA = ("system", "instruction", "input", "output")
+KEYS = (*_TOKENS, "messages", "tools", "conversations", "prompt", "completion", *_ALPACA, "text")
 """All keys that are read; other keys are ignored."""
 
 _ROLES = {
@@ -74,6 +76,10 @@ def content(row: Any, where: str) -> dict[str, Any]:
         return _chat(given["messages"], given.get("tools"), where)
     if "conversations" in given:
         return _chat(_from_sharegpt(given["conversations"], where), given.get("tools"), where)
+    if all(isinstance(given.get(key), list) for key in ("prompt", "completion")):
+        return _chat(given["prompt"] + given["completion"], given.get("tools"), where)
+    if "instruction" in given and "output" in given:
+        return _chat(_from_alpaca(given, where), None, where)
     for keys in (("prompt", "completion"), ("text",)):
         if all(key in given for key in keys):
             texts = {key: _text(given[key], where, f'"{key}"') for key in keys}
@@ -81,8 +87,8 @@ def content(row: Any, where: str) -> dict[str, Any]:
             return texts
     raise RowError(
         where,
-        'not a row in a supported format: it needs "text", "prompt" and "completion", "messages", "conversations" or '
-        '"input_ids"',
+        'not a row in a supported format: it needs "text", "prompt" and "completion", "messages", "conversations", '
+        '"instruction" and "output", or "input_ids"',
     )
 
 
@@ -150,6 +156,13 @@ def _from_sharegpt(conversations: Any, where: str) -> Any:
         turn if "role" in turn else {"role": _ROLES[turn["from"]], "content": turn.get("value")}
         for turn in conversations
     ]
+
+
+def _from_alpaca(given: dict[str, Any], where: str) -> list[dict[str, str]]:
+    system, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
+    user = "\n\n".join(filter(None, (instruction, context)))
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
 
 
 def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:

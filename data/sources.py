@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ __all__ = [
     "token_documents",
 ]
 
+_FEW = 200
+"""Documents below which a source may have an empty split by chance."""
 _CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask")
 Item = TypeVar("Item")
 
@@ -81,6 +84,20 @@ def split_of(document_id: str) -> str:
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
+def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Splits of the documents of a small source, if by `split_of` one would be empty: by the rank of their hashes.
+
+    The validation and the held-out split then have a twentieth each, and at least one document.
+    """
+    ids = [row["id"] for row in rows if "split" not in row and "fault" not in row]
+    if len(ids) < len(SPLITS) or {split_of(each) for each in ids} == set(SPLITS):
+        return {}
+    ids.sort(key=lambda each: hashlib.sha256(each.encode()).digest())
+    count = max(1, len(ids) // 20)
+    names = ["validation"] * count + ["held-out"] * count + ["train"] * (len(ids) - 2 * count)
+    return dict(zip(ids, names, strict=True))
+
+
 def documents(
     sources: Sequence[str],
     split: str | None,
@@ -116,8 +133,10 @@ def _documents(
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
-    for row in rows:
-        in_split = split is None or row.get("split", split_of(row["id"])) == split
+    first = list(islice(rows, _FEW))
+    few = _splits_of_few(first) if len(first) < _FEW else {}
+    for row in chain(first, rows):
+        in_split = split is None or (row.get("split") or few.get(row["id"]) or split_of(row["id"])) == split
         tally.rows += in_split
         if "fault" in row:
             if in_split or not tally.max_share:

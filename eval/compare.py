@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import shown
 from eval.report import length_with_interval
 from speculator.errors import OneLineParser, UserError, show
 from speculator.files import parse_json, read_text
-from speculator.tables import markdown_table
+from speculator.tables import markdown_table, shown
 
-_KEY = ("name", "temperature", "batch_size", "drafter", "num_speculative_tokens")
+_KEY = ("name", "temperature", "batch_size", "drafter")
+_LENGTH = "num_speculative_tokens"
+_BOUNDED = ("adaptive", "ngram")
+"""Decoders for which that is a bound, and not the length of each draft."""
 
 
 def build_parser() -> OneLineParser:
     """The flags of `compare`."""
     parser = OneLineParser(prog="python -m eval compare", description=__doc__)
-    parser.add_argument("a", type=Path, metavar="A/report.json", help="first report")
-    parser.add_argument("b", type=Path, metavar="B/report.json", help="second report")
+    parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
+    parser.add_argument("b", type=Path, metavar="B", help="second report")
     return parser
 
 
@@ -39,20 +42,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 def table(a: dict, b: dict) -> str:
     """One line for each figure with an interval that both reports have."""
-    others = {_key(row): row for row in b["suites"]}
-    common = [(row, others[_key(row)]) for row in a["suites"] if _key(row) in others and row["drafter"] != "none"]
+    common = list(pairs(a["suites"], b["suites"]))
     if not common:
-        raise UserError("the reports have no suite, temperature, batch size and drafter in common")
+        raise UserError("the reports have no suite, temperature, batch size and decoder in common")
     lines = [f"{name}: {a[name]} | {b[name]}" for name in ("target", "speculator", "hardware") if a[name] != b[name]]
     settings = [(name, a["settings"].get(name), b["settings"].get(name)) for name in {**a["settings"], **b["settings"]}]
     lines += [f"{name}: {ours} | {theirs}" for name, ours, theirs in settings if ours != theirs]
     rules = [(row["drafter"], row["rule"], other["rule"]) for row, other in common]
     lines += dict.fromkeys(f"rule, {drafter}: {ours} | {theirs}" for drafter, ours, theirs in rules if ours != theirs)
-    header = ("suite", "temperature", "drafter", "figure", "A", "B", "B - A", "")
+    header = ("suite", "temperature", "decoder", "figure", "A", "B", "B - A", "")
     rows = []
     for row, other in common:
         batch = f", batch {row['batch_size']}" if row["batch_size"] > 1 else ""
-        where = (f"{row['name']}{batch}", f"{row['temperature']:g}", f"{row['drafter']} of {_key(row)[-1]}")
+        where = (f"{row['name']}{batch}", f"{row['temperature']:g}", _decoder(row, other))
         theirs = _figures(other)
         for name, figure in _figures(row).items():
             if name in theirs:
@@ -60,10 +62,40 @@ def table(a: dict, b: dict) -> str:
                 verdict = "" if gap["low"] is None else "differs" if gap["low"] > 0 or gap["high"] < 0 else "same"
                 rows.append((*where, name, shown(figure), shown(theirs[name]), shown(gap, "+.2f"), verdict))
     lines += ["", markdown_table(header, rows)]
-    missing = len(a["suites"]) + len(b["suites"]) - 2 * sum(_key(row) in others for row in a["suites"])
+    missing = sum(row["drafter"] != "none" for report in (a, b) for row in report["suites"]) - 2 * len(common)
     if missing:
         lines += ["", f"{missing} rows are in only one of the reports."]
     return "\n".join(lines)
+
+
+def pairs(a: list[dict], b: list[dict]) -> Iterator[tuple[dict, dict]]:
+    """Yield the rows of both reports with the same suite, temperature, batch size and decoder.
+
+    If a report has several draft lengths of a decoder, its rows pair with those of the same length.
+    """
+    ours, theirs = _grouped(a), _grouped(b)
+    for key in (key for key in ours if key in theirs):
+        if len(ours[key]) == len(theirs[key]) == 1:
+            yield ours[key][0], theirs[key][0]
+            continue
+        by_length = {row[_LENGTH]: row for row in theirs[key]}
+        yield from ((row, by_length[row[_LENGTH]]) for row in ours[key] if row[_LENGTH] in by_length)
+
+
+def _grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row["drafter"] != "none":
+            found.setdefault(tuple(row[name] for name in _KEY), []).append(row)
+    return found
+
+
+def _decoder(row: dict, other: dict) -> str:
+    """Name of both rows' decoder, with the draft lengths where they are fixed."""
+    if row["drafter"] in _BOUNDED:
+        return row["drafter"]
+    lengths = dict.fromkeys((row[_LENGTH], other[_LENGTH]))
+    return f"{row['drafter']} of {' and '.join(map(str, lengths))}"
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -86,11 +118,11 @@ def _figures(row: dict) -> dict[str, dict[str, Any]]:
     return {"acceptance length": length_with_interval(row), **speedups}
 
 
-def _key(row: dict) -> tuple:
-    return tuple(row[name] for name in _KEY)
-
-
 def _read(path: Path) -> dict:
+    """Read a report.json, given itself, its folder, or the folder of a run."""
+    if path.is_dir():
+        places = [path / "report.json", path / "eval" / "report.json"]
+        path = next((place for place in places if place.is_file()), places[0])
     report = parse_json(read_text(path), str(path))
     if not isinstance(report, dict) or report.get("schema") != 2:
         raise UserError(f'{path} is not a report.json of `python -m eval` with "schema": 2')

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import paired_bootstrap, shown
+from eval.metrics import paired_bootstrap
 from eval.servers import SERVERS, default_lengths
 from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
@@ -26,14 +26,15 @@ from speculator.drafters import Chain
 from speculator.errors import OneLineParser, refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
+from speculator.tables import shown
 from speculator.terminal import Progress
 
 
 def build_parser() -> OneLineParser:
     """The flags of `gate`."""
     parser = OneLineParser(prog="python -m eval gate", description=__doc__)
-    parser.add_argument("old", type=Path, metavar="OLD", help="folder of the head in use")
-    parser.add_argument("new", type=Path, metavar="NEW", help="folder of the head that would replace it")
+    parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
+    parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
     add_flags(parser, max_prompts=64)
     parser.add_argument(
         "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
@@ -42,13 +42,6 @@ def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sa
     )
     low, high = map(float, found.confidence_interval)
     return {"value": value, "low": low, "high": high}
-
-
-def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
-    """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one prompt)" if it has no bounds."""
-    if interval["low"] is None:
-        return f"{interval['value']:{form}} (one prompt)"
-    return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
 
 
 def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, Any]:

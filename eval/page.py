@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.metrics import shown
 from eval.report import (
     HOW_TO_READ,
     decoder_lines,
@@ -17,7 +16,6 @@ from eval.report import (
     facts,
     groups,
     head_lengths,
-    headlines,
     label,
     length_with_interval,
     plots,
@@ -25,7 +23,8 @@ from eval.report import (
 from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
-from speculator.tables import BASELINES, DRAFTERS
+from speculator.tables import BASELINES, DRAFTERS, shown
+from speculator.verdict import headlines
 
 Cell = tuple[str, float | None]
 """Text of a table cell, and the number that it sorts by."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eval.metrics import shown
-from speculator.tables import BASELINES, DRAFTERS, markdown_table
+from speculator.tables import BASELINES, DRAFTERS, markdown_table, shown
+from speculator.verdict import headlines
 
 TOLERANCE = 0.15  # relative difference of predicted and measured speedup above which the report warns
 HOW_TO_READ = (
@@ -38,32 +38,6 @@ def length_with_interval(part: dict) -> dict[str, float | None]:
 def drafter_rows(rows: list[dict]) -> list[dict]:
     """Rows other than plain decoding."""
     return [row for row in rows if row["drafter"] != "none"]
-
-
-def best_rows(report: dict) -> list[list[dict]]:
-    """For each suite and batch size, one row per temperature: of adaptive drafting, or else of the fastest chain."""
-    found: dict[tuple, dict[float, dict]] = {}
-    for row in drafter_rows(report["suites"]):
-        rows = found.setdefault((row["name"], row["batch_size"]), {})
-        rows[row["temperature"]] = max(rows.get(row["temperature"], row), row, key=_rank)
-    return [list(rows.values()) for rows in found.values()]
-
-
-def _rank(row: dict) -> tuple[bool, bool, float]:
-    return row["drafter"] == "adaptive", row["drafter"] == "head", row["speedup"]["plain"]["value"]
-
-
-def headlines(report: dict) -> list[str]:
-    """One sentence for each suite and batch size: the speedups over plain decoding, with their intervals."""
-    several = len(best_rows(report)) > 1
-    lines = []
-    for rows in best_rows(report):
-        where = f"{rows[0]['name']}, batch size {rows[0]['batch_size']}: " if several else ""
-        who = {"adaptive": "adaptive drafting", "head": "the draft head"}.get(rows[0]["drafter"], rows[0]["drafter"])
-        first, *others = (f"{shown(row['speedup']['plain'])}{{}} at temperature {row['temperature']:g}" for row in rows)
-        first = first.format(" times as fast as plain decoding")
-        lines.append(f"{where}{who} is {', '.join([first, *(each.format('') for each in others)])}")
-    return lines
 
 
 def facts(report: dict) -> dict[str, str]:
@@ -141,10 +115,9 @@ def markdown(report: dict) -> str:
         "# Speculative decoding report",
         "",
         *(f"- {name}: `{fact}`" if name in quoted else f"- {name}: {fact}" for name, fact in facts(report).items()),
-        *(f"- **warning**: {line}" for line in report["warnings"]),
         "",
-        *(f"**{line[0].upper()}{line[1:]}.**" for line in headlines(report)),
-        "",
+        *(f"**{line[0].upper()}{line[1:]}.**\n" for line in headlines(report)),
+        *([*(f"- **warning**: {line}" for line in report["warnings"]), ""] if report["warnings"] else []),
         HOW_TO_READ,
     ]
     lengths = head_lengths(report)

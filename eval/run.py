@@ -25,12 +25,13 @@ from eval.decoders import OPTIONAL, Decoder, check_batches, decoder_of, decoders
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
-from eval.report import headlines, markdown, warnings
+from eval.report import markdown, warnings
 from eval.servers import SERVERS, default_lengths, server_decoders, server_log
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head
+from speculator.checkpoints import head_folder
 from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
 from speculator.drafters.shapes import Chain
@@ -40,13 +41,15 @@ from speculator.files import check_output_folder, make_folder, write_json, write
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.terminal import log
+from speculator.verdict import headlines
 
 
 def build_parser() -> OneLineParser:
     """The flags of `python -m eval`."""
     parser = OneLineParser(prog="python -m eval", description=__doc__)
     add_flags(parser, max_prompts=32)
-    parser.add_argument("--speculator", required=True, help="folder of a trained head")
+    parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
+    drafting.add_revision(parser)
     parser.add_argument(
         "--suite",
         action="append",
@@ -112,7 +115,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_output_folder("--output", arguments.output)
     tracking.check(arguments.report_to)
     target = drafting.load_target(arguments)
-    head = load_head(arguments.speculator, target)
+    folder = head_folder(arguments.speculator, arguments.speculator_revision)
+    head = load_head(folder, target)
     draft_model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suites = [suite_of(arguments, source, target, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
     names = [suite.name for suite in suites]
@@ -132,7 +136,7 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         batch_sizes=arguments.batch_size or [1],
         lengths=sorted(set(lengths), reverse=True),
-        tuned_in=None if arguments.num_speculative_tokens or arguments.rule else arguments.speculator,
+        tuned_in=None if arguments.num_speculative_tokens or arguments.rule else folder,
         draft_model=draft_model,
         baselines=arguments.baseline or default,
         repeats=arguments.repeats,

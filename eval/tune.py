@@ -18,13 +18,14 @@ import torch
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
+from speculator.checkpoints.hub import is_hub_id
 from speculator.cli import drafting
 from speculator.drafters.controller import expected_tokens
 from speculator.drafters.costs import CostTable, StepSeconds, entry_to_json, measure_costs, timed_steps
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure
-from speculator.errors import OneLineParser
+from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
@@ -43,7 +44,12 @@ def build_parser() -> OneLineParser:
     """The flags of `tune`."""
     parser = OneLineParser(prog="python -m eval tune", description=__doc__)
     add_flags(parser, max_prompts=16)
-    parser.add_argument("--speculator", required=True, help="folder of a trained head; decoding.json is written there")
+    parser.add_argument(
+        "--speculator",
+        required=True,
+        help="folder of a head, to write decoding.json to; with --output, also a hub id",
+    )
+    drafting.add_revision(parser)
     parser.add_argument("--suite", default=PYTHON_SOURCES, help="prompts to measure on (default: python-sources)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="file to write instead of decoding.json in the head's folder")
@@ -52,12 +58,20 @@ def build_parser() -> OneLineParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write the file and print the predictions."""
+    name = arguments.speculator
+    refuse(
+        (
+            is_hub_id(name) and not arguments.output,
+            f"{name} is no folder to write decoding.json to: copy a head from the hub first, by "
+            f"`speculator export --speculator {name} --format native --output DIR`, or give --output",
+        )
+    )
     output = arguments.output = arguments.output or Path(arguments.speculator) / TUNED
     check_flags(arguments)
     check_rows(1, arguments.max_prompts)
     check_output_file("--output", output)
     target = drafting.load_target(arguments)
-    head = load_head(arguments.speculator, target)
+    head = load_head(arguments.speculator, target, arguments.speculator_revision)
     suite = suite_of(arguments, arguments.suite, target)
     check_lengths(target, max(map(len, suite.prompts)), arguments.max_new_tokens)
     rows = write_tuning(target, head, suite, output, arguments.max_new_tokens, arguments.seed)

@@ -1,5 +1,8 @@
-"""`python -m speculator`: use a trained head.
+"""`speculator`, or `python -m speculator`: train a draft head, measure it, and use it.
 
+    train       train a head
+    data        prepare, generate or view training data
+    eval        measure a head: report, tune, compare, gate, lossless
     generate    continue prompts or chat
     serve       start a server with OpenAI's API
     adapt       train the head on the server's answers, and load it there if it is faster
@@ -7,36 +10,65 @@
     export      write a head in another checkpoint layout
     push        upload a head to the Hugging Face hub
 
-`python -m speculator COMMAND --help` lists the flags.
+`speculator COMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 from speculator.errors import OneLineParser, run_command, start
+from speculator.workshop import make_importable
 
 COMMANDS = ("generate", "serve", "adapt", "inspect", "export", "push")
+WORKSHOP = ("train", "data", "eval")
+"""Commands of the packages of these names, which need the extra `train`."""
+_DISTRIBUTION = "speculator-llm"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = OneLineParser(
-        prog="python -m speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=COMMANDS)
+    parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"speculator {_version()}")
+    parser.add_argument("command", choices=(*WORKSHOP, *COMMANDS))
+    if not argv:
+        parser.print_help()
+        return 0
     command = parser.parse_args(argv[:1]).command
+    if command in WORKSHOP:
+        return _workshop(command)(argv[1:])
     arguments = build_parser(command).parse_args(argv[1:])
     return run_command("speculator", lambda: arguments.run(arguments))
+
+
+def _version() -> str:
+    try:
+        return version(_DISTRIBUTION)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "(not installed)"
+
+
+def _workshop(command: str) -> Callable[[list[str]], int]:
+    make_importable()
+    try:
+        return import_module(f"{command}.__main__").main
+    except ModuleNotFoundError as error:
+        print(
+            f"speculator {command}: the package {error.name} is missing: pip install '{_DISTRIBUTION}[train]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
 
 
 def build_parser(command: str) -> OneLineParser:
     """Build the parser of one command."""
     module = import_module(f"speculator.cli.{command}")  # takes seconds, so only the command that is asked for
-    parser = OneLineParser(prog=f"python -m speculator {command}", description=module.HELP)
+    parser = OneLineParser(prog=f"speculator {command}", description=module.HELP)
     parser.set_defaults(run=module.run)
     module.add_flags(parser)
     return parser

@@ -23,6 +23,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import bind, load_head
 from speculator.decoding.engine import generate
 from speculator.decoding.sampling import Sampling
@@ -150,7 +151,7 @@ class _BorrowedModel:
             self._head = self._head or load_head(given, self._target)
             self._drafters[key] = HeadDrafter(self._head)
             if adaptive:
-                tuning = read_tuning(given, self._head)
+                tuning = read_tuning(head_folder(given), self._head)
                 self._drafters[key] = adaptive_drafter(
                     self._head, self._target, tuning, temperatures=[sampling.temperature], batch_size=rows
                 )

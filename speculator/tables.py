@@ -1,8 +1,8 @@
-"""Markdown tables, and the names of drafters and baselines in them."""
+"""Markdown tables, intervals, and the names of drafters and baselines in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DRAFTERS = {
@@ -22,6 +22,13 @@ BASELINES = {
     "hf_assisted": "transformers assisted generation",
 }
 """Baselines: name in report.json, name in tables."""
+
+
+def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
+    """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one prompt)" if it has no bounds."""
+    if interval["low"] is None:
+        return f"{interval['value']:{form}} (one prompt)"
+    return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

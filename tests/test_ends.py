@@ -13,6 +13,7 @@ from data.__main__ import main as data_main
 from speculator import Target, generate
 from speculator.prompts import read_prompts
 from train.command_line import parse
+from train.config import ROOT
 from train.run import _run
 
 BASE_EOS = 7
@@ -93,6 +94,7 @@ def test_stage_2_stops(folder, target, tmp_path, monkeypatch):
     rows = [[{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": "a"}] for i in range(300)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     settings = {
+        "config": ROOT / "tests/plain.yaml",
         "target.name_or_path": folder,
         "data.sources": f"[{tmp_path / 'chats.jsonl'}]",
         "output_dir": tmp_path / "run",

@@ -39,7 +39,7 @@ def settings(config: RunConfig) -> None:
             raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: prompt_tokens + max_new_tokens must be at least {head.n_predict + 2}")
-    if config.data.seq_length < head.n_predict + 2:
+    if 0 < config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
     if [source.location for source in parse(config.data.sources)].count(SELF) > 1:
         raise UserError(f"data.sources names {SELF} twice")
@@ -86,9 +86,6 @@ def _stage(name: str, stage: StageConfig) -> None:
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
     """Check sizes against the target's own config."""
     text, name = target.get_text_config(), config.target.name_or_path
-    drafted = config.speculator.draft_vocab_size
-    if drafted > text.vocab_size:
-        raise UserError(f"speculator.draft_vocab_size is {drafted}, but {name} has {text.vocab_size} tokens")
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)
@@ -179,5 +176,6 @@ def batch(name: str, stage: StageConfig, have: int, processes: int) -> None:
     need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
     if stage.max_steps and have < need:
         raise UserError(
-            f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch"
+            f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch, or "
+            f"set --{name}.epochs, which fits the batch to the rows"
         )

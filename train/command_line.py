@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import os
 import re
 import sys
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from speculator.errors import UserError, printable
-from train.config import HERE, ROOT, RunConfig, optional_names, values_of
+from train.config import HERE, ROOT, RunConfig, TargetConfig, mapping_names, optional_names, values_of
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+CONFIGS = ROOT / "configs"
+_EMBEDDED = TargetConfig().name_or_path
 _LONGEST_MESSAGE = 500
 _ALONE = {"--plan": HERE, "--dry_run": "true", "--overwrite_output_dir": "true"}
 """Values of flags that stand without one."""
@@ -45,7 +50,8 @@ def build_parser() -> ArgumentParser:
     """One flag per field, `--section.field`, with its docstring as help."""
     parser = ArgumentParser(
         prog="train.py",
-        description="Train a speculator. Where neither --config nor a target is given: configs/quickstart.yaml.",
+        description="Train a draft head. Without --config: configs/eagle3.yaml for the target that you name, "
+        "configs/continue.yaml if you name a head to start from too, configs/quickstart.yaml if you name neither.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -98,15 +104,55 @@ def _files_first(argv: list[str]) -> list[str]:
     return files + flags
 
 
+def default_recipe(argv: list[str]) -> Path:
+    """Return the recipe of a command line without --config."""
+    words = [word for flag in argv for word in flag.split("=", 1)]
+    given = dict(pairwise(words))
+    if "--speculator.warm_start" in given:
+        return CONFIGS / "continue.yaml"
+    embedded = given.get("--target.name_or_path", _EMBEDDED) == _EMBEDDED
+    return CONFIGS / ("quickstart.yaml" if embedded else "eagle3.yaml")
+
+
+def _merging(argv: list[str]) -> list[str]:
+    """Rewrite `--NAME '{key: value}'` as `--NAME.key=value`, which keeps the recipe's other keys."""
+    merged, words = [], iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag[2:] not in mapping_names():
+            merged.append(word)
+            continue
+        value = value if equals else next(words, "")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            read = None
+        if not isinstance(read, dict) or not all(isinstance(key, str) and key.isidentifier() for key in read):
+            _fail(f"{flag} must be a mapping such as '{{name: value}}', got {value!r}")
+        merged += [f"{flag}.{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in read.items()]
+    return merged
+
+
+def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
+    """Let a flag for the steps of a stage replace the epochs of a recipe."""
+    given = {word.partition("=")[0] for word in argv}
+    for name in ("stage1", "stage2"):
+        if f"--{name}.max_steps" in given:
+            if f"--{name}.epochs" in given:
+                _fail(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
+            config = replace(config, **{name: replace(getattr(config, name), epochs=None)})
+    return config
+
+
 def parse(argv: list[str]) -> RunConfig:
     """Return the config of a command line; with a warm start, its head has the shape of the one to start from.
 
     Exits with code 2 and one line on stderr for an unknown key or an unusable value; with 0 after --help.
     """
     parser = build_parser()
-    argv = _files_first(argv)
-    if not any(word.partition("=")[0] in ("--config", "--target.name_or_path") for word in argv):
-        argv = [f"--config={QUICKSTART}", *argv]
+    argv = _merging(_files_first(argv))
+    if not any(word.partition("=")[0] == "--config" for word in argv):
+        argv = [f"--config={default_recipe(argv)}", *argv]
     argv = [
         f"{word}={_ALONE[word]}" if word in _ALONE and after.startswith("--") else word
         for word, after in pairwise([*argv, "--"])
@@ -120,7 +166,10 @@ def parse(argv: list[str]) -> RunConfig:
     except (ArgumentError, ValueError, OverflowError, OSError, RecursionError) as error:
         _fail(_explain(parser, str(error)))
     config = _plain(RunConfig(**{item.name: built[item.name] for item in fields(RunConfig)}))
+    if config.target.name_or_path == _EMBEDDED and not os.path.exists(_EMBEDDED):  # in another folder
+        config.target.name_or_path = str(ROOT / _EMBEDDED)
     _check_values(config)
+    config = _one_length(argv, config)
     if not config.speculator.warm_start:
         return config
     from train.initialise import with_shape_of_start  # imports torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,15 +49,17 @@ class HeadOptions:
     inner_dim: NonNegativeInt = 0
     """Inner size of the head; 0 takes the target's."""
     draft_vocab_size: NonNegativeInt = 0
-    """Number of tokens to draft from, the most frequent ones of the training text; 0 drafts from all."""
+    """Number of tokens to draft from, the most frequent ones of the training text; 0, or more than the target has,
+    drafts from all."""
     initialise: Literal["random", "target"] = "random"
     """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
     An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
-    """Folder of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options apply where
-    none are given; those that are given must be the same."""
+    """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options
+    apply where none are given; those that are given must be the same."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the architecture itself, by the fields of its config: '{tie_weights: false}', '{fc_norm: false}'."""
+    """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
+    --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
 
 
 @dataclass
@@ -88,8 +91,8 @@ class DataConfig:
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
     """Hub dataset ids, local .jsonl, .json, .parquet or .txt files (also .gz), folders, python-sources, or self (text
     that the target writes); each may end in @weight."""
-    seq_length: PositiveInt = 256
-    """Tokens per row."""
+    seq_length: NonNegativeInt = 256
+    """Tokens per row; 0 takes the target's context, at most 4,096."""
     max_tokens: PositiveInt | None = None
     """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
@@ -126,13 +129,15 @@ class StageConfig:
     """One stage of training, in transformers' names."""
 
     max_steps: NonNegativeInt = 1000
-    """Optimiser steps."""
+    """Optimiser steps, unless epochs is set."""
+    epochs: PositiveFloat | None = None
+    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps."""
     learning_rate: PositiveFloat = 5e-3
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
     """Schedule of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 50
-    """Warm-up steps until the peak learning rate."""
+    warmup_steps: NonNegativeFloat = 50
+    """Warm-up steps until the peak learning rate; below 1, their share of all steps."""
     per_device_train_batch_size: PositiveInt = 8
     """Rows per process and forward pass."""
     gradient_accumulation_steps: PositiveInt = 1
@@ -190,7 +195,7 @@ class Stage2Config(StageConfig):
     """Training on the target's own text, from the best head of stage 1."""
 
     max_steps: NonNegativeInt = 400
-    """Optimiser steps (0: no second stage)."""
+    """Optimiser steps, unless epochs is set (0: no second stage)."""
     learning_rate: PositiveFloat = 2e-3
     """Peak learning rate."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -267,6 +272,18 @@ def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
             yield from optional_names(section, f"{path}{item.name}.")
         elif "None" in str(item.type):
             yield f"{path}{item.name}"
+
+
+@cache
+def mapping_names(kind: type = RunConfig, path: str = "") -> frozenset[str]:
+    """Dotted names of the settings that are mappings."""
+    found: set[str] = set()
+    for item in fields(kind):
+        if is_dataclass(item.default_factory):
+            found |= mapping_names(item.default_factory, f"{path}{item.name}.")  # type: ignore[arg-type]
+        elif item.default_factory is dict:
+            found.add(f"{path}{item.name}")
+    return frozenset(found)
 
 
 def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -108,12 +108,15 @@ def _cache_in(folder: Path) -> Iterator[None]:
             os.environ["SPECULATOR_CACHE"] = before
 
 
-def known_config(config: RunConfig) -> PreTrainedConfig | None:
-    """Read the target's config if it is on this machine."""
+def known_config(config: RunConfig, local_files_only: bool = True) -> PreTrainedConfig | None:
+    """Read the target's config if it is on this machine, or on the hub; None without one."""
     target = config.target
     try:
         return read_config(
-            target.name_or_path, target.trust_remote_code, revision=target.revision, local_files_only=True
+            target.name_or_path,
+            target.trust_remote_code,
+            revision=target.revision,
+            local_files_only=local_files_only,
         )
     except (OSError, ValueError):
         return None
@@ -224,6 +227,7 @@ def _one_step(stage: Stage) -> Stage:
     return replace(
         stage,
         max_steps=min(stage.max_steps, 1),
+        epochs=None,
         warmup_steps=0,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=min(stage.gradient_accumulation_steps, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
@@ -20,7 +21,7 @@ from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
 from speculator.target.model import Target
 from speculator.target.sharding import whole
 from train.config import HeadOptions, RunConfig
-from train.vocabulary import count_tokens, most_frequent
+from train.vocabulary import count_tokens, most_frequent, unused_token
 
 _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 """Config fields of every architecture that `HeadOptions` names."""
@@ -66,6 +67,9 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     }
     start = bind(load_any(options.warm_start), target) if options.warm_start else None
     torch.manual_seed(config.seed)
+    if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():
+        counts = count_tokens(rows, target.vocab_size, with_loss=False)
+        about["mask_token_id"] = unused_token(target.tokenizer, counts, target.eos_token_ids)
     head = head_class(options)(head_config(options, target.config, **about))
     if head.draft_tokens is not None:
         counts = count_tokens(rows, target.vocab_size)
@@ -104,12 +108,17 @@ def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> 
     for name in options.options:
         if name not in own:
             raise UserError(
-                f"speculator.options: architecture {options.architecture} has no option {name}" + _nearest(name, own)
+                f"--speculator.options.{name}: architecture {options.architecture} has no such option"
+                + _nearest(name, own)
             )
+    chosen = {name: value for name, value in options.options.items() if value is not None}
     try:
-        return config_class.for_target(target, **{**more, **given, **options.options})
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"speculator: {error}") from None
+        return config_class.for_target(target, **{**more, **given, **chosen})
+    except (UserError, ValueError, TypeError, StrictDataclassError) as error:
+        flags = {name: f"--speculator.options.{name}" for name in own}
+        flags |= {name: f"--speculator.{name}" for name in _SHARED_OPTIONS}
+        named = (flags[word] for word in re.findall(r"\w+", str(error)) if word in flags)
+        raise UserError(f"{next(named, '--speculator')}: {error}") from None
 
 
 def check_options(options: HeadOptions) -> SpeculatorConfig:

@@ -30,6 +30,11 @@ from train.config import HERE, RunConfig, StageConfig
 from train.initialise import head_config
 from train.losses import chunk_tokens
 from train.sharded_adam import largest_share
+from train.sizes import expected_rows, with_steps
+
+_USUAL_MFU = 0.33
+"""Share of the peak that recipes reached on an H100: 29 to 38%."""
+_TIMES = "times are at a third of the GPU's peak, as measured on an H100 for training; generation is not measured"
 
 
 class Gpu(NamedTuple):
@@ -176,9 +181,14 @@ class Plan:
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
         self.writings = writings(config, target)
+        generated = self.writings.get("generating")
+        rows = {"stage1": expected_rows(config), "stage2": generated.rows if generated else None}
         self.stages: dict[str, StageConfig] = {
-            name: stage for name in ("stage1", "stage2") if (stage := getattr(config, name)).max_steps
+            name: with_steps(stage, rows[name] or 0, place.processes) if stage.epochs and rows[name] else stage
+            for name in ("stage1", "stage2")
+            if (stage := getattr(config, name)).max_steps
         }
+        self.unknown = [name for name, stage in self.stages.items() if stage.epochs and not rows[name]]
 
     def _dtype(self, target: PreTrainedConfig) -> torch.dtype:
         if self.config.target.dtype != "auto":
@@ -323,10 +333,10 @@ class Plan:
         if place.memory is not None:
             memory.append(["fits", *("yes" if total <= place.memory else "NO" for total in totals)])
         work = [
-            [name, f"{count:,}", *([_time(self.seconds(name))] if place.gpu else [])]
+            [name, f"{count:,}", *([_time(self.seconds(name) / _USUAL_MFU)] if place.gpu else [])]
             for name, count in self.tokens().items()
         ]
-        header = ["phase", "tokens", *(["time at 100% MFU (generation: of the bandwidth)"] if place.gpu else [])]
+        header = ["phase", "tokens", *(["expected time"] if place.gpu else [])]
         shards = f", each with 1/{self.shards} of the target ({self.config.target.parallel})" if self.shards > 1 else ""
         has = f" of {gigabytes(place.memory)} GB" if place.memory else ""
         return "\n".join(
@@ -339,6 +349,8 @@ class Plan:
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",
                 markdown_table(header, work),
+                *([_TIMES] if place.gpu else []),
+                *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
                 "",
                 markdown_table(("disk, GB", ""), [[name, gigabytes(size)] for name, size in self.disk().items()]),
             ]

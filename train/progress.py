@@ -13,6 +13,9 @@ from transformers import ProgressCallback, TrainerCallback
 from speculator.terminal import Progress, log
 from train.timing import Stopwatch
 
+_TIMED = 3
+"""Steps after which the first estimate of the time is printed."""
+
 
 class Pace(TrainerCallback):
     """Times optimiser steps (forward and backward passes, and the update) and counts their tokens.
@@ -67,7 +70,17 @@ class ProgressLine(ProgressCallback):
             self.training_bar = Progress(
                 title=self.title, unit="steps", total=state.max_steps, initial=state.global_step
             )
-        self.current_step = state.global_step
+        self.current_step = self._first = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if not state.is_world_process_zero or state.max_steps - self._first < _TIMED * 10:
+            return
+        if state.global_step == self._first + 1:  # the first step compiles and warms up
+            self._began = time.monotonic()
+        elif state.global_step == self._first + 1 + _TIMED:
+            seconds = (time.monotonic() - self._began) / _TIMED * (state.max_steps - state.global_step)
+            log(f"{self.title}: about {timedelta(seconds=round(seconds))} to go, without evaluations")
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any

@@ -9,6 +9,7 @@ import os
 import shlex
 import time
 from contextlib import nullcontext, redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,6 @@ from data.prepare import token_rows
 from data.prompts import Room, conversations
 from data.tally import Tally
 from eval import tracking
-from eval.report import headlines
 from eval.run import evaluate, render
 from eval.suites import Suite, from_text
 from eval.tune import write_tuning
@@ -42,15 +42,17 @@ from speculator.files import cache_folder
 from speculator.heads import Speculator
 from speculator.target.model import Target
 from speculator.terminal import library_bars, log, phase, quiet_libraries
+from speculator.verdict import headlines
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
-from train.dry_run import rehearse
+from train.dry_run import known_config, rehearse
 from train.folder import claim, held, prompts_fingerprint, refuse_foreign, rows_fingerprint
 from train.initialise import for_rows, new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
+from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
@@ -75,15 +77,21 @@ def main(config: RunConfig) -> int:
     """Run and return the exit code; wrong input is one line on stderr and code 2."""
 
     def work() -> None:
+        settled = config
+        if not config.data.seq_length or config.speculator.draft_vocab_size:
+            settled = with_sizes_of_target(config, known_config(config, local_files_only=config.dry_run))
         if config.plan:
             state = join()
-            checks.settings(config)
+            checks.settings(settled)
             if state.is_main_process:
-                print(plan(config, state.num_processes))
+                print(plan(settled, state.num_processes))
             state.wait_for_everyone()
             return
         with one_speaks(), reporting_full_disk(Path(config.output_dir)):
-            rehearse(config, _run) if config.dry_run else _run(config)
+            if config.dry_run:
+                rehearse(settled, _run)
+            else:
+                _run(settled, shorten=not config.data.seq_length)
 
     try:
         code = run_command("train.py", work)
@@ -102,7 +110,12 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _run(config: RunConfig) -> None:
+def _run(config: RunConfig, shorten: bool = False) -> None:
+    """Run everything.
+
+    Args:
+        shorten: the row length is the target's, so little text may have shorter rows.
+    """
     folder = Path(config.output_dir)
     state = join()
     checks.settings(config)
@@ -133,7 +146,10 @@ def _run(config: RunConfig) -> None:
     target = load_target(config)
     announce(config, _PREPARE)
     checks.fits_target(config, target)
-    read = with_self_written(config, target)
+    asked, read = config, with_self_written(config, target)
+    if shorten:
+        read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
     suites = {
         "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
@@ -142,13 +158,20 @@ def _run(config: RunConfig) -> None:
     continues = config.stage2.max_steps and not only_self(config.data.sources)
     own_prompts = own_prompts_of(read, target) if continues else None
     count = None if own_prompts is None else len(own_prompts)
-    checks.rows(config, target, train_rows, validation_rows, state.num_processes, count)
+    steps = partial(with_steps, processes=state.num_processes)
+    config = dataclasses.replace(config, stage1=steps(config.stage1, len(train_rows)))
+    stage2 = steps(config.stage2, config.stage2.generate.max_rows if count is None else count)
+    checks.rows(
+        dataclasses.replace(config, stage2=stage2), target, train_rows, validation_rows, state.num_processes, count
+    )
+    if state.is_main_process:
+        say_sizes(asked, config, len(train_rows), count_of_tokens(train_rows))
     heads = [new_head(config, target, train_rows)]  # stage 1 pops it, so that it does not outlive the stage
 
     # The input has been checked: the folder is created now.
     with held(folder) if state.is_main_process else nullcontext():
         if state.is_main_process:
-            claim(folder, config, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
+            claim(folder, asked, state.num_processes, fingerprints(target, train_rows, validation_rows, suites))
         state.wait_for_everyone()
         _train(config, target, heads, train_rows, validation_rows, suites, own_prompts)
 
@@ -178,6 +201,8 @@ def _train(
         if config.stage2.max_steps:
             announce(config, _WRITE)
             own_text = generate_own_text(config, target, best, own_prompts)
+            stage2 = with_steps(config.stage2, len(own_text), state.num_processes)
+            config = dataclasses.replace(config, stage2=stage2)
             checks.batch("stage2", config.stage2, len(own_text), state.num_processes)
             announce(config, _STAGE2)
             best = train_stage(
@@ -203,7 +228,7 @@ def _train(
 
 
 def summary(config: RunConfig) -> str:
-    """Five lines about a finished run: what the head gains, where it is, and the commands that use it."""
+    """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
     report = json.loads((folder / "eval" / "report.json").read_text())
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
@@ -212,11 +237,12 @@ def summary(config: RunConfig) -> str:
     how += " --trust_remote_code" if config.target.trust_remote_code else ""
     if variables := config.target.chat_template_kwargs:
         how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
+    trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
     lines = [
         *headlines(report),
         f"head:   {folder / 'speculator'}",
         f"report: {folder / 'eval' / 'report.html'}",
-        f'try:    python -m speculator generate {how} --prompt "..."',
+        f"try:    python -m speculator generate {how} {trial}",
         f"serve:  python -m speculator serve {how}",
     ]
     return "\n".join(lines)
@@ -261,6 +287,22 @@ def fingerprints(
     rows = {"training": train_rows, "validation": validation_rows}
     made = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
     return made | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in suites.items()}
+
+
+def count_of_tokens(packed: datasets.Dataset) -> int:
+    """Count the tokens of packed rows, which are all of one length."""
+    return len(packed) * len(packed[0]["input_ids"])
+
+
+def say_sizes(asked: RunConfig, config: RunConfig, rows: int, tokens: int) -> None:
+    """Print the size of stage 1, and what was adapted to it."""
+    stage, before = config.stage1, asked.stage1
+    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps
+    was = before.per_device_train_batch_size * before.gradient_accumulation_steps
+    notes = [f"rows of {config.data.seq_length} tokens"] * (config.data.seq_length != asked.data.seq_length)
+    notes += [f"batches of {batch}, not {was}"] * (batch != was)
+    little = f"; this is little text, so {' and '.join(notes)}" if notes else ""
+    log(f"stage 1 trains on {tokens:,} tokens in {rows:,} rows, for {stage.max_steps:,} steps{little}")
 
 
 def say_what_is_idle(state: PartialState) -> None:

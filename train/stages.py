@@ -62,7 +62,7 @@ def train_stage(
         return best_head
     state = PartialState()
     batch = min(settings.per_device_train_batch_size, ceil(len(validation_rows) / state.num_processes))
-    ours = {"save_total_limit", "patience", "rejected_token_weight"}
+    ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
     # As the plan counts; chats may be longer.
@@ -162,6 +162,8 @@ def publish(head: Speculator, folder: Path) -> None:
     """Save a head with a manifest, atomically; a damaged one is replaced."""
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
+        for weights in scratch.glob("*.safetensors"):  # only the owner may read them; servers run as others
+            weights.chmod((scratch / "config.json").stat().st_mode)
         write_manifest(scratch)
         shutil.rmtree(folder, ignore_errors=True)
 

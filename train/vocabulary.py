@@ -8,10 +8,11 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 
-def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:  # [V]
-    """Count the tokens in the loss mask, or all tokens of rows without one."""
+def count_tokens(rows: datasets.Dataset, vocab_size: int, with_loss: bool = True) -> Tensor:  # [V]
+    """Count the tokens in the loss mask, or all tokens."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for table in rows.with_format("arrow").iter(batch_size=1000):
 
@@ -19,7 +20,7 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:  # [V]
             return table[name].combine_chunks().flatten().to_numpy()
 
         tokens = column("input_ids")
-        if "loss_mask" in table.column_names:
+        if with_loss and "loss_mask" in table.column_names:
             tokens = tokens[column("loss_mask") == 1]
         counts += np.bincount(tokens, minlength=vocab_size)
     return torch.from_numpy(counts)
@@ -30,6 +31,21 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  
     ranked = counts.clone()
     ranked[list(always)] = torch.iinfo(counts.dtype).max
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def unused_token(tokenizer: PreTrainedTokenizerBase, counts: Tensor, ends: Iterable[int]) -> int:
+    """Choose a token that text does not contain: the last one that the tokenizer does not use.
+
+    Without any, the last special token that is absent from the text and ends none, or else the last absent token.
+    """
+    unused = len(counts) - 1
+    if unused >= len(tokenizer):
+        return unused
+    absent = set((counts == 0).nonzero()[:, 0].tolist()) - set(ends)
+    special = absent & set(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special and number in absent
+    }
+    return max(special or absent or {unused})
 
 
 def describe(draft_tokens: Tensor, rows: datasets.Dataset, vocab_size: int) -> str:

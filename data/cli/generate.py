@@ -40,8 +40,9 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m data generate", description=__doc__)
     drafting.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--speculator", help="folder of a trained draft head (default: plain decoding)")
+    who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
     who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows")
+    drafting.add_revision(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     what = (
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
@@ -111,11 +112,14 @@ def run(arguments: argparse.Namespace) -> None:
         target = drafting.load_target(arguments)
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
+        revision = arguments.speculator_revision
         if arguments.speculator and arguments.num_speculative_tokens:
-            drafter = HeadDrafter(load_head(arguments.speculator, target), arguments.num_speculative_tokens)
+            drafter = HeadDrafter(load_head(arguments.speculator, target, revision), arguments.num_speculative_tokens)
         elif arguments.speculator:
             kinds = [each.temperature for each in samplings]
-            drafter = load_drafter(arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"])
+            drafter = load_drafter(
+                arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"], revision=revision
+            )
         if arguments.sources == [SELF]:
             self_rows(
                 target,

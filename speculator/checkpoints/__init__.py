@@ -9,6 +9,7 @@ from speculator.checkpoints.arctic import ARCTIC
 from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.block_drafters import DFLASH, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
+from speculator.checkpoints.hub import head_folder
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
 from speculator.checkpoints.native import native_layout
@@ -24,6 +25,7 @@ __all__ = [
     "SERVER_LAYOUTS",
     "Layout",
     "Server",
+    "head_folder",
     "layout_of",
     "layouts",
     "load",
@@ -51,7 +53,8 @@ def layout_of(name: str, head: Speculator) -> Layout:
 
 
 def recognise(folder: str | Path) -> Layout:
-    """Return the layout of a folder by its config.json, after a check of its manifest if it has one."""
+    """Return the layout of a folder or hub id by its config.json, after a check of its manifest if it has one."""
+    folder = head_folder(folder)
     if (Path(folder) / MANIFEST).exists() and (error := manifest_error(Path(folder))):
         raise UserError(f"{folder}: {error}; if it was changed on purpose, delete {MANIFEST}")
     config = files.read_config(Path(folder))
@@ -69,5 +72,6 @@ def recognise(folder: str | Path) -> Layout:
 
 
 def load_any(folder: str | Path) -> Speculator:
-    """Load the head in a folder of any layout to the CPU, in its stored dtype."""
+    """Load the head of a folder or hub id, in any layout, to the CPU, in its stored dtype."""
+    folder = head_folder(folder)
     return load(folder, recognise(folder))

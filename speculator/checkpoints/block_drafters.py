@@ -220,7 +220,7 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
     window = ", which counts the sliding window from a block's anchor" if config.sliding_window else ""
     return [
         Server(f"speculators {VERSION}", True, f'{model}.from_pretrained("{folder}")' + window),
-        Server("vLLM, SGLang, llama.cpp", False, f"untested: export --format {kind}"),
+        Server("vLLM, SGLang, llama.cpp", None, f"use export --format {kind}"),
     ]
 
 

@@ -17,6 +17,7 @@ from speculator.errors import UserError
 from speculator.files import read_json, read_text, write_text
 from speculator.heads.base import Speculator
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
+from speculator.verdict import headlines
 
 NAME = "README.md"
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -80,14 +81,19 @@ def model_card(head: Speculator, run: dict[str, Any], report: dict[str, Any]) ->
         adapter=adapter,
         target=target,
         facts=_facts(head, target),
-        stages={name: stage for name, stage in settings.items() if name.startswith("stage") and stage["max_steps"]},
+        stages={
+            name: {"epochs": None, **stage}
+            for name, stage in settings.items()
+            if name.startswith("stage") and stage["max_steps"]
+        },
         losses=_listed({name: f"{weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight}),
         processes=run.get("processes", 1),
         report=report,
         settings=_listed(report.get("settings", {})),
+        headlines=headlines(report) if rows else [],
         results=_results(rows),
         greedy=[row for row in rows if row["drafter"] == "head" and "identical_to_greedy" in row],
-        layouts=[layout for layout in layouts() if layout.head is type(head) and layout.carries(config)],
+        layouts=[layout for layout in layouts() if layout.stores(head)],
         config=config,
         versions=_listed(versions),
     )

@@ -52,13 +52,18 @@ class Server:
 
     Attributes:
         name: program and versions.
-        loads: it loads this head.
+        loads: it loads this head; None: nobody tried.
         how: how to start it, or the reason that it does not load.
     """
 
     name: str
-    loads: bool
+    loads: bool | None
     how: str
+
+    @property
+    def verdict(self) -> str:
+        """Whether it loads the head, in words."""
+        return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,17 @@ class Layout:
     def carries(self, config: SpeculatorConfig) -> bool:
         """Return whether the layout can store a head's draft vocabulary, if it has one."""
         return config.draft_vocab_size is None or "draft_vocab_size" in self.kept
+
+    def stores(self, head: Speculator) -> bool:
+        """Return whether a head can be exported to this layout, as `save` decides it from the config."""
+        config: Any = head.config
+        if self.head is not type(head) or not self.carries(config):
+            return False
+        try:
+            self.fields(config, dtype_name(head.dtype))
+        except UserError:
+            return False
+        return True
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speculator.checkpoints import load_any
+from speculator.checkpoints import head_folder, load_any
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
@@ -20,12 +20,17 @@ from speculator.target.sharding import whole
 _log = logging.getLogger(__name__)
 
 
-def load_head(folder: str | Path, target: Target) -> Speculator:
+def load_head(folder: str | Path, target: Target, revision: str | None = None) -> Speculator:
     """Load a head of any checkpoint layout for drafting: frozen, in the target's dtype, on its device.
+
+    Args:
+        folder: folder or hub id of the head.
+        target: the model to draft for.
+        revision: branch, tag or commit of a hub id.
 
     Logs a warning if the head was trained for another target of the same sizes.
     """
-    head: Any = load_any(folder)
+    head: Any = load_any(head_folder(folder, revision))
     head.to(target.device, target.dtype).requires_grad_(False)
     bind(head, target, str(folder))
     config = head.config
@@ -46,6 +51,7 @@ def load_drafter(
     temperatures: Sequence[float] = (0.0, 1.0),
     batch_size: int = 1,
     memory: int = 0,
+    revision: str | None = None,
 ) -> AdaptiveDrafter:
     """Load a head that drafts adaptively: before each step the fastest of its drafts, n-gram lookup, both or neither.
 
@@ -56,9 +62,10 @@ def load_drafter(
         temperatures: temperatures to measure step costs for.
         batch_size: the most rows that decode at a time.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
+        revision: branch, tag or commit of a head on the hub.
     """
-    head = load_head(folder, target)
-    tuning = read_tuning(folder, head)
+    head = load_head(folder, target, revision)
+    tuning = read_tuning(head_folder(folder, revision), head)
     return adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size, memory=memory)
 
 

@@ -32,15 +32,16 @@ from typing import IO, Any
 
 import httpx
 
+from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.terminal import log
+from speculator.workshop import ROOT
 
 HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
-ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 5
 _LOAD_SECONDS = 600
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</title>
@@ -61,7 +62,7 @@ def add_flags(parser: OneLineParser) -> None:
         metavar="FOLDER",
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
-    parser.add_argument("--head", required=True, type=Path, help="folder of the head that the server started with")
+    parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
     parser.add_argument(
@@ -102,9 +103,9 @@ def run(arguments: argparse.Namespace) -> None:
     key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
     check_secret("--api_key", key)
     refuse(
-        (not (ROOT / "train.py").is_file(), f"adapt runs train.py and `python -m eval`, which are not in {ROOT}"),
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
     )
+    arguments.head = head_folder(arguments.head)
     read_config(arguments.head)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
@@ -217,14 +218,27 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     target = arguments.target
     sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
     new = str((trained / "speculator").resolve())
-    training = [ROOT / "train.py", "--config", arguments.config, "--target.name_or_path", target]
+    training = ["-m", "speculator", "train", "--config", arguments.config, "--target.name_or_path", target]
     training += ["--speculator.warm_start", old, "--data.sources", json.dumps(sources), "--output_dir", trained]
     _call(training, lock, SPECULATOR_CACHE=str(folder.resolve() / "cache"))
     tuned, copied = Path(old) / TUNED, trained / "speculator" / TUNED
     if tuned.is_file() and not copied.exists():  # so that both heads draft in the same shapes, at the same costs
         write_bytes(copied, tuned.read_bytes())
     if not gate.exists():
-        gating = ["-m", "eval", "gate", old, new, "--target", target, "--suite", traffic, "--output", gate]
+        gating = [
+            "-m",
+            "speculator",
+            "eval",
+            "gate",
+            old,
+            new,
+            "--target",
+            target,
+            "--suite",
+            traffic,
+            "--output",
+            gate,
+        ]
         _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
     figures = read_json(gate)
     fault = None if figures["accepted"] else "rejected"
@@ -247,7 +261,7 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
 
 def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **variables: str) -> None:
     """Run a command of this project; it prints its own errors."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     process = subprocess.Popen([sys.executable, *map(str, argv)], env=environment, pass_fds=[lock.fileno()])
     try:
@@ -256,7 +270,7 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
         process.terminate()  # train.py saves a checkpoint
         process.wait()
         raise
-    refuse((code not in accepted, f"{' '.join(map(str, argv[:3]))} ended with exit code {code}"))
+    refuse((code not in accepted, f"{' '.join(map(str, argv[1:4]))} ended with exit code {code}"))
 
 
 def _ask(server: str, key: str, body: dict[str, str]) -> str | None:

@@ -76,9 +76,10 @@ def load_target(arguments: argparse.Namespace) -> Target:
 def add_flags(parser: OneLineParser) -> None:
     """Add the flags of drafter, shape and rule."""
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--speculator", help="folder of a trained head (default: plain decoding)")
+    who.add_argument("--speculator", help="hub id or folder of a trained head (default: plain decoding)")
     who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
     who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
+    add_revision(parser)
     parser.add_argument(
         "--ngram",
         action="store_true",
@@ -100,6 +101,11 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
 
 
+def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flag of a head's version on the hub."""
+    parser.add_argument("--speculator_revision", metavar="REVISION", help="hub branch, tag or commit of the head")
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -116,7 +122,7 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
     foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
     least = arguments.min_confidence
     refuse(
-        (arguments.speculator == "", "--speculator is empty: give the folder of a trained head"),
+        (arguments.speculator == "", "--speculator is empty: give the hub id or the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
@@ -175,8 +181,14 @@ def drafter(
     if arguments.branches and max(arguments.branches) > target.vocab_size:
         raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
     if arguments.speculator and temperatures and not arguments.ngram and not shaped(arguments):
-        folder = arguments.speculator
-        return load_drafter(folder, target, temperatures=temperatures, batch_size=batch_size, memory=memory)
+        return load_drafter(
+            arguments.speculator,
+            target,
+            temperatures=temperatures,
+            batch_size=batch_size,
+            memory=memory,
+            revision=arguments.speculator_revision,
+        )
     lookup = NgramDrafter(_copied(arguments), memory=memory) if arguments.ngram else None
     model = _model_drafter(arguments, target)
     return HybridDrafter(model, lookup) if model and lookup else model or lookup
@@ -184,7 +196,7 @@ def drafter(
 
 def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
     if arguments.speculator:
-        head = load_head(arguments.speculator, target)
+        head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
     if arguments.draft_model:
         try:

@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from speculator.checkpoints import FORMATS, layout_of, load_any, save
+from speculator.checkpoints import FORMATS, head_folder, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
+from speculator.cli.drafting import add_revision
 from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, refuse
@@ -21,7 +22,8 @@ HELP = "write a head in another checkpoint layout, and show which servers load i
 
 def add_flags(parser: OneLineParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any layout")
+    parser.add_argument("--speculator", required=True, help="folder or hub id of a head, in any layout")
+    add_revision(parser)
     parser.add_argument("--format", required=True, choices=FORMATS, help="layout to write")
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
     expand = "write tied tensors under every head's name, for loaders that do not tie them"
@@ -32,28 +34,29 @@ def add_flags(parser: OneLineParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export the head, then print which servers load it."""
-    head: Any = load_any(arguments.speculator)
+    folder = head_folder(arguments.speculator, arguments.speculator_revision)
+    head: Any = load_any(folder)
     layout = layout_of(arguments.format, head)
     if arguments.base_model:
         head.config.base_model_name_or_path = arguments.base_model
     if arguments.dtype:
         head.to(DTYPES[arguments.dtype])
     base = check_base(head.config)
-    card = arguments.speculator / NAME
+    card = folder / NAME
     # A damaged record is refused before anything is written.
-    record = None if card.is_file() else read_run(arguments.speculator.resolve().parent)
+    record = None if card.is_file() else read_run(folder.resolve().parent)
     save(head, arguments.output, layout, arguments.expand_tied)
     if record is None:
         shutil.copyfile(card, arguments.output / NAME)
     else:
         write_card(arguments.output, record)
-    if layout.name == "native" and (arguments.speculator / TUNED).is_file():
-        shutil.copyfile(arguments.speculator / TUNED, arguments.output / TUNED)
+    if layout.name == "native" and (folder / TUNED).is_file():
+        shutil.copyfile(folder / TUNED, arguments.output / TUNED)
     dtype = dtype_name(head.dtype)
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print(base)
     for server in layout.servers(head.config, shlex.quote(str(arguments.output))):
-        print(f"{'loads' if server.loads else 'DOES NOT LOAD'} in {server.name}: {server.how}")
+        print(f"{server.verdict} {server.name}: {server.how}")
 
 
 def check_base(config: SpeculatorConfig) -> str:

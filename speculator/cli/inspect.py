@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from speculator.checkpoints import layouts, load, recognise
+from speculator.checkpoints import head_folder, layouts, load, recognise
+from speculator.cli.drafting import add_revision
 from speculator.device import dtype_name
 from speculator.errors import OneLineParser
 
@@ -14,13 +15,15 @@ HELP = "describe a head's folder: architecture, size, base model, layout, and th
 
 def add_flags(parser: OneLineParser) -> None:
     """Add the command's argument."""
-    parser.add_argument("path", metavar="PATH", help="folder of a head, in any layout")
+    parser.add_argument("path", metavar="PATH", help="folder or hub id of a head, in any layout")
+    add_revision(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Load the head, which checks every tensor, and print its facts."""
-    layout = recognise(arguments.path)
-    head = load(arguments.path, layout)
+    folder = head_folder(arguments.path, arguments.speculator_revision)
+    layout = recognise(folder)
+    head = load(folder, layout)
     config: Any = head.config
     kind = layout.head.__name__.removesuffix("Speculator")
     facts = {
@@ -37,6 +40,6 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for name, fact in facts.items():
         print(f"{name:16} {fact}")
-    for other in (other for other in layouts() if other.head is layout.head and other.carries(config)):
+    for other in (other for other in layouts() if other.stores(head)):
         loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
-        print(f"{'exports to':16} {other.name}: for {'; '.join(loaders)}")
+        print(f"{'exports to':16} {other.name}" + (f": for {'; '.join(loaders)}" if loaders else ""))

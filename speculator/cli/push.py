@@ -10,12 +10,10 @@ from huggingface_hub.errors import HTTPError
 
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME, write_card
-from speculator.drafters.tuning import TUNED
+from speculator.checkpoints.hub import FILES
 from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
 
 HELP = "upload a head's folder to the Hugging Face hub, with a model card"
-# Files of a head; others in the folder are not uploaded.
-_FILES = ["config.json", NAME, TUNED, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*"]
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -39,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
             write_card(folder)
         api.create_repo(repo, private=arguments.private or None, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo, folder_path=folder, allow_patterns=_FILES, commit_message=f"Draft head from {folder.name}"
+            repo_id=repo, folder_path=folder, allow_patterns=FILES, commit_message=f"Draft head from {folder.name}"
         )
         pushed = True
     except (HTTPError, OSError, RuntimeError, ValueError) as error:

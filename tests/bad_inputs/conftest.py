@@ -71,6 +71,7 @@ def inputs(tmp_path_factory, text_file) -> dict[str, Path]:
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     paths["TEXT"] = root / "text.jsonl"
     shutil.copyfile(text_file, paths["TEXT"])
+    paths["PLAIN"] = ROOT / "tests" / "plain.yaml"
     paths["REPORT"] = root / "report.json"
     shutil.copyfile(ROOT / "docs" / "lab" / "quickstart" / "report.json", paths["REPORT"])
     return paths

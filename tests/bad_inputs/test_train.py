@@ -9,7 +9,7 @@ SMALL += (
     " --stage1.max_steps 10 --stage1.warmup_steps 0 --stage1.eval_steps 10 --stage1.save_steps 10 --stage2.max_steps 0"
 )
 SMALL += " --stage2.generate.max_new_tokens 16 --data.seq_length 64 --report_to none --speculator.initialise random"
-RUN = f"train --target.name_or_path TARGET --data.sources [TEXT] --output_dir run {SMALL}"
+RUN = f"train --config PLAIN --target.name_or_path TARGET --data.sources [TEXT] --output_dir run {SMALL}"
 
 VALUES = flags(
     RUN,

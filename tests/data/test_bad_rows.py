@@ -137,3 +137,17 @@ def test_the_command_counts_bad_rows_and_limits_them(tmp_path, target_folder, ca
 def test_rows_beyond_the_limits_are_errors(row):
     with pytest.raises(UserError, match=r"^rows:1: "):
         content(row, "rows:1")
+
+
+def test_alpaca_and_conversational_prompts_are_chats():
+    asked, answer = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    chat = {"messages": [asked, answer]}
+    assert content({"prompt": [asked], "completion": [answer]}, "f:1") == chat
+    assert content({"instruction": "Q", "output": "A"}, "f:1") == chat
+    assert content({"instruction": "Q", "input": "", "output": "A", "text": "all of it"}, "f:1") == chat
+    longer = content({"system": "S", "instruction": "Q", "input": "I", "output": "A"}, "f:1")["messages"]
+    assert longer == [{"role": "system", "content": "S"}, {**asked, "content": "Q\n\nI"}, answer]
+    plain = {"prompt": "[1]", "completion": "[2]"}
+    assert content(plain, "f:1") == plain
+    with pytest.raises(UserError, match='"output" is not a text'):
+        content({"instruction": "Q", "output": 3}, "f:1")

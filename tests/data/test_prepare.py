@@ -190,3 +190,11 @@ def test_a_cache_that_is_not_writable_is_an_error(source, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(UserError, match="SPECULATOR_CACHE"):
         prepare(source)
+
+
+def test_text_that_fills_no_row_makes_a_short_one():
+    stream = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
+    assert list(pack(stream, 8)) == [
+        {"input_ids": [5, 6, 7], "document_ids": [0, 0, 0], "loss_mask": [0, 1, 1], "rejected": [0, 0, 0]}
+    ]
+    assert len(list(pack(stream * 3, 8))) == 1

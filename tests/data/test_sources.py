@@ -317,3 +317,12 @@ def test_a_recorded_row_that_a_killed_writer_cut_is_a_bad_row(tmp_path, kept):
     found = list(readers.read(str(tmp_path), 0))
     assert ["fault" in row for row in found] == [False, False, True, False]
     assert [row["text"] for row in found if "text" in row] == ["0 ünï", "1 ünï", "0 ünï"]
+
+
+@pytest.mark.parametrize("count", [3, 7, 40, 199])
+def test_a_small_source_has_documents_in_every_split(count, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(count)))
+    found = {split: [row["id"] for row in documents([str(file)], split)] for split in SPLITS}
+    assert all(found.values())
+    assert len({each for ids in found.values() for each in ids}) == sum(map(len, found.values())) == count

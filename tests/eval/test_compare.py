@@ -6,7 +6,7 @@ import json
 import pytest
 
 from eval.__main__ import main
-from eval.compare import difference, table
+from eval.compare import difference, pairs, table
 
 ROW = {
     "name": "text",
@@ -51,3 +51,26 @@ def test_the_command(tmp_path, capsys):
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     assert "| text | 0 | head of 3 | acceptance length |" in capsys.readouterr().out
+
+
+def test_rows_pair_by_suite_temperature_batch_size_and_decoder():
+    """The length of adaptive drafting and of n-gram lookup is a bound, and two heads may differ in theirs."""
+    adaptive = [{**ROW, "drafter": "adaptive", "num_speculative_tokens": n} for n in (5, 7)]
+    assert list(pairs(adaptive[:1], adaptive[1:])) == [tuple(adaptive)]
+    text = table(changed(drafter="adaptive"), changed(drafter="adaptive", num_speculative_tokens=7))
+    assert "| adaptive |" in text
+    assert "| head of 3 and 7 |" in table(REPORT, changed(num_speculative_tokens=7))
+    short, long = ROW, {**ROW, "num_speculative_tokens": 5}
+    assert list(pairs([short, long], [long])) == [(long, long)]
+    assert not list(pairs([short], [{**ROW, "temperature": 1.0}]))
+    assert not list(pairs([{**ROW, "drafter": "none"}], [{**ROW, "drafter": "none"}]))
+
+
+def test_folders_of_reports_and_of_runs_are_accepted(tmp_path, capsys):
+    for folder in ("report", "run/eval"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "report.json").write_text(json.dumps(REPORT))
+    assert main(["compare", str(tmp_path / "report"), str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path), str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -6,9 +6,7 @@ import pytest
 from conftest import tiny_head, tiny_model
 
 from eval.decoders import Decoder
-from eval.metrics import shown
 from eval.page import page
-from eval.report import best_rows, headlines
 from eval.run import evaluate
 from eval.suites import Suite
 from eval.traces import piece, trace_suite
@@ -16,6 +14,8 @@ from speculator import HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Targe
 from speculator.drafters.adaptive import LookupPath
 from speculator.drafters.shapes import Chain, Tree
 from speculator.drafters.tuning import adaptive_drafter
+from speculator.tables import shown
+from speculator.verdict import fastest, headlines
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 5], [9, 10, 11, 12], [1, 1, 1, 1]])
 VOID = {"meta", "img", "input"}
@@ -163,11 +163,9 @@ def test_the_page_shows_six_columns_the_others_on_demand_and_explains_each(repor
 
 def test_the_page_and_the_summary_begin_with_the_speedup(report):
     report, text = report
-    (line,) = headlines(report)
-    adaptive = report["suites"][-1]
-    assert shown(best_rows(report)[0][0]["speedup"]["plain"]) in line
-    assert f"{line}." in Page(text).texts["p"]
-    assert adaptive["temperature"] == 0
+    alone, verdict = headlines(report)
+    assert shown(fastest(report["suites"], "head")[0]["speedup"]["plain"]) in alone
+    assert Page(text).texts["p"][:2] == [f"{alone}.", f"{verdict}."]
 
 
 def test_hostile_texts_are_shown_and_never_run(report):

@@ -6,10 +6,11 @@ from itertools import pairwise
 from serving.shared import TARGET, our_steps, per_position, vllm_runs
 
 from data.sources import PYTHON_SOURCES
-from eval.metrics import paired_bootstrap, shown
+from eval.metrics import paired_bootstrap
 from eval.suites import held_out
 from speculator import Target, generate, load_head
 from speculator.__main__ import main
+from speculator.tables import shown
 
 SOURCES = ("train", "data", "eval")
 PROMPTS, NEW, LENGTH = 40, 96, 3

@@ -62,7 +62,13 @@ _COUNTED = (
 
 def train_argv(inputs: dict[str, Path], output: Path, **settings: Any) -> list[str]:
     """Flags of a tiny run."""
-    values = {**SETTINGS, "target.name_or_path": inputs["TARGET"], "data.sources": f"[{inputs['TEXT']}]", **settings}
+    values = {
+        **SETTINGS,
+        "config": ROOT / "tests/plain.yaml",
+        "target.name_or_path": inputs["TARGET"],
+        "data.sources": f"[{inputs['TEXT']}]",
+        **settings,
+    }
     return ["--output_dir", str(output), *(f"--{name}={value}" for name, value in values.items())]
 
 

@@ -22,6 +22,7 @@ from train.command_line import parse
 from train.dry_run import known_config, rehearse
 from train.folder import claim, refuse_foreign
 from train.run import _run
+from train.sizes import with_sizes_of_target
 
 ROOT = Path(__file__).parents[2]
 LONG = (
@@ -55,7 +56,8 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 def rehearsed(recipe: Path, *flags: str) -> None:
-    rehearse(parse(["--config", str(recipe), "--dry_run", *flags]), _run)
+    config = parse(["--config", str(recipe), "--dry_run", *flags])
+    rehearse(with_sizes_of_target(config, known_config(config)), _run)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -117,7 +119,7 @@ def test_what_runs_is_the_configured_head_and_distribution_on_the_targets_family
 def test_a_target_with_recurrent_layers_is_rehearsed_as_a_llama(family, tmp_path):
     RECURRENT[family].save_pretrained(tmp_path)
     sizes = ["--data.seq_length", "64", "--eval.max_new_tokens", "32", "--stage2.max_steps", "0"]
-    given = parse(["--target.name_or_path", str(tmp_path), *sizes])
+    given = parse(["--config", str(ROOT / "tests/plain.yaml"), "--target.name_or_path", str(tmp_path), *sizes])
     seen = []
 
     class SeenError(Exception):
@@ -130,11 +132,6 @@ def test_a_target_with_recurrent_layers_is_rehearsed_as_a_llama(family, tmp_path
     with pytest.raises(SeenError):
         rehearse(given, run)
     assert seen[0]["model_type"] == "llama"
-
-
-def test_a_draft_vocabulary_larger_than_the_targets_is_refused_where_that_is_known():
-    with pytest.raises(UserError, match=r"speculator\.draft_vocab_size"):
-        rehearsed(ROOT / "configs" / "quickstart.yaml", "--speculator.draft_vocab_size", "99999")
 
 
 def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():

@@ -131,7 +131,13 @@ SETTINGS = {
 def launch(target_folder, text_file, tmp_path):
     """A run on two processes that has a checkpoint: (machines) -> launchers, process ids by rank, the folder."""
     folder, launchers = tmp_path / "run", []
-    given = {**SETTINGS, "output_dir": folder, "target.name_or_path": target_folder, "data.sources": f"[{text_file}]"}
+    given = {
+        **SETTINGS,
+        "output_dir": folder,
+        "config": ROOT / "tests/plain.yaml",
+        "target.name_or_path": target_folder,
+        "data.sources": f"[{text_file}]",
+    }
     command = ["train.py", *(f"--{name}={value}" for name, value in given.items())]
     options = {"env": {**os.environ, "SPECULATOR_CACHE": str(tmp_path / "cache")}, "text": True, "cwd": ROOT}
     with socket.create_server(("127.0.0.1", 0)) as free:

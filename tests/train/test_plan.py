@@ -83,7 +83,16 @@ def test_a_token_is_multiplied_by_the_experts_that_it_is_sent_to():
 
 
 def config_of(folder, *flags):
-    small = ["--target.name_or_path", str(folder), "--stage2.max_steps", "0", "--speculator.initialise", "random"]
+    small = [
+        "--config",
+        "tests/plain.yaml",
+        "--target.name_or_path",
+        str(folder),
+        "--stage2.max_steps",
+        "0",
+        "--speculator.initialise",
+        "random",
+    ]
     return parse([*small, *flags])
 
 

@@ -10,6 +10,7 @@ from eval.suites import load_suite
 from speculator.errors import UserError
 from speculator.target.model import Target
 from train.command_line import parse
+from train.config import ROOT
 from train.run import _run, own_prompts_of, prompts_of
 
 
@@ -35,7 +36,16 @@ def chats(path, long):
 def config_of(target, source, output, *flags):
     sizes = ["--eval.max_new_tokens", "8", "--stage2.generate.max_new_tokens", "8", "--eval.prompt_tokens", "8"]
     sizes += ["--stage2.generate.prompt_tokens", "8", "--data.seq_length", "96", "--report_to", "none"]
-    named = ["--target.name_or_path", str(target), "--data.sources", f"[{source}]", "--output_dir", str(output)]
+    named = [
+        "--config",
+        str(ROOT / "tests/plain.yaml"),
+        "--target.name_or_path",
+        str(target),
+        "--data.sources",
+        f"[{source}]",
+        "--output_dir",
+        str(output),
+    ]
     return parse([*named, *sizes, *flags])
 
 

@@ -21,6 +21,7 @@ from speculator.errors import UserError
 from speculator.files import manifest_error
 from train import checkpoint, interrupts, trainer
 from train.command_line import parse
+from train.config import ROOT
 from train.folder import claim, held, refuse_foreign
 from train.run import main
 
@@ -56,7 +57,13 @@ def run(target_folder, text_file, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
 
     def run(folder: Path, *flags: str, source: Path = text_file, **settings) -> int:
-        given = {**SETTINGS, "target.name_or_path": target_folder, "data.sources": f"[{source}]", **settings}
+        given = {
+            **SETTINGS,
+            "config": ROOT / "tests/plain.yaml",
+            "target.name_or_path": target_folder,
+            "data.sources": f"[{source}]",
+            **settings,
+        }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECULATOR_CACHE", str(cache))

@@ -17,6 +17,7 @@ from speculator.errors import UserError
 from speculator.target.model import Target
 from train import run, self_source
 from train.command_line import parse
+from train.config import ROOT
 from train.dry_run import rehearse
 from train.run import _run, rows
 from train.self_source import folder_of, with_self_written
@@ -59,7 +60,12 @@ def cache(tmp_path, monkeypatch):
 
 
 def config_of(chat_folder, output, **changes):
-    named = {"target.name_or_path": chat_folder, "data.sources": "[self]", "output_dir": output}
+    named = {
+        "config": ROOT / "tests/plain.yaml",
+        "target.name_or_path": chat_folder,
+        "data.sources": "[self]",
+        "output_dir": output,
+    }
     settings = {**named, **SIZES, **changes}
     return parse([word for key, value in settings.items() for word in (f"--{key}", str(value))])
 

@@ -203,6 +203,7 @@ def test_a_target_laid_over_several_places_says_the_same(target_folder, tmp_path
 def test_a_whole_run_with_a_target_in_shards_is_that_of_one_process(target_folder, text_file, tmp_path, parallel):
     """Both stages, the text that the target writes between them, the tuning and the report."""
     sizes = {
+        "config": ROOT / "tests/plain.yaml",
         "target.name_or_path": target_folder,
         "data.sources": f"[{text_file}]",
         "data.seq_length": 64,

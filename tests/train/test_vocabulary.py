@@ -5,7 +5,7 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
-from conftest import VOCAB, tiny_head, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig
 
 from speculator import Target, UserError
@@ -17,7 +17,7 @@ from train.command_line import parse
 from train.config import HeadOptions, RunConfig
 from train.initialise import check_options, for_rows, new_head, parameters, with_shape_of_start
 from train.plan import plan
-from train.vocabulary import count_tokens, most_frequent
+from train.vocabulary import count_tokens, most_frequent, unused_token
 
 ROWS = datasets.Dataset.from_list(
     [
@@ -171,3 +171,16 @@ def test_further_training_updates_the_trained_length(known, trained):
     head.config.trained_length = known
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2]}, *ROWS])
     assert for_rows(head, target, rows).config.trained_length == trained
+
+
+def test_the_mask_token_is_one_that_no_text_contains():
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer)
+    seen = torch.ones(size)
+    assert unused_token(tokenizer, torch.ones(size + 5), []) == size + 4
+    seen[[3, 7]] = 0
+    assert unused_token(tokenizer, seen, []) == 7
+    assert unused_token(tokenizer, seen, [7]) == 3
+    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(3)]})
+    assert unused_token(tokenizer, seen, []) == 3
+    assert unused_token(tokenizer, torch.ones(size), []) == size - 1

@@ -30,6 +30,9 @@ def row(drafter: str, **changes) -> dict:
         "prompts": 7,
         "temperature": 0.0,
         "drafter": drafter,
+        "batch_size": 1,
+        "num_speculative_tokens": 2,
+        "cost": {"draft": 0.1, "verify": 1.0},
         "acceptance_length": 2.25,
         "acceptance_by_position": [0.75, 0.5],
         "tokens_per_second": {"speculative": 61.5, "plain": 41.0, "hf_generate": 30.0},
@@ -95,7 +98,7 @@ def test_a_local_folder_is_not_a_hub_dataset(run, tmp_path, monkeypatch):
 
 def test_the_recipe_counts_the_sequences_of_all_processes(run):
     text = write_card(run).read_text()
-    assert "| stage1 | 300 | 24 | 0.001, cosine |" in text
+    assert "| stage1 | 300 steps | 24 | 0.001, cosine |" in text
     assert "Loss: kl 1." in text
     parameters = sum(weight.numel() for weight in tiny_head().parameters())
     assert f"| parameters | {parameters:,}, float32 |" in text
@@ -181,7 +184,7 @@ def test_a_damaged_record_leaves_no_card(run, name):
 def test_an_export_copies_or_creates_the_card(run, tmp_path):
     argv = ["export", "--speculator", str(run), "--format", "ibm", "--output"]
     assert main([*argv, str(tmp_path / "without")]) == 0
-    assert "| stage1 | 300 |" in (tmp_path / "without" / "README.md").read_text()
+    assert "| stage1 | 300 steps |" in (tmp_path / "without" / "README.md").read_text()
     (run / "README.md").write_text("my own words")
     assert main([*argv, str(tmp_path / "with")]) == 0
     assert (tmp_path / "with" / "README.md").read_text() == "my own words"

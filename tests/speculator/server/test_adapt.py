@@ -44,7 +44,7 @@ class Loop:
         argv = [str(word) for word in argv]
         value = lambda flag: argv[argv.index(flag) + 1]  # noqa: E731
         if "gate" in argv:
-            self.calls.append(("gate", argv[3]))
+            self.calls.append(("gate", argv[4]))
             suite = {"acceptance_length": [2.0, 2.5]}
             verdict = {"accepted": self.verdicts.pop(0), "suite": suite, "line": "<faster>"}
             Path(value("--output")).write_text(json.dumps(verdict))

@@ -1,0 +1,104 @@
+"""The first lines of a report, in the terminal, its files and the head's card: figures, then advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from speculator.tables import DRAFTERS, shown
+
+_ALMOST_NOTHING = 1.15
+"""Acceptance length up to which a head accepts almost nothing."""
+
+
+def headlines(report: dict[str, Any]) -> list[str]:
+    """Sentences for each suite and batch size: the head alone, adaptive drafting, and a verdict with the next step.
+
+    A report without a head has one sentence, about its fastest drafter.
+    """
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in report["suites"]:
+        if row["drafter"] != "none":
+            found.setdefault((row["name"], row["batch_size"]), []).append(row)
+    lines = []
+    for (name, batch_size), rows in found.items():
+        where = f"{name}, batch size {batch_size}: " if len(found) > 1 else ""
+        lines += [where + line for line in _of_suite(rows)]
+    return lines
+
+
+def fastest(rows: list[dict[str, Any]], *drafters: str) -> list[dict[str, Any]]:
+    """For each temperature, the fastest row of some drafters."""
+    best: dict[float, dict[str, Any]] = {}
+    for row in rows:
+        if row["drafter"] in drafters:
+            best[row["temperature"]] = max(best.get(row["temperature"], row), row, key=_speedup)
+    return list(best.values())
+
+
+def _of_suite(rows: list[dict[str, Any]]) -> Iterator[str]:
+    heads, adaptive = fastest(rows, "head"), fastest(rows, "adaptive")
+    if not heads:
+        others = adaptive or fastest(rows, *DRAFTERS)
+        yield f"{DRAFTERS[others[0]['drafter']]} is {_times(others)}"
+        return
+    figures = (
+        f"acceptance length {shown(_length(row))}, {shown(row['speedup']['plain'])}{{}} at temperature "
+        f"{row['temperature']:g}"
+        for row in heads
+    )
+    yield "the head alone: " + _first(figures)
+    if adaptive:
+        yield f"adaptive drafting is {_times(adaptive)}"
+    yield "verdict: " + verdict(heads, fastest(rows, "ngram"))
+
+
+def verdict(heads: list[dict[str, Any]], lookups: list[dict[str, Any]]) -> str:
+    """Say in words what a head is worth, and what to do next.
+
+    Args:
+        heads: the head's rows of report.json, one per temperature; the fastest one decides.
+        lookups: those of n-gram lookup alone.
+    """
+    head = max(heads, key=_speedup)
+    lookup = max((_speedup(row) for row in lookups), default=0.0)
+    interval = head["speedup"]["plain"]
+    low = interval["value"] if interval["low"] is None else interval["low"]
+    helps = f"; n-gram lookup does the work here: alone it is {lookup:.2f} times as fast"
+    if max(row["acceptance_length"] for row in heads) < _ALMOST_NOTHING:
+        advice = "the head accepts almost nothing: train it on more text"
+    elif interval["value"] < 1:
+        advice = (
+            f"the head costs more than it gains here: a drafted token costs {head['cost']['draft']:.2f} of a plain "
+            "step; take a cheaper head, draft fewer tokens, or train on more text"
+        )
+    elif low <= 1:
+        advice = "the head may be worth serving: its interval includes 1, so measure more prompts"
+        helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
+    else:
+        tokens = head["num_speculative_tokens"]
+        advice = f"worth serving: {tokens} token{'s' * (tokens != 1)} per draft"
+        slower = ", ".join(f"{row['temperature']:g}" for row in heads if _speedup(row) < 1)
+        if slower:
+            advice += f" at temperature {head['temperature']:g}, but slower than plain decoding at {slower}"
+        helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
+    return advice + (helps if lookup > max(1.0, interval["value"]) else "")
+
+
+def _speedup(row: dict[str, Any]) -> float:
+    return row["speedup"]["plain"]["value"]
+
+
+def _length(row: dict[str, Any]) -> dict[str, Any]:
+    interval = row.get("acceptance_length_interval", {"low": None, "high": None})
+    return {"value": row["acceptance_length"], **interval}
+
+
+def _times(rows: list[dict[str, Any]]) -> str:
+    return _first(f"{shown(row['speedup']['plain'])}{{}} at temperature {row['temperature']:g}" for row in rows)
+
+
+def _first(figures: Iterator[str] | Any) -> str:
+    """Join figures, of which the first says in words what the ratio is."""
+    first, *others = figures
+    return "; ".join([first.format(" times as fast as plain decoding"), *(other.format("") for other in others)])

@@ -1,0 +1,16 @@
+"""Where the packages `data`, `eval` and `train` are: next to `speculator` in a checkout, inside it in a wheel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_INSTALLED = Path(__file__).with_name("_workshop")
+ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
+"""Folder of these packages and of the recipes; a wheel keeps them off the top of site-packages."""
+
+
+def make_importable() -> None:
+    """Put the packages first in the import path, before a folder of the user's that is called `data`, too."""
+    if str(ROOT) not in sys.path[:1]:
+        sys.path.insert(0, str(ROOT))

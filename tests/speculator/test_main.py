@@ -1,0 +1,49 @@
+"""One command, from any folder, and what a wheel has of the checkout."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speculator.__main__ import WORKSHOP, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_command_help_is_printed_and_nothing_is_wrong(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr()
+    assert "train a head" in printed.out
+    assert printed.err == ""
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("speculator ")
+
+
+@pytest.mark.parametrize("command", ["train --stage1.max_stepz 3", "data view --colour", "eval compare a b"])
+def test_the_commands_run_from_a_folder_with_packages_of_the_same_names(command, tmp_path):
+    for name in WORKSHOP:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong package')")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "speculator", *command.split()]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+def test_a_wheel_has_all_packages_inside_speculator(monkeypatch):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", lambda **settings: given.update(settings))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert {package.partition(".")[0] for package in given["packages"]} == {"speculator"}
+    for name in ("train", "data.cli", "eval", "configs", "examples.stdlib_target"):
+        assert (ROOT / given["package_dir"][f"speculator._workshop.{name}"]).is_dir()
+        assert f"speculator._workshop.{name}" in given["packages"]

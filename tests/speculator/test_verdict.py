@@ -1,0 +1,70 @@
+"""What a report says first: the head alone, adaptive drafting, and what to do next."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speculator.verdict import headlines
+
+LAB = Path(__file__).parents[2] / "docs" / "lab"
+
+
+def row(drafter: str, speedup: float, length: float = 2.0, **changes) -> dict:
+    ratio = {"value": speedup, "low": speedup - 0.05, "high": speedup + 0.05}
+    shape = {"name": "chats", "batch_size": 1, "temperature": 0.0, "num_speculative_tokens": 3}
+    interval = {"low": length - 0.1, "high": length + 0.1}
+    figures = {"acceptance_length": length, "acceptance_length_interval": interval, "speedup": {"plain": ratio}}
+    return {"drafter": drafter, **shape, **figures, "cost": {"draft": 0.3, "verify": 1.1}, **changes}
+
+
+def lines(*rows: dict) -> list[str]:
+    return headlines({"suites": [{**row("none", 1.0), "acceptance_length": 1.0}, *rows]})
+
+
+def test_the_head_comes_first_and_adaptive_drafting_beside_it():
+    warm = row("head", 1.2, 1.5, temperature=1.0)
+    alone, adaptive, _ = lines(row("head", 1.4, 2.26), warm, row("ngram", 1.3), row("adaptive", 1.62))
+    assert alone == (
+        "the head alone: acceptance length 2.26 (2.16 to 2.36), 1.40 (1.35 to 1.45) times as fast as plain decoding at "
+        "temperature 0; acceptance length 1.50 (1.40 to 1.60), 1.20 (1.15 to 1.25) at temperature 1"
+    )
+    assert adaptive == "adaptive drafting is 1.62 (1.57 to 1.67) times as fast as plain decoding at temperature 0"
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict"),
+    [
+        (
+            [row("head", 0.92, 1.01), row("ngram", 3.2)],
+            "almost nothing: train it on more text; n-gram lookup does",
+        ),
+        ([row("head", 0.9, 1.8)], "the head costs more than it gains here: a drafted token costs 0.30"),
+        ([row("head", 1.03, 1.8)], "may be worth serving"),
+        (
+            [row("head", 0.8), row("head", 1.5, temperature=1.0)],
+            "3 tokens per draft at temperature 1, but slower than plain decoding at 0",
+        ),
+        ([row("head", 1.5)], "worth serving: 3 tokens per draft"),
+        ([row("head", 1.3), row("head", 1.5, num_speculative_tokens=5)], "worth serving: 5 tokens per draft"),
+        ([row("head", 1.5), row("ngram", 1.8)], "3 tokens per draft; n-gram lookup alone is faster"),
+        ([row("head", 1.5), row("ngram", 1.2)], "3 tokens per draft"),
+    ],
+)
+def test_a_verdict_names_the_next_step(rows, verdict):
+    said = lines(*rows)[-1]
+    assert verdict in said
+    assert ("lookup" in said) == ("lookup" in verdict)
+
+
+def test_without_a_head_the_fastest_drafter_is_named_and_suites_are_told_apart():
+    assert lines(row("ngram", 1.3)) == [
+        "n-gram lookup is 1.30 (1.25 to 1.35) times as fast as plain decoding at temperature 0"
+    ]
+    several = lines(row("head", 1.5), row("head", 1.5, name="code"))
+    assert [line.partition(":")[0] for line in several] == ["chats, batch size 1"] * 2 + ["code, batch size 1"] * 2
+
+
+@pytest.mark.parametrize("report", sorted(LAB.rglob("report.json")), ids=lambda path: path.parent.name)
+def test_reports_of_the_notebooks_have_a_verdict(report):
+    assert any("verdict: " in line for line in headlines(json.loads(report.read_text())))

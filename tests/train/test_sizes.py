@@ -1,0 +1,106 @@
+"""Recipes for any model: what a target and its rows decide."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from speculator import UserError
+from train.command_line import parse
+from train.config import HeadOptions, StageConfig
+from train.initialise import head_config
+from train.sizes import expected_rows, with_shorter_rows, with_sizes_of_target, with_steps
+
+RECIPES = ("eagle3", "dspark", "mlp")
+
+
+def shaped(layers: int, vocab_size: int, context: int = 8192) -> LlamaConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(num_hidden_layers=layers, vocab_size=vocab_size, max_position_embeddings=context, **sizes)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("layers", "vocab_size"), [(24, 300), (28, 49_152), (36, 151_936)])
+def test_a_recipe_fits_targets_of_all_shapes(recipe, layers, vocab_size):
+    target = shaped(layers, vocab_size, 1024)
+    config = with_sizes_of_target(parse(["--config", f"configs/{recipe}.yaml"]), target)
+    made = head_config(config.speculator, target)
+    assert config.data.seq_length == 1024
+    assert made.output_size == (32_000 if vocab_size > 32_000 and recipe != "dspark" else vocab_size)
+    if recipe != "mlp":
+        assert made.aux_layers == [2, layers // 2, layers - 3]
+
+
+def test_the_row_length_is_the_targets_context_up_to_a_limit():
+    config = parse(["--config", "configs/eagle3.yaml"])
+    assert with_sizes_of_target(config, shaped(8, 99, 131_072)).data.seq_length == 4096
+    assert with_sizes_of_target(config, None).data.seq_length == 4096
+    assert with_sizes_of_target(config, AutoConfig.for_model("mamba")).data.seq_length == 4096
+    set_by_hand = replace(config, data=replace(config.data, seq_length=77))
+    assert with_sizes_of_target(set_by_hand, shaped(8, 99)).data.seq_length == 77
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        (
+            {"aux_layers": [2, 16, 29]},
+            "--speculator.options.aux_layers: aux_layers .* a target of 24 layers has 0 to 23",
+        ),
+        ({"aux_layers": [3, 2]}, "--speculator.options.aux_layers: "),
+        ({"markov_rank": -1}, "--speculator.options.markov_rank: "),
+        ({"mask_token_id": 999}, "--speculator.options.mask_token_id: "),
+        ({"colour": 1}, "--speculator.options.colour: architecture dspark has no such option"),
+    ],
+)
+def test_an_error_of_an_option_names_its_flag(options, flag):
+    with pytest.raises(UserError, match=f"^{flag}"):
+        head_config(HeadOptions(architecture="dspark", options=options), shaped(24, 300))
+
+
+def test_an_option_of_null_takes_the_default():
+    options = HeadOptions(architecture="eagle3", options={"aux_layers": None})
+    assert head_config(options, shaped(24, 300)).aux_layers == [2, 12, 21]
+
+
+def stage(**changes) -> StageConfig:
+    return StageConfig(**{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "batch", "steps"),
+    [
+        (54_000, {"epochs": 2.0}, 64, 1688),
+        (488, {"epochs": 3.0}, 8, 183),
+        (5, {"epochs": 3.0}, 1, 15),
+        (5, {"max_steps": 7}, 64, 7),
+        (64, {"max_steps": 7}, 64, 7),
+    ],
+)
+def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, batch, steps):
+    made = with_steps(stage(**changes), rows, 1)
+    assert made.per_device_train_batch_size * made.gradient_accumulation_steps == batch
+    assert made.max_steps == steps
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
+def test_little_text_has_shorter_rows(tokens, length):
+    config = with_sizes_of_target(parse(["--config", "configs/eagle3.yaml"]), None)
+    assert with_shorter_rows(config, tokens).data.seq_length == length
+
+
+def test_the_size_of_local_data_is_estimated(tmp_path):
+    (tmp_path / "a.jsonl").write_text("x" * 40_960)
+    config = parse(["--data.sources", f"[{tmp_path}]", "--data.seq_length", "1024"])
+    assert expected_rows(replace(config, data=replace(config.data, max_tokens=None))) == 9
+    assert expected_rows(parse(["--data.sources", "[org/name]"])) is None
+    assert expected_rows(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[self]"])) == 500
+
+
+def test_steps_and_epochs_exclude_each_other(capsys):
+    recipe = ["--config", "configs/eagle3.yaml"]
+    assert parse([*recipe, "--stage1.max_steps", "7"]).stage1.epochs is None
+    assert parse([*recipe, "--stage1.epochs", "7"]).stage1.epochs == 7
+    with pytest.raises(SystemExit):
+        parse([*recipe, "--stage1.epochs", "7", "--stage1.max_steps=3"])
+    assert "mutually exclusive" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Sizes of a run that follow from its target and its rows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from data.magpie import SELF
+from data.sources import parse
+from train.config import RunConfig, StageConfig
+
+_LONGEST = 4096
+"""Tokens of a row if the run names none; few chats are longer."""
+_SHORTEST, _LEAST_ROWS = 256, 64
+"""Little text has shorter rows, so that it has this many of them."""
+_LEAST_STEPS = 50
+"""Steps of an epoch, at least."""
+
+
+def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> RunConfig:
+    """Fill in the row length, and leave out a draft vocabulary that the target's own does not exceed.
+
+    Args:
+        target: the target's config; None if it is unknown.
+    """
+    text = target.get_text_config() if target else None
+    data, head = config.data, config.speculator
+    if not data.seq_length:
+        data = replace(data, seq_length=min(_LONGEST, getattr(text, "max_position_embeddings", None) or _LONGEST))
+    if text is not None and head.draft_vocab_size >= text.vocab_size:
+        head = replace(head, draft_vocab_size=0)
+    return replace(config, data=data, speculator=head)
+
+
+def with_shorter_rows(config: RunConfig, tokens: int) -> RunConfig:
+    """Halve the row length until so few training tokens make enough rows, or the rows are short."""
+    length = config.data.seq_length
+    while length >= 2 * _SHORTEST and tokens < _LEAST_ROWS * length:
+        length //= 2
+    return replace(config, data=replace(config.data, seq_length=length))
+
+
+def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
+    """Turn the epochs of a stage into steps; a stage with max_steps stays as it is.
+
+    Rows per step are halved while an epoch has fewer than 50 steps.
+    """
+    if not stage.epochs:
+        return stage
+    size, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
+    while size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
+        size, accumulation = (size, accumulation // 2) if accumulation > 1 else (size // 2, 1)
+    steps = ceil(stage.epochs * rows / (size * accumulation * processes))
+    return replace(stage, max_steps=steps, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
+
+
+def expected_rows(config: RunConfig) -> int | None:
+    """Estimate the training rows of stage 1 before anything is read: 4 bytes per token; None for data on the hub."""
+    tokens, own = 0.0, config.data.self_source
+    for source in parse(config.data.sources):
+        if source.location == SELF:
+            tokens += own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
+        elif os.path.exists(source.location):
+            place = Path(source.location)
+            files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
+            tokens += 0.9 * sum(file.stat().st_size for file in files) / 4
+        else:
+            return None
+    tokens = min(tokens, config.data.max_tokens or tokens)
+    return ceil(tokens / (config.data.seq_length or _LONGEST))
