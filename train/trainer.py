@@ -116,7 +116,7 @@ class SpeculatorTrainer(Trainer):
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
-        self._aux_layers = kwargs["model"].aux_layers
+        self._aux_layers, self._positions = kwargs["model"].aux_layers, kwargs["model"].n_predict
         self._target_is_finite = torch.tensor(True, device=target.device)
         pack_linears(kwargs["model"])
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
@@ -171,7 +171,8 @@ class SpeculatorTrainer(Trainer):
         self._add("train" if model.training else "eval", metrics)
         items = count if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
-        loss = objective * scale / items.clamp_min(1)
+        # `items` counts the labels of all N positions together: times N, the loss is the sum of the positions' means.
+        loss = objective * self._positions * scale / items.clamp_min(1)
         return (loss, metrics) if return_outputs else loss
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:

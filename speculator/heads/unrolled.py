@@ -108,8 +108,7 @@ class UnrolledHead(Speculator):
         count = (labels != IGNORE).sum(1)
         overlap = None if measured.overlap is None else by_t(measured.overlap)
         return {
-            # Normalised by the labels of one step on average: all steps' labels are counted together.
-            "objective": (measured.objective * steps, count.sum()),
+            "objective": (measured.objective, count.sum()),
             **step_metrics(measured.loss, by_t(measured.hits), overlap, count),
         }
 

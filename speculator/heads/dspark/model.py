@@ -331,7 +331,7 @@ class DSparkSpeculator(AttentionHead):
             )
             metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(1), count)
             objective = objective + (error * weights).sum()
-        return {"objective": (objective * self.n_predict, count.sum()), **metrics}
+        return {"objective": (objective, count.sum()), **metrics}
 
     # --- export
 
