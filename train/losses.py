@@ -383,12 +383,17 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def summarise(sums: dict[str, Metric]) -> dict[str, float]:
     """Divide sums, reduced over batches and processes, by their counts: a figure for each draft position.
 
+    The "objective", a scalar, becomes "loss".
+
     `teacher_forced_acceptance_length` = 1 + the sum of prefix accuracies: what greedy decoding would accept if the text
     were the target's own. Real decoding measures `acceptance_length`.
     """
     figures: dict[str, float] = {}
     for name, (total, count) in sums.items():
         means = (total / count.clamp_min(1)).tolist()
+        if name == "objective":
+            figures["loss"] = means
+            continue
         figures |= {f"head{i}/{name}": mean for i, mean in enumerate(means)}
         if name == "prefix_accuracy":
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)

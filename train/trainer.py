@@ -112,7 +112,7 @@ class SpeculatorTrainer(Trainer):
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
         self.add_callback(ProgressLine(title))
-        self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
+        self.target, self.decode, self.keep = target, decode, keep
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
@@ -168,11 +168,16 @@ class SpeculatorTrainer(Trainer):
         )
         metrics = model(batch, self.token_loss)
         objective, count = metrics.pop("objective")
-        self._add("train" if model.training else "eval", metrics)
+        # `count` and the Trainer's own number of labels are those of all N positions together: times N, the loss is
+        # the sum of the positions' means. A head of 3 positions would log a third of it.
+        objective = objective * self._positions
+        if model.training:
+            self._add("train", metrics)
+        else:  # the Trainer would average the means of batches, which have different numbers of labels
+            self._add("eval", metrics | {"objective": (objective, count)})
         items = count if num_items_in_batch is None else num_items_in_batch
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
-        # `items` counts the labels of all N positions together: times N, the loss is the sum of the positions' means.
-        loss = objective * self._positions * scale / items.clamp_min(1)
+        loss = objective * scale / items.clamp_min(1)
         return (loss, metrics) if return_outputs else loss
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
@@ -221,10 +226,6 @@ class SpeculatorTrainer(Trainer):
         collator.epoch = epoch
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")
-        # The loss as trained on; the library would average the batches' means.
-        decay = self.loss_weights.head_decay
-        losses = [value for name, value in figures.items() if name.endswith("/loss")]
-        figures["loss"] = sum(decay**i * loss for i, loss in enumerate(losses))
         self._refuse_unless_finite("the loss", figures["loss"])
         figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
