@@ -117,7 +117,8 @@ def generate_rows(
 
     if isinstance(drafter, AdaptiveDrafter):
         stored = awaited(Path(folder), target.group) or {}
-        notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in drafter.cost.entries]}
+        cost: Any = drafter.cost  # a `CostTable`
+        notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in cost.entries]}
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
         if mark_rejected:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.decoders import Decoder
 from eval.suites import Suite
 from speculator.decoding.draft import Draft
 from speculator.decoding.engine import Engine, Verified
-from speculator.decoding.sampling import Sampling
+from speculator.decoding.sampling import Noise, Sampling
 from speculator.drafters.adaptive import LookupPath
 from speculator.target.model import Target
 
@@ -59,8 +58,8 @@ class _RecordingEngine(Engine):
 
     newest: tuple[Draft, Verified] | None = None
 
-    def verify(self, draft: Draft, u: Tensor) -> Verified:
-        verified = super().verify(draft, u)
+    def verify(self, draft: Draft, noise: Noise) -> Verified:
+        verified = super().verify(draft, noise)
         self.newest = draft, verified
         return verified
 

@@ -144,7 +144,7 @@ class SpeculatorTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         sharded.forget()
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
         inputs: dict[str, Tensor],
@@ -267,7 +267,7 @@ class SpeculatorTrainer(Trainer):
         sums = self.accelerator.reduce(self._sums["train"], "sum")
         return {"loss": loss, "step": self._globalstep_last_logged, "sums": sums}
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         file = resume_from_checkpoint and Path(resume_from_checkpoint) / _SINCE_LOG
         if file and file.exists():
             self.add_callback(ResumeLogging(self, torch.load(file, self.args.device, weights_only=True)))
