@@ -69,7 +69,8 @@ class Job:
 class Worker:
     """Runs an engine in a thread.
 
-    The event loop's thread calls `submit` and reads the jobs; the engine is used by the worker's thread only.
+    The worker's thread alone changes the engine. The event loop's thread calls `submit`, reads the jobs, counts slots,
+    and makes requests by `Engine.request`, which reads the target and nothing that a step changes.
 
     Args:
         make_engine: creates the engine with a drafter, and a new one after a failure.
