@@ -203,6 +203,7 @@ class Noise:
         else:
             noise = self._gumbel[:, : draft.depth + 1]
         if draft.parents is not None:
+            # Noise belongs to a position of the sequence: cousins in a tree have the same depth and share it.
             noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
         return most_likely(self.sampling.scaled(logits) + noise)
 
