@@ -128,8 +128,10 @@ def _path(engine: Engine, key: str, draft: Draft, verified: Verified) -> tuple[l
     places = []
     at = 0  # position in the verification; draft token i is at position i + 1
     for token in verified.tokens[0, 1 : 1 + int(verified.accepted[0])].tolist():
+        # Siblings are different tokens, so parent and token identify the node.
         at = next(i + 1 for i in range(drafted) if parents[i] == at and tokens[i] == token)
         places.append(at - 1)
+    # Below the accepted part: what a reader of the page sees as rejected is the likeliest continuation of the draft.
     while (child := next((i for i in range(drafted) if parents[i] == at), None)) is not None:
         places.append(child)
         at = child + 1
