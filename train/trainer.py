@@ -176,8 +176,8 @@ class SpeculatorTrainer(Trainer):
         # DDP would not reduce the gradients: no error, only heads that differ between processes.
         metrics = model(batch, self.token_loss)
         objective, count = metrics.pop("objective")
-        # `count` and the Trainer's own number of labels are those of all N positions together: times N, the loss is
-        # the sum of the positions' means. A head of 3 positions would log a third of it.
+        # `count` and the Trainer's own number of labels are those of all N positions together. Times N, the loss is the
+        # sum of the positions' means, if they have equally many labels; a head of 3 positions would log a third of it.
         objective = objective * self._positions
         if model.training:
             self._add("train", metrics)
