@@ -210,6 +210,7 @@ class _Chat:
             return next((each for each in ends if habits.between.fullmatch(text, each, end)), end)
         # The turn ends in its own way, as tool calls do in some templates: after the first of its closing tokens. What
         # follows every answer is not a part of it.
+        # The longest common end of the two texts.
         size = _common(text[::-1], habits.tail[::-1])
         shared = habits.added.search(text, len(text) - size)
         last = shared.start() if shared and size else len(text)
@@ -222,6 +223,8 @@ class _Chat:
         end = row.spans[-1][1]
         if text is None:
             return False
+        # The next answer's context must continue the row: a template that drops old thinking rewrites it, and the
+        # answer gets a row of its own.
         context = text[: span[0]] if span else text
         if context.startswith(row.text[:end]):
             spans = row.spans
@@ -251,6 +254,7 @@ class _Unmarked:
         for at, size in self.gaps:
             if place <= at:
                 break
+            # A place inside a gap counts as the gap's beginning.
             place -= min(size, place - at)
         return place
 

@@ -135,6 +135,7 @@ class Batches:
         assigned = range(first, len(self.rows), step)
         left: list[int] = []
         if (group is None or group.leads) and not self.finished:
+            # A file is written under another name and then renamed, so a batch either exists as a whole or not at all.
             left = [batch for batch in assigned if not self._file(batch).exists()]
         if group is not None:
             left = group.broadcast_object(left)
@@ -212,6 +213,7 @@ class Batches:
         first = next(rows)
         features = Features({name: _FEATURES[name] for name in first})
         cache, final = self._work / "cache", self.folder / "rows"
+        # From a process that was killed here: without a manifest they may be incomplete.
         for leftover in (cache, final):
             shutil.rmtree(leftover, ignore_errors=True)
         with new_folder(final) as scratch:
@@ -219,6 +221,7 @@ class Batches:
                 lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
             )
             table.save_to_disk(str(scratch))
+        # Last of all: a folder with a manifest is finished, whatever happened to the process afterwards.
         manifest = {**self.record, **self._notes, **facts, "files": _checksums(final)}
         write_text(self._manifest, json.dumps(manifest, indent=2))
 

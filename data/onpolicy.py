@@ -103,6 +103,7 @@ def generate_rows(
     chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
     check_prompts(target, [chat.ids for chat in chats])
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+    # The longest first: rows of a batch have similar lengths, and too little memory shows in the first batch.
     order = sorted(range(len(prompts)), key=lambda row: -chats[row].size)
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
@@ -116,13 +117,16 @@ def generate_rows(
         return replace(samplings[row % len(samplings)], seed=seed + answer * len(prompts) + row)
 
     if isinstance(drafter, AdaptiveDrafter):
+        # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
         stored = awaited(Path(folder), target.group) or {}
-        notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in drafter.cost.entries]}
+        cost: Any = drafter.cost  # a `CostTable`
+        notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in cost.entries]}
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
         if mark_rejected:
             shape = drafter.fastest(all(each.greedy for each in samplings), slots)
             drafter = HeadDrafter(drafter.head, shape)
+    # A few batches are decoded twice, with and without drafts, for the speedup that the manifest reports.
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
@@ -200,6 +204,7 @@ def _answer(
                 each.add(request.tokens, request.finish_reason == "eos", rejection_marks(request.steps))
                 if each.prompt is not None:
                     unfinished.append(ask(row, each))
+                    # To the front of the queue: the slot that has just become free holds this conversation.
                     engine.waiting.rotate(1)
     finally:  # an interrupt leaves no request behind
         for request, *_ in unfinished:

@@ -27,11 +27,13 @@ def pack(
         columns["document_ids"] += [count] * len(document["input_ids"])
         columns["loss_mask"] += document["loss_mask"]
         columns["rejected"] += document.get("rejected") or [0] * len(document["input_ids"])
+        # What fills whole rows leaves the buffer, so it never holds more than one row and one document.
         whole = len(columns["input_ids"]) // length * length
         for start in range(0, whole, length):
             if max_tokens is not None and emitted + length > max_tokens:
                 return
             row = {name: column[start : start + length] for name, column in columns.items()}
+            # From 0 in each row: only equality counts.
             first = row["document_ids"][0]
             yield {**row, "document_ids": [d - first for d in row["document_ids"]]}
             emitted += length

@@ -173,6 +173,8 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
             found.append(error)
     rows = [row for chat in found if isinstance(chat, ChatRows) for row in chat.rows]
     texts, ends = [row.text for row in rows], [[*chain.from_iterable(row.spans), len(row.text)] for row in rows]
+    # Each text is cut at its answers: context, answer, context, ... If the pieces' tokens, one after the other, are
+    # those of the whole text, no token spans a border, and the mask follows from the pieces' lengths.
     pieces = [text[a:b] for text, places in zip(texts, ends, strict=True) for a, b in pairwise([0, *places])]
     wholes, separate = iter(_tokens(texts, tokenizer)), iter(_tokens(pieces, tokenizer))
     for document, chat in zip(documents, found, strict=True):
@@ -213,11 +215,15 @@ def _token_rows(
     rows: list[tuple[list[int], list[int]]] = []
     contexts, written = (_tokens([row.text[: span[side]] for span in row.spans], tokenizer) for side in (0, 1))
     for (start, end), context, both in zip(row.spans, contexts, written, strict=True):
+        # Does the answer's first character join the last token of its context? Then the model would have had to write a
+        # token that begins in the prompt, which it can't: take the answer's own tokens.
         joined = both[: len(context)] == context
         answer = both[len(context) :] if joined else _tokens([row.text[start:end]], tokenizer)[0]
+        # A later context that tokenises the earlier answer in another way is another text: it needs a row of its own.
         if not rows or context[: len(rows[-1][0])] != rows[-1][0]:
             rows.append(([], []))
         ids, mask = rows[-1]
+        # No loss from the end of the last answer to the end of this context.
         mask += [0] * (len(context) - len(ids)) + [1] * len(answer)
         ids += context[len(ids) :] + answer
     ids, mask = rows[-1]

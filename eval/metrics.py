@@ -32,6 +32,8 @@ def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sa
     value = statistic(samples)
     if len(samples) == 1:
         return {"value": value, "low": None, "high": None}
+    # Resample the indices of prompts, not the figures: each draw takes both decoders' time on the same prompts, so what
+    # makes a prompt slow for both cancels out.
     found = stats.bootstrap(
         (np.arange(len(samples)),),
         lambda chosen: statistic([samples[i] for i in chosen]),
@@ -54,6 +56,8 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -
     """
     sums: dict[int, np.ndarray] = {}
     for group, x, y in zip(groups or range(len(ours.batches)), ours.batches, baseline.batches, strict=True):
+        # Sums, not ratios: the ratio of a resample is that of its sums, so long texts weigh more than short ones, as
+        # they do in serving.
         batch = np.array([x.decoded, x.decode_seconds, y.decoded, y.decode_seconds])
         sums[group] = sums.get(group, 0) + batch
     samples = [total for total in sums.values() if total[0] and total[2]]
@@ -77,9 +81,12 @@ def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict[str, 
         assert step.accepted <= step.drafted <= num_speculative_tokens
         assert step.emitted == step.accepted + 1
         lengths[step.accepted] += 1
+    # Of 10 steps that accepted [0: 4, 1: 2, 2: 1, 3: 3] tokens, 10 reached position 0, 6 reached 1, and 4 reached 2.
+    # The rates are 6/10, 4/6 and 3/4, and 1 + 0.6 + 0.4 + 0.3 is the acceptance length.
     reached = [sum(lengths[i:]) for i in range(num_speculative_tokens + 1)]  # steps that accepted at least i tokens
     rates = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(num_speculative_tokens)]
     mean = sum(step.accepted for step in whole) / len(whole) if whole else 0.0
+    # The identity of the two definitions, asserted in every report: it fails if a step is counted on one side only.
     expected = sum(math.prod(rates[: i + 1]) for i in range(num_speculative_tokens))
     assert math.isclose(mean, expected, abs_tol=1e-9), "the acceptance rates do not add up to the acceptance length"
     return {

@@ -215,7 +215,7 @@ def evaluate(
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
         engines.clear()  # their caches and graphs would stay while the next batch size is measured
-    report = {
+    report: dict[str, Any] = {
         "schema": 2,
         "target": target.name,
         "speculator": speculator_name,

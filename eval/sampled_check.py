@@ -42,6 +42,7 @@ def sampled_checks(
     batch = max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
     # One engine for each sample, so that a prompt is prefilled once for all its batches.
     engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
+    # Bonferroni: with many prompts one of them would fail by chance.
     alpha, checks = _ALPHA / len(cases), []
     for case, (temperature, number) in enumerate(Progress(cases, title="sampling", unit="prompts")):
         # The seeds of the samples are 2**32 apart, so no two rows share a random stream.
@@ -102,6 +103,7 @@ def coupled_checks(
 
 def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
     """Scores from which the target chose its tokens, the first of them at position `start`."""
+    # The noise of position `start` + i belongs to row i: the first new token follows a prompt of `start` tokens.
     begin = torch.tensor([start], device=logits.device)
     noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)
     return torch.cat([noise.scores(row[None, None], depth)[0] for depth, row in enumerate(logits)])
@@ -134,6 +136,8 @@ def _cells(ours: Counter[Pair], theirs: Counter[Pair]) -> list[list[int]]:
     hash, so that a wrong distribution of either token shows. The remainder is grouped by hash alone. Merging depends on
     the pooled counts only, so p-values stay valid.
     """
+    # A cell is expected to have its share of the smaller sample: with equal samples of n, twice the least expected
+    # count.
     least = _MIN_EXPECTED * (ours.total() + theirs.total()) / min(ours.total(), theirs.total())
     coarser: list[Callable[[Pair], Hashable]] = [
         lambda pair: pair,
@@ -143,6 +147,7 @@ def _cells(ours: Counter[Pair], theirs: Counter[Pair]) -> list[list[int]]:
     ]
     cells: dict[Hashable, list[int]] = {}
     left = ours + theirs
+    # From fine to coarse: each round takes the pairs that are frequent enough under its key, and leaves the others.
     for key in coarser:
         sizes: Counter[Hashable] = Counter()
         for pair, count in left.items():

@@ -101,6 +101,7 @@ def time_ours(
     engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=capture)
     if capture:
         engines[key] = engine
+    # The first run of a shape captures graphs, which takes seconds: it is decoded again from the beginning.
     for _ in range(_TRIES):
         engine.forget()
         prepared = Captured.prepared
@@ -130,6 +131,7 @@ class _FirstToken(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         self.calls += 1
+        # The first call brings the prompt, and the second one the prefill's token: what follows is decoding.
         if self.calls == 2:
             self.at, self.count = time.perf_counter(), value.numel()
 
@@ -160,6 +162,7 @@ def time_transformers(
 ) -> None:
     """Decode one batch of prompts, padded on the left, with transformers' generate and its `kwargs`."""
     width = max(map(len, prompts))
+    # On the left, as transformers wants it: all rows then sample at the last column.
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
     how: dict[str, Any] = {"do_sample": False}

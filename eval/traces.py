@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.decoders import Decoder
 from eval.suites import Suite
 from speculator.decoding.draft import Draft
 from speculator.decoding.engine import Engine, Verified
-from speculator.decoding.sampling import Sampling
+from speculator.decoding.sampling import Noise, Sampling
 from speculator.drafters.adaptive import LookupPath
 from speculator.target.model import Target
 
@@ -59,8 +58,8 @@ class _RecordingEngine(Engine):
 
     newest: tuple[Draft, Verified] | None = None
 
-    def verify(self, draft: Draft, u: Tensor) -> Verified:
-        verified = super().verify(draft, u)
+    def verify(self, draft: Draft, noise: Noise) -> Verified:
+        verified = super().verify(draft, noise)
         self.newest = draft, verified
         return verified
 
@@ -129,8 +128,10 @@ def _path(engine: Engine, key: str, draft: Draft, verified: Verified) -> tuple[l
     places = []
     at = 0  # position in the verification; draft token i is at position i + 1
     for token in verified.tokens[0, 1 : 1 + int(verified.accepted[0])].tolist():
+        # Siblings are different tokens, so parent and token identify the node.
         at = next(i + 1 for i in range(drafted) if parents[i] == at and tokens[i] == token)
         places.append(at - 1)
+    # Below the accepted part: what a reader of the page sees as rejected is the likeliest continuation of the draft.
     while (child := next((i for i in range(drafted) if parents[i] == at), None)) is not None:
         places.append(child)
         at = child + 1

@@ -196,8 +196,11 @@ def rank_acceptance(
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):
                 break
             start, size, place = 0, 1, 0  # of the level; number of parents; index of the accepted parent
+            # The levels of the draft are laid end to end, families of `width` siblings within them. With the branches
+            # 4, 2 the tokens 0..3 are the first level, and those below token 1 are 4 + 1 * 2 = 6 and 7.
             for depth, width in enumerate(branches[: accepted + 1]):
                 reached[depth] += 1
+                # The depth after the last accepted token is reached too: it counts as tried, and none of its ranks hit.
                 if depth < accepted:
                     family = start + place * width
                     rank = tokens[family : family + width].index(path[depth])

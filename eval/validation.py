@@ -38,6 +38,7 @@ def real_acceptance(
     drafter = HeadDrafter(head)  # sets the head to eval mode
     prompts, eos = suite.prompts, None if suite.chat else ()
     index, count = share(target.group, state.process_index, state.num_processes)
+    # Process k of n takes prompts n k // count on: shares differ by at most one, and none is left out.
     start, stop = (len(prompts) * k // count for k in (index, index + 1))
     mine = prompts[start:stop]
     figures = {}
@@ -45,6 +46,7 @@ def real_acceptance(
         sampling = Sampling(temperature, seed=seed + start)  # independent of the number of processes
         steps: list[Step] = []
         if mine:
+            # As many rows as the memory plan allows, by the longest prompt and all of its new tokens.
             rows = max(1, max_positions // (max(map(len, mine)) + max_new_tokens))
             how = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos, "max_batch_size": rows}
             generation = generate(target, drafter, mine, sampling, **how)

@@ -90,7 +90,7 @@ def dspark_step(target: Target, head, rows: list[dict]) -> None:
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8), 2**22)
     with torch.autocast("cuda", torch.bfloat16):
         total, count = head(TrainingBatch(ids, number, hidden, states, batch), loss)["objective"]
-    (total / count).backward()
+    (total * head.n_predict / count).backward()
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> 
     Checkpoints of later steps than `newest_step` are damaged and deleted too.
     """
     there = numbered(stage)
+    # The best one, then the newest: a run resumes from the newest, and publishes the best.
     kept = [best_step] * (best_step in there)
     kept += [step for step in there if step != best_step and step <= newest_step][: limit - len(kept)]
     for step in there.keys() - set(kept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import datasets
 import torch
@@ -48,7 +49,7 @@ def settings(config: RunConfig) -> None:
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
-    temperatures = {"eval": config.eval, "data.self_source": own, "stage2.generate": generate}
+    temperatures: dict[str, Any] = {"eval": config.eval, "data.self_source": own, "stage2.generate": generate}
     for section, values in temperatures.items():
         if not values.temperatures or len(set(values.temperatures)) < len(values.temperatures):
             raise UserError(f"{section}.temperatures must be distinct, and at least one")

@@ -39,6 +39,7 @@ class TargetProbs(NamedTuple):
 
 
 def target_probs(logits: Tensor, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
+    # Normalised over all V before the cut: tokens that the head can't draft have probability too.
     log_p = exact(logits).log_softmax(-1)
     if draft_tokens is not None:
         log_p = log_p[:, draft_tokens]
@@ -48,6 +49,7 @@ def target_probs(logits: Tensor, draft_tokens: Tensor | None = None) -> TargetPr
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
     """Cross-entropy with the text's next token (2404.19124); 0 where that is outside the draft vocabulary."""
+    # Labels below 0 (IGNORE, or outside the draft vocabulary) read column 0, and the factor makes that 0.
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
 
@@ -128,6 +130,8 @@ def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -
 
     P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, which come first, and w_j = sum_{m >= j} P_m.
     """
+    # The sums run from the end: w_j adds P_m for all m >= j, the lengths that position j is part of. With P = 0.9, 0.5,
+    # 0.2 the weights are 1.6, 0.7, 0.2.
     reached = ((1 - alpha) * q + alpha).cumprod(0) * live
     return reached.flip(0).cumsum(0).flip(0)
 
@@ -262,6 +266,7 @@ class _Chunked(torch.autograd.Function):
         features = [[next(inputs) for _ in which] for which in call.matrix_of]
         needed = ctx.needs_input_grad[1 + count :]
         device = labels.device
+        # Cast here, once per call: every chunk multiplies by the same matrices.
         dtype = _product_dtype(matrices[0])
         cast = [matrix.to(dtype) for matrix in matrices]
         d_features = [[torch.zeros_like(x) for x in xs] if train else [] for xs in features]
@@ -289,6 +294,9 @@ class _Chunked(torch.autograd.Function):
             for i, which in enumerate(call.matrix_of):
                 xs = [x[span].to(dtype) for x in features[i]]
                 z = _logits(xs, [cast[j] for j in which], every[i] if together else None)
+                # The gradient is computed in the forward pass, while the chunk's logits exist, and overwrites them. The
+                # backward pass then only multiplies by the gradient of the objective: no logits are kept or computed
+                # twice.
                 if train:
                     given = labels[i, span], call.weights[i, span], target, options
                     loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(z, *given)
@@ -296,6 +304,7 @@ class _Chunked(torch.autograd.Function):
                     loss[i, span], hits[i, span], accepted[i, span] = measure(z, labels[i, span], target, options)
                     continue
                 for x, d_x, j in zip(xs, d_features[i], which, strict=True):
+                    # z holds d loss / d logits now: [C, V] times the matrix [V, I] gives the features' gradient [C, I].
                     d_x[span] = product(z, cast[j].T).to(d_x.dtype)
                     if (d_matrix := d_matrices[j]) is None:
                         continue
@@ -305,6 +314,8 @@ class _Chunked(torch.autograd.Function):
                         _add_outer(d_matrix, z, x)
             for d_matrix, given in zip(d_matrices, users, strict=True):
                 if given and d_matrix is not None:
+                    # One product for all steps that share the matrix: its gradient is as large as the vocabulary times
+                    # I, and would be read and written once per step otherwise.
                     own = every if len(given) == steps else every[[i for i, _ in given]]
                     _add_outer(d_matrix, own.flatten(0, 1), torch.cat([x for _, x in given]))
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
@@ -315,6 +326,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_objective: Tensor, *_: Tensor):
+        # In place: the saved gradients are used once, and are as large as the matrices.
         gradients = [gradient.mul_(d_objective) for gradient in ctx.saved_tensors]
         count = len(gradients) - ctx.missing.count(False)
         d_matrices = iter(gradients[count:])
@@ -383,12 +395,17 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def summarise(sums: dict[str, Metric]) -> dict[str, float]:
     """Divide sums, reduced over batches and processes, by their counts: a figure for each draft position.
 
+    The "objective", a scalar, becomes "loss".
+
     `teacher_forced_acceptance_length` = 1 + the sum of prefix accuracies: what greedy decoding would accept if the text
     were the target's own. Real decoding measures `acceptance_length`.
     """
     figures: dict[str, float] = {}
     for name, (total, count) in sums.items():
         means = (total / count.clamp_min(1)).tolist()
+        if name == "objective":
+            figures["loss"] = means
+            continue
         figures |= {f"head{i}/{name}": mean for i, mean in enumerate(means)}
         if name == "prefix_accuracy":
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)

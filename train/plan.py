@@ -204,6 +204,7 @@ class Plan:
 
     def memory(self) -> dict[str, Counter[str]]:
         """Peak bytes of each part in one process, by phase of the run."""
+        # Of N processes that share a target each has 1/N of the body, and the whole output matrix.
         target = self.weights * self.size // self.shards
         if self.shards > 1:  # the output matrix is whole in every process
             target += self.table * self.size
@@ -211,6 +212,7 @@ class Plan:
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
         trained = [weight.numel() for weight in self.head_module.parameters() if weight.requires_grad]
+        # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more.
         moments = 8 * largest_share(trained, shared)  # whole tensors
         training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
         needs = {name: always + training + self._micro_batch(name) for name in self.stages}
@@ -239,6 +241,7 @@ class Plan:
         if self.place.memory:  # the logits of all steps of a chunk
             loss += 2 * min(chunk, tokens) * drafted * self.head.n_predict
         kept = tokens * self.head.activation_bytes(self.length(name))
+        # The larger of the two: when the head runs, the target's activations are free again.
         peak = (
             ("target's forward pass", forward)
             if forward > kept + loss
@@ -254,6 +257,7 @@ class Plan:
         per_position = 2 * text.num_hidden_layers * kv_heads * head_dim * self.size
         if self.config.target.parallel == "tp":
             per_position //= self.shards
+        # The prompt and the new tokens that a slot reserves, then the spare positions of two steps.
         longest = min(own.length, own.length - own.new + RESERVED_NEW_TOKENS) + 2 * (1 + own.depth)
         positions = own.batch_size * (ceil(longest / bucket) + 1) * bucket
         memory = positions * self.head.cached_values * self.size if own.depth else 0
@@ -294,6 +298,7 @@ class Plan:
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
+        # 2 operations per weight in the forward pass, and 4 more in the backward pass, which the frozen target lacks.
         target, head = 2 * self.active + attention, 6 * self.head_module.weights_per_token(self.length(name))
         loss = self.config.loss
         if loss.kl or loss.total_variation or loss.lk:
@@ -306,6 +311,7 @@ class Plan:
         if name in self.stages:
             return self.tokens()[name] / self.place.processes * self.seconds_per_token(name)
         own = self.writings[name]
+        # At best every draft is accepted as a whole: 1 + G tokens per step.
         steps = ceil(own.rows / own.batch_size / self.copies) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.shards / self.place.gpu.bandwidth / 1e12
 

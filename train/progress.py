@@ -61,6 +61,8 @@ class Pace(TrainerCallback):
 class ProgressLine(ProgressCallback):
     """Progress bars with the stage's title, and one line per log entry."""
 
+    prediction_bar: Any
+
     def __init__(self, title: str):
         super().__init__()
         self.title = title

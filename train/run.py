@@ -196,6 +196,8 @@ def _train(
     if not is_published(head_folder):
         measured_on = (validation_rows, suites["validation"])
         announce(config, _STAGE1)
+        # A stage that is finished returns its head at once, so a resumed run comes to where it was killed by the same
+        # path.
         best = train_stage("stage1", config, target, heads.pop, train_rows, *measured_on)
         gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
@@ -220,6 +222,7 @@ def _train(
         write_card(head_folder)
         print(summary(config))
         return
+    # The main process measures with all processes that hold a part of its target: they run the same passes.
     if target.group is not None and target.group.index == 0:
         with TemporaryDirectory() as scratch, redirect_stderr(StringIO()):
             _measure(config, target, suites, Path(scratch))

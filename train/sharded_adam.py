@@ -18,6 +18,7 @@ def largest_share(sizes: Iterable[int], processes: int) -> int:
     """Return how many numbers the fullest process has: each tensor goes to the emptiest one, the largest first."""
     shares = [0] * processes
     for size in sorted(sizes, reverse=True):
+        # The same rule as torch's `ZeroRedundancyOptimizer`, so that the plan counts what the run will hold.
         shares[shares.index(min(shares))] += size
     return max(shares)
 

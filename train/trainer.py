@@ -53,6 +53,7 @@ class Collator:
         self.epoch = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        # A row too short for one label is padded, not dropped: every process must have the same number of rows.
         length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
 
         def column(name: str, default: int) -> Tensor:  # [B, L]
@@ -112,11 +113,11 @@ class SpeculatorTrainer(Trainer):
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
         self.add_callback(ProgressLine(title))
-        self.target, self.loss_weights, self.decode, self.keep = target, loss, decode, keep
+        self.target, self.decode, self.keep = target, decode, keep
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
-        self._aux_layers = kwargs["model"].aux_layers
+        self._aux_layers, self._positions = kwargs["model"].aux_layers, kwargs["model"].n_predict
         self._target_is_finite = torch.tensor(True, device=target.device)
         pack_linears(kwargs["model"])
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
@@ -144,7 +145,7 @@ class SpeculatorTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         sharded.forget()
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
         inputs: dict[str, Tensor],
@@ -152,24 +153,42 @@ class SpeculatorTrainer(Trainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         input_ids = inputs["input_ids"]
+        # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
+        # weights.
         with (
             self.pace.of_target(input_ids) if model.training else nullcontext(),
             self.target.aux_layers.recorded(self._aux_layers) as states,
         ):
             hidden = self.target.hidden(input_ids, inputs["document_ids"])
+        # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
             input_ids,
             inputs["document_ids"],
             hidden,
+            # float32, because heads are trained in it whatever the target's dtype is.
             states(hidden).float(),
             {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
+            # An evaluation counts every token once, so that its loss is comparable between runs.
             inputs.get("token_weights") if model.training else None,
         )
+        # The wrapped module computes the loss itself. A call of the head's own methods would go around the wrapper, and
+        # DDP would not reduce the gradients: no error, only heads that differ between processes.
         metrics = model(batch, self.token_loss)
         objective, count = metrics.pop("objective")
-        self._add("train" if model.training else "eval", metrics)
+        # `count` and the Trainer's own number of labels are those of all N positions together. Times N, the loss is the
+        # sum of the positions' means, if they have equally many labels; a head of 3 positions would log a third of it.
+        objective = objective * self._positions
+        if model.training:
+            self._add("train", metrics)
+        else:  # the Trainer would average the means of batches, which have different numbers of labels
+            self._add("eval", metrics | {"objective": (objective, count)})
+        # `num_items_in_batch`: labels of all micro-batches and processes of an optimiser step. It is None in an
+        # evaluation.
         items = count if num_items_in_batch is None else num_items_in_batch
+        # DDP takes the mean of the gradients over the processes, but we divide by the labels of all of them: undo its
+        # mean. With 2 processes of 300 and 100 labels each sum is divided by 400 and doubled, and DDP halves their
+        # total.
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
         loss = objective * scale / items.clamp_min(1)
         return (loss, metrics) if return_outputs else loss
@@ -187,6 +206,7 @@ class SpeculatorTrainer(Trainer):
 
     def _add(self, phase: str, metrics: dict[str, Metric]) -> None:
         for name, pair in metrics.items():
+            # Sums of many batches in float64, and still on the device: the log line reads them once.
             pair = tuple(value.detach().double() for value in pair)
             before = self._sums[phase].get(name)
             self._sums[phase][name] = pair if before is None else (before[0] + pair[0], before[1] + pair[1])
@@ -220,10 +240,6 @@ class SpeculatorTrainer(Trainer):
         collator.epoch = epoch
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")
-        # The loss as trained on; the library would average the batches' means.
-        decay = self.loss_weights.head_decay
-        losses = [value for name, value in figures.items() if name.endswith("/loss")]
-        figures["loss"] = sum(decay**i * loss for i, loss in enumerate(losses))
         self._refuse_unless_finite("the loss", figures["loss"])
         figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
@@ -261,11 +277,13 @@ class SpeculatorTrainer(Trainer):
 
     def _since_log(self) -> dict[str, Any]:
         """State of the next log line over all processes, so that a resumed run logs the same lines on any number."""
+        # The Trainer adds up a loss in each process and averages them at the next log line; sums and counts are added
+        # instead.
         loss = self.accelerator.reduce(self._tr_loss, "mean")
         sums = self.accelerator.reduce(self._sums["train"], "sum")
         return {"loss": loss, "step": self._globalstep_last_logged, "sums": sums}
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         file = resume_from_checkpoint and Path(resume_from_checkpoint) / _SINCE_LOG
         if file and file.exists():
             self.add_callback(ResumeLogging(self, torch.load(file, self.args.device, weights_only=True)))
@@ -311,6 +329,7 @@ class StopWhenAsked(TrainerCallback):
         else:
             # The sum is read one step later, when the device has finished it.
             before = self._votes
+            # All processes must stop at the same step, or the others would wait for ever in the next reduction.
             self._votes = self.trainer.accelerator.reduce(torch.tensor(float(stop_asked()), device=args.device), "sum")
             stop = before is not None and bool(before)
         if stop:

@@ -61,6 +61,8 @@ def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
 
 def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     """Build what both flat layouts have in config.json."""
+    # Servers count the layer whose output is read, this library the layers before the state: k = 0 is the embedding,
+    # which has no number there.
     aux_layers = [k - 1 for k in config.aux_layers or ()]
     refuse((-1 in aux_layers, "aux_layers 0: servers number a layer by its output, so they can't name the embedding"))
     block = {_LAYERS: aux_layers, "mask_token_id": config.mask_token_id, "block_size": config.block_size}

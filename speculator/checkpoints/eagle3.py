@@ -131,6 +131,7 @@ def with_d2t(head: Speculator) -> dict[str, Tensor]:
     if tokens is not None:
         mask = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=tokens.device)
         mask[tokens] = True
+        # Row i of the output matrix is token i + d2t[i]. For the tokens [2, 3, 7] the differences are [2, 2, 5].
         tensors |= {"d2t": tokens - torch.arange(len(tokens), device=tokens.device), "t2d": mask}
     return tensors
 
@@ -167,6 +168,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     theta = rope.pop("rope_theta")
     aux_layers: dict[str, Any] = {}
     if config.aux_layers is not None:
+        # Our k is the state after k layers, so layer k - 1 put it out, counted from 0.
         nested = {AUX_LAYERS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
         aux_layers = {AUX_LAYERS: config.aux_layers, "eagle_config": nested}
     base = config.base_model_name_or_path

@@ -212,6 +212,7 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
     """Check names and shapes (tied tensors once or under every head's name), one float dtype, and finite values."""
     expected, full, aliases = tensor_shapes(head), tensor_shapes(head, expand_tied=True), head.aliases()
     unexpected = set(tensors) - set(full)
+    # A tied tensor may be stored once, or under the name of every position; a part of the names is neither.
     if not unexpected and not set(expected) - set(tensors) and set(tensors) != set(expected):
         expected = full
     missing = set(expected) - set(tensors)
@@ -249,6 +250,7 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     """Compare a written folder with the head; raise a UserError if anything differs."""
     config: Any = head.config
     stored = files.read_tensors(folder)
+    # By the same code that users call: whatever a reader would reject is found before the folder appears.
     again: Any = load(folder, layout)
     again.to(head.device)
     inputs = head.probe()

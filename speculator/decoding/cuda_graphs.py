@@ -111,6 +111,8 @@ class Captured(Generic[Result]):
 
     def _check(self, key: Hashable, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
         """Run eagerly and by the graph, from the same state, and compare."""
+        # Eagerly and by the graph, each from the same state: the work changes it in place, so it is put back in
+        # between.
         before = [tensor.clone() for tensor in state]
         expected = self.work(*arguments)
         after = [tensor.clone() for tensor in state]
@@ -128,6 +130,7 @@ class Captured(Generic[Result]):
             reason = str(error.__context__ or error)
             full = any(is_out_of_memory(each) for each in (error, error.__context__) if isinstance(each, Exception))
             left = _RETRY if full else inf
+        # The eager result stands: a wrong replay may have written anything into the state.
         _restore(state, after)
         self._drop(key, left, reason)
         return expected

@@ -75,6 +75,8 @@ class Draft(TokenTree):
         """
         if not self.ragged or len(self.tokens) == 1 or bool(self.drafted.all()):
             return None
+        # The pending token is at verify position 0 of every row, so drafted token i is at i + 1: lengths [2, 0] give
+        # (0, 0), (0, 1), (0, 2), (1, 0).
         rows, places = torch.nn.functional.pad(self.drafted, (1, 0), value=True).nonzero().unbind(1)
         return rows, places
 

@@ -305,6 +305,7 @@ class Engine:
         Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
         after it. The accepted path ends at position `last`; its keys and values move to the front of the draft's.
         """
+        # Processes that share a target must run the same forward pass. Their drafts could differ by rounding.
         draft.tokens, draft.parents, draft.lengths = self.target.broadcast(draft.tokens, draft.parents, draft.lengths)
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
         # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
@@ -314,6 +315,8 @@ class Engine:
         counts = (draft.lengths + 1).tolist() if present and draft.parents is None else None
         with self.target.aux_layers.recorded(self._aux_layers) as states:
             tree = None if draft.parents is None else draft
+            # One forward pass for the pending token and the draft: hidden state j gives the distribution of the token
+            # after verify position j, so G drafted tokens have G + 1 of them, the last for the bonus token.
             hidden = self.target.extend(self.cache, tokens, tree, counts=None if self.cache.recurrent else counts)
         if self._num_logprobs is not None:
             present = None
@@ -323,6 +326,8 @@ class Engine:
         else:  # n random numbers drew the draft, n more test it, another one samples
             assert self.drafter is not None
             nodes = self.drafter.nodes
+            # Columns 0..n-1 drew the draft. A rule that tested it with the same numbers would not keep the
+            # distribution.
             u = noise.uniforms(2 * nodes + 1)
             last, residual = REJECTION_RULES[self.rule](self.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
@@ -362,7 +367,9 @@ class Engine:
             self.drafter.commit(verified.tokens, verified.hidden, self._counts(verified))
 
     def _counts(self, verified: Verified) -> Tensor:
+        # The pending token counts: it was read in this step. The next token does not, it is read in the next one.
         counts = verified.accepted + 1
+        # Idle rows commit too, because a graph has a fixed number of rows; their counts are 0.
         return counts * self.selected_active if self.capturing else counts
 
     # ---- host work around a step
@@ -377,6 +384,7 @@ class Engine:
 
     def _open(self) -> None:
         slots = len(self.scheduler.slots)
+        # The spare positions hold a draft that begins at the last token of the longest text.
         cache = self.target.cache(slots, self._max_tokens + self._spare_positions)
         if self.drafter:
             self.drafter = self.drafter.open(slots, cache.capacity)
@@ -444,6 +452,8 @@ class Engine:
         for i, count in enumerate(chunk.counts):
             slot = self.scheduler.slots[chunk.start + i]
             slot.num_computed_tokens += count
+            # Of a preempted request the completion is read again too, so it is complete at the end of the whole
+            # sequence.
             if slot.request and slot.num_computed_tokens == len(slot.sequence):
                 complete[i] = slot.request
         if complete:
@@ -474,10 +484,15 @@ class Engine:
             self.reshape(self.drafter.choose(requests))
         # Captured steps have a power of two rows, so that graphs are few; the rows from `count` on are idle.
         rows = min(len(self.scheduler.slots), 1 << (count - 1).bit_length()) if self.capturing else count
+        # Less one: the newest token of each row is pending, and not in the cache yet.
         self.cache.select(0, rows, max(map(len, sequences)) - 1)
         self._token_logprobs = None
+        # The same requests as in the step before: settings and views are still right, and nothing is sent to the
+        # device.
         if requests != self._decoding or rows != len(self.selected_pending):
             self._decoding = requests
+            # Views of the first rows. A captured step reads the same memory in every replay, so they are written in
+            # place.
             self.selected_pending, self.selected_active = self.pending[:rows], self.active[:rows]
             samplings = [request.sampling for request in requests]
             self.sampling = RowSampling(samplings + samplings[:1] * (rows - count), self.target.device)
@@ -493,6 +508,7 @@ class Engine:
         """Append a step's tokens to the requests; a request may finish."""
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, self._decoding, report, strict=False)):
             *path, drafted, accepted, from_lookup, finite, next_token = row
+            # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
             slot.num_computed_tokens += 1 + accepted
             if not request.finish_reason:  # an `on_step` of this step may have cancelled it
                 refuse((not finite, not_finite(self.target)))
@@ -524,6 +540,8 @@ class Engine:
             state = [*engine.cache.state, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):
                 drafting = engine.drafter and (engine.drafter.shape, engine.drafter.version)
+                # Whatever changes shapes or code of a step must be in the key; whatever changes only values must be in
+                # a buffer.
                 key = (len(engine.selected_pending), engine.cache.longest, engine.sampling.kind, drafting)
                 return work(key, state, engine, *arguments)
 

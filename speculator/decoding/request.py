@@ -143,6 +143,8 @@ class Request:
     ) -> None:
         """Append a step's tokens up to the completion's end; `drafted` is None for the prefill's token."""
         begin, start, accepted = len(self.sequence), len(self.prompt), len(tokens) - 1
+        # A step may bring tokens after the end: a draft that was accepted past EOS. They are dropped, and the step is
+        # `cut`.
         for token in tokens:
             self.sequence.append(token)
             if token in self.eos:

@@ -119,10 +119,13 @@ class RowSampling:
             ordered = logits.topk(min(self._most, size)).values
             rank = self.top_k.clamp(max=ordered.shape[-1]) - 1
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
+            # Rows may have different k: the k-th largest logit of each row is its threshold, and a row without top-k
+            # has k = 2^31.
             logits = logits.masked_fill((logits < least) & (self.top_k < size), -torch.inf)
         if self._top_p:
             logits = logits.masked_fill(_removed_by_top_p(logits.softmax(-1), self.top_p), -torch.inf)
         if self._min_p:
+            # p >= min_p * max p, in logits: log p - max log p >= log min_p.
             least = logits.amax(-1, keepdim=True) + self.min_p.log().to(logits.dtype)
             logits = logits.masked_fill(logits < least, -torch.inf)
         return logits
@@ -203,6 +206,7 @@ class Noise:
         else:
             noise = self._gumbel[:, : draft.depth + 1]
         if draft.parents is not None:
+            # Noise belongs to a position of the sequence: cousins in a tree have the same depth and share it.
             noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
         return most_likely(self.sampling.scaled(logits) + noise)
 
@@ -269,6 +273,7 @@ def uniforms(
 ) -> Tensor:  # [B, count] float64 in [0, 1)
     """Random numbers as a function of (seed, position, index): stateless, so batch-mates do not affect them."""
     index = torch.arange(count, device=seeds.device)
+    # Nested, not added: seed 1 at position 2 must not have the numbers of seed 2 at position 1.
     bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + index + _GAMMA)
     return _shr(bits, 11).double() * 2.0**-53
 
@@ -301,6 +306,7 @@ def _gumbel_on(kind: str) -> Callable[..., Tensor]:
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
     """Gumbel number of 31 random bits: finite, and finest where it is large, because that decides for rare tokens."""
+    # Halfway between the grid's points, so never 0, and below 1 in float32: log(0) would give an infinite score.
     uniform = ((bits + 0.5) * 2.0**-31).clamp_max(1 - 2.0**-24)
     return -(-torch.log1p(-uniform)).log()
 

@@ -104,26 +104,42 @@ class Scheduler:
             request = waiting.popleft()
             best, shared = None, 0
             for slot in used:
+                # Tokens that a slot holds and has not computed are worth nothing: the minimum counts those that are in
+                # the cache.
                 length = min(common_prefix(slot.sequence, request.prompt), slot.num_computed_tokens)
+                # A recurrent state can't be cut back: of a slot with 100 tokens, a prompt can use all 100 or nothing.
+                # At least one token of the prompt must be left to read, because its hidden state gives the first new
+                # token.
                 if self.recurrent and not length == slot.num_computed_tokens < len(request.prompt):
                     continue
                 if length > shared:
                     best, shared = slot, length
+                # No slot can share more: the prompt's last token is always computed.
                 if shared >= len(request.prompt) - 1:
                     break
+            # Two kinds of sources: a free slot's text, compared token by token above, and a prompt in flight, found by
+            # its hashes.
             hashes = _block_hashes(request.prompt)
             prefix_source = self._find_prefix_source(request, shared, hashes, overlap)
+            # Take the slot itself if little else is in it. Of 1,000 tokens with 995 shared, 5 are lost, fewer than a
+            # block. With no unused slot, losing up to as many tokens as are shared is better than evicting another
+            # slot.
             if best is not None and best.num_computed_tokens - shared <= (_BLOCK if unused else shared):
                 slot = best
             else:  # do not overwrite the other tokens of the best slot
+                # The least recently used goes first. A system prompt that others still copy is a recent one.
                 slot = unused.popleft() if unused else min(used, key=lambda candidate: candidate.last_used)
                 if best is not None and slot is not best:
                     if shared >= _BLOCK and prefix_source is None:
+                        # Copied in the next `share_prefixes`. `last_used` keeps the source from being evicted before
+                        # that.
                         reused = _reusable(shared, request.prompt, overlap)
                         prefix_source, best.last_used = (best, best.sequence, reused), self._time
                     shared = 0
             if slot in used:
                 used.remove(slot)
+            # With 64 shared tokens and an overlap of 1 (EAGLE reads x[t+1] at position t), 63 are reused: position 63
+            # of the head was computed with the old text's next token.
             slot.num_computed_tokens = shared if self.recurrent else _reusable(shared, request.prompt, overlap)
             slot.request, slot.sequence, slot.last_used = request, request.sequence, self._time
             slot.prefix_source, slot.phase = prefix_source, WAITING_FOR_PREFIX if prefix_source else PREFILLING
@@ -133,6 +149,7 @@ class Scheduler:
         self, request: Request, num_computed: int, hashes: list[int], overlap: int
     ) -> tuple[Slot, Sequence[int], int] | None:
         """Find the slot whose prompt shares the longest prefix, if that saves enough compared with `num_computed`."""
+        # From the longest prefix to the shortest; the first that is good enough is the best.
         longest, seen = len(request.prompt) - 1, set()
         for prefix in reversed(hashes):
             slot, other = self._prefixes.get(prefix, (None, None))
@@ -142,6 +159,8 @@ class Scheduler:
             shared = min(common_prefix(other.prompt, request.prompt), longest)
             if self.recurrent and slot.num_computed_tokens > _reusable(shared, request.prompt, overlap):
                 continue
+            # Copy at once if it is computed. Else wait only if that saves more than half of what is left to read: of a
+            # prompt of 101 tokens with nothing computed, at least 51 shared ones.
             ready = shared <= slot.num_computed_tokens
             if shared > num_computed and (ready or 2 * (shared - num_computed) > longest - num_computed):
                 return slot, slot.sequence, _reusable(shared, request.prompt, overlap)
@@ -154,6 +173,7 @@ class Scheduler:
             if entry is None or entry[0].request is not entry[1]:
                 self._prefixes[prefix] = slot, request
         if len(self._prefixes) > self._max_prefixes:
+            # Stale entries are dropped when the table has doubled, so that on average a prompt pays for its own blocks.
             valid = {prefix: entry for prefix, entry in self._prefixes.items() if entry[0].request is entry[1]}
             self._prefixes, self._max_prefixes = valid, max(_MIN_TABLE_SIZE, 2 * len(valid))
 
@@ -169,6 +189,8 @@ class Scheduler:
             slot = self.slots[row]
             assert slot.prefix_source is not None
             other, sequence, shared = slot.prefix_source
+            # The source may have been given to another request meanwhile: then its tokens are gone, and this prompt is
+            # read itself.
             present = other.sequence is sequence
             # All rows are copied at once: a row that is a destination now can't be a source yet.
             computed = other.num_computed_tokens >= shared and rows[other] not in destination
@@ -188,6 +210,8 @@ class Scheduler:
         A forward pass runs over neighbouring rows. Returns source and destination rows; the other rows stay.
         """
         phases = sorted(slot.phase for slot in self.slots)
+        # Only rows on the wrong side of a border move. With the phases [D, P, D, F] (D decodes, P is prefilled) rows 1
+        # and 2 are swapped, and 0 and 3 stay.
         destination = [row for row, slot in enumerate(self.slots) if slot.phase != phases[row]]
         source = sorted(destination, key=lambda row: self.slots[row].phase)
         for row, slot in zip(destination, [self.slots[row] for row in source], strict=True):
@@ -202,6 +226,8 @@ class Scheduler:
         widths = [min(max_width, self._end(self.slots[row]) - self.slots[row].num_computed_tokens) for row in rows]
         start, stop = 0, len(rows)
         if budget is not None:
+            # A budget protects the rows that decode from a long pass. The row that has waited longest goes first, so
+            # none starves.
             start = min(range(len(rows)), key=lambda i: self.slots[rows[i]].last_used)
             stop = start + 1
             while stop < len(rows) and sum(widths[start : stop + 1]) <= budget:

@@ -29,15 +29,20 @@ def _prob_of(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [
 def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
     """Verify position where the longest path of accepted tokens ends."""
     accept = accept & draft.drafted
+    # A chain ends at its first rejection: [1, 1, 0, 1] gives the products [1, 1, 0, 0], whose sum is 2.
     if draft.parents is None:
         return accept.long().cumprod(-1).sum(-1)
+    # A node is reached if no node on its path, itself included, is rejected. Index 0 of `ancestors` is the pending
+    # token, which is always there, so both dimensions start at 1.
     reached = ~(draft.ancestors[:, 1:, 1:] & ~accept[:, None, :]).any(-1)
+    # Verify position of draft token i is i + 1, and 0 stands for "nothing accepted".
     best = (draft.depths[:, 1:] * reached).max(-1)
     return torch.where(best.values > 0, best.indices + 1, 0)
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
     """(p - q)_+, not normalised; p if that is 0 everywhere, when only rounding can have rejected the draft (p = q)."""
+    # Nothing to divide by: `draw` takes distributions that are not normalised.
     residual = (p - q).clamp_min(0)
     return torch.where(residual.sum(-1, keepdim=True) > _TINY, residual, p)
 
@@ -47,6 +52,8 @@ def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
     q = draft.probs
     if q is None:
         q = p.new_zeros(*draft.tokens.shape, p.shape[-1]).scatter_(-1, draft.tokens[:, :, None], 1)
+    # One more position than the draft has tokens, with q = 0: after a draft that is accepted as a whole, (p - 0)_+ = p
+    # gives the bonus token from the target's own distribution.
     return torch.nn.functional.pad(q.to(p.dtype) * draft.drafted[:, :, None], (0, 0, 0, 1))
 
 
@@ -61,6 +68,8 @@ def match(
     """
     if not draft.depth:  # a plain step
         return draft.lengths, samples[:, 0]
+    # Draft token i is compared with the sample at its parent's position, `before`: i itself in a chain, because the
+    # pending token at 0 predicts the first draft token.
     last = deepest(draft.tokens == samples.gather(1, draft.before), draft)
     return last, samples.gather(1, last[:, None])[:, 0]
 
@@ -76,6 +85,7 @@ def rejection(
     The next token follows norm((p_{n+1} - q_{n+1})_+) after a rejection, p_{G+1} after a fully accepted draft.
     """
     q = _draft_probs(p, draft)
+    # u q < p in place of u < p / q: no division by 0, and a token with p = 0 fails also if u is exactly 0.
     accept = u[:, : draft.depth] * _prob_of(q[:, :-1], draft.tokens) < _prob_of(p[:, :-1], draft.tokens)
     last = deepest(accept, draft)
     return last, _residual(take_at(p, last), take_at(q, last))
@@ -94,17 +104,26 @@ def block(
     Accept the longest prefix n that passes. The next token follows norm((P_n p_{n+1} - q_{n+1})_+).
     """
     q = _draft_probs(p, draft)
+    # Clamped for padding alone, where q is 0; a drafted token was drawn from q, so its q is positive.
     ratio = _prob_of(p[:, :-1], draft.tokens) / _prob_of(q[:, :-1], draft.tokens).clamp_min(_TINY)
     weights = [p.new_ones(len(p))]
     for i in range(draft.depth):
+        # Clamped at every step: with the ratios 2 and 0.5 the second weight is 0.5. Clamping their product once would
+        # give 1, and accept too much.
         weights.append((weights[-1] * ratio[:, i]).clamp_max(1))
     weight = torch.stack(weights, 1)  # [B, G+1] P
+    # p at index i is the distribution of the token after prefix i, and so is q: both are p_{i+1} and q_{i+1} of the
+    # paper.
     surplus = (weight[:, :, None] * p - q).clamp_min(0).sum(-1)  # [B, G+1] S
     total = surplus + 1 - weight
+    # S = 0 and P = 1: p and q are equal after this prefix, so it always passes.
     h = torch.where(total > 0, surplus / total.clamp_min(_TINY), 1.0)
     prefix = torch.arange(1, draft.depth + 1, device=p.device)
+    # The last token of a draft has its own rule, and rows may have drafts of unequal length.
     h = torch.where(prefix == draft.lengths[:, None], weight[:, 1:], h[:, 1:])
     passed = (u[:, : draft.depth] < h) & draft.drafted
+    # The longest prefix that passes, not the first that fails: prefix 1 may fail and prefix 2 pass. [0, 1, 1, 0] * [1,
+    # 2, 3, 4] has the maximum 3.
     last = passed.long().mul(prefix).amax(-1) if draft.depth else draft.lengths
     return last, _residual(take_at(p, last) * weight.gather(1, last[:, None]), take_at(q, last))
 
@@ -125,14 +144,18 @@ def multi_candidate(
     probs = p[:, 0]
     moving = torch.ones_like(last, dtype=torch.bool)
     for _ in range(draft.depth):
+        # The children of the node where each row stands. Rows that have stopped have none.
         child = (draft.before == last[:, None]) & draft.drafted & moving[:, None]  # [B, n]
+        # 1, 2, ... for the siblings in the order in which they were drawn, which is the order to test them in.
         rank = child.long().cumsum(-1)
         t, accepted = take_at(p, last), torch.zeros_like(moving)
         s = torch.zeros_like(t)
         for sibling in range(draft.width):
             is_sibling = child & (rank == sibling + 1)
+            # 0 for a row without such a sibling; `exists` is False there.
             index = is_sibling.to(torch.uint8).argmax(-1)
             if sibling == 0:
+                # All siblings share one q, that of their parent's continuation, which the first sibling was drawn from.
                 s = q[rows, index]
             x = draft.tokens[rows, index]
             # With s(x) = 0, earlier siblings have used up the distribution: x is padding.
@@ -143,11 +166,14 @@ def multi_candidate(
             last = torch.where(accept, index + 1, last)
             residual = _residual(t, s)
             t = torch.where(reject[:, None], residual / residual.sum(-1, keepdim=True), t)
+            # Drawn without replacement: the next sibling came from q without x, normalised again.
             others = s.scatter(1, x[:, None], 0)
             others = others / others.sum(-1, keepdim=True).clamp_min(_TINY)
             s = torch.where(reject[:, None], others, s)
+        # A row stops where no sibling was accepted: t is what their rejections have left of p.
         probs = torch.where((moving & ~accepted)[:, None], t, probs)
         moving = moving & accepted
+    # A row that still moves has accepted a whole path, so its bonus token comes from p itself.
     return last, torch.where(moving[:, None], take_at(p, last), probs)
 
 

@@ -95,6 +95,7 @@ def timed_steps(
     sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
     of the context, where positions are clamped: the tokens are then meaningless, but their time is not.
     """
+    # Room for every draft accepted as a whole, and for the plain steps that are undone.
     limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
@@ -108,6 +109,8 @@ def timed_steps(
 
     def plain_steps() -> float:
         """Seconds of a block of plain steps, without the first one."""
+        # Undoing a step is setting back lengths, recurrent states and the pending tokens; keys above the length are
+        # free.
         state = [*cache.state, engine.pending]
         before = [each.clone() for each in state]
         engine.drafter, engine.capturing = None, capturable(target, None)
@@ -133,6 +136,7 @@ def timed_steps(
         committing, _ = clock(commit, result)
         updating, _ = clock(update, result)
         appending, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
+        # The first step of a block doesn't count: it follows steps of the other kind.
         if place:
             sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
         if place == BLOCK - 1 and Captured.prepared == prepared:

@@ -60,6 +60,8 @@ class FixedTree:
             parents = [expanded.index(path[:-1]) for path in level]
             has_children = [i for i, path in enumerate(level) if (*path, 0) in known]
             most = 1 + max(path[-1] for path in level)
+            # Each expanded token offers its `most` best children, side by side: rank 1 below the third one is at 2 *
+            # most + 1.
             places = [parent * most + path[-1] for parent, path in zip(parents, level, strict=True)]
             self._levels.append((parents, places, has_children, [parents[i] for i in has_children]))
             self._most.append(most)
@@ -79,6 +81,8 @@ class FixedTree:
                 offered = noise.scores(logits, depth - 1).topk(most).indices  # [B, f, most]
             else:
                 probs = noise.sampling.probs(logits)
+                # The numbers of this level's nodes, each at its place among the offered tokens; tokens that are not in
+                # the tree get 0.
                 own = u.new_zeros(rows, probs.shape[1] * most)
                 own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
                 offered = siblings(probs.flatten(0, 1), own.view(-1, most)).view(rows, -1, most)
@@ -119,5 +123,6 @@ def siblings(probs: Tensor, u: Tensor) -> Tensor:  # [R, V], [R, k] -> [R, k]
     tokens: list[Tensor] = []
     for i in range(u.shape[1]):
         tokens.append(draw(probs, u[:, i]))
+        # Without replacement; `draw` normalises what is left.
         probs = probs.scatter(1, tokens[-1][:, None], 0)
     return torch.stack(tokens, 1)

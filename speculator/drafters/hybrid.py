@@ -64,11 +64,14 @@ def joined(
     """Add to a draft up to `length` tokens of a path from the root: those that the draft does not have."""
     # Follow the path in the draft to the verify position `at`, `same` tokens deep.
     depths = draft.depths[:, 1:]
+    # A draft token at depth d agrees if it is token d - 1 of the path, and the path has that many.
     at = deepest((draft.tokens == path.gather(1, depths - 1)) & (depths <= counts[:, None]), draft)
     same = draft.depths.gather(1, at[:, None])[:, 0]
     steps = torch.arange(length, device=path.device)
     place = draft.lengths[:, None] + steps  # behind what each row really drafted
     return Draft(
+        # Of a path a b c d whose first two tokens the draft has, c and d are added: the first below the node for b, the
+        # second below the first.
         pad(draft.tokens, (0, length)).scatter(1, place, path.gather(1, same[:, None] + steps)),
         draft.lengths + (counts - same).clamp(0, length),
         None,

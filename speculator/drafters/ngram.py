@@ -38,10 +38,13 @@ class _Index:
     def last(self) -> int | None:
         """Return the end of the last earlier occurrence of the longest suffix that has one."""
         text = self.text
+        # Only what is new since the last call: a step costs its own tokens, not the whole text. Later positions
+        # overwrite earlier ones, so the newest match wins.
         for end in range(self.known + 1, len(text)):  # the text's own end is no match
             for size in range(1, min(self.max_ngram, end) + 1):
                 self.ends[tuple(text[end - size : end])] = end
         self.known = len(text) - 1
+        # The longest suffix first: a match of three tokens is right more often than one of a single token.
         for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
             match = self.ends.get(tuple(text[-size:]))
             if match is not None:
@@ -191,6 +194,7 @@ class NgramDrafter(Drafter):
         for other, end in places:
             alike = _alike(other, end, text)
             if other is not text:
+                # At least 1, so that a match elsewhere is better than none.
                 alike = max(1, alike - _ELSEWHERE)
             if alike > size:
                 size, tokens = alike, list(other[end : end + self.num_speculative_tokens])

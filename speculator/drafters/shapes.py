@@ -53,15 +53,19 @@ class Chain:
         self.rules: tuple[str, ...] = ("match", "block", "rejection")
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
+        # Three ways to pick a token: drawn from q by a number of its own (`rejection`, `block`), the best score with
+        # the target's own noise (`match` above temperature 0), or the likeliest.
         drawn = self.sampled and not noise.coupled and not source.independent
         u = noise.uniforms(self.depth) if drawn else None
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
+        # Every row drafts at least one token; from then on a row counts only while it is confident.
         lengths = torch.ones_like(pending)
         confidence: Tensor | float = 1.0
         logits = source.first(pending, sequences)[:, 0]
         while True:
             if u is not None:
+                # The rule needs the very q that the token was drawn from, warpers included.
                 probs.append(noise.sampling.probs(logits))
                 tokens.append(draw(probs[-1], u[:, len(tokens)]))
             elif self.sampled and noise.coupled:
@@ -81,6 +85,8 @@ class Chain:
                 if not going.any():
                     break
             logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
+            # A row that has stopped keeps drafting padding with the others. Confidence only falls, so it never starts
+            # again.
             lengths = lengths + going
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
 
@@ -97,6 +103,8 @@ def grown(
         torch.cat([tree.tokens, tokens], 1),
         torch.full_like(tree.lengths, before + tokens.shape[1]),
         None,
+        # `parents` count within the last level, which begins at `before - width` of the tree. With 5 tokens and a last
+        # level of 2, parent 1 is token 4.
         torch.cat([tree.before, parents + 1 + before - width], 1) - 1,
         depth=tree.depth + 1,
     )
@@ -127,10 +135,14 @@ class Tree:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         tokens, parents, scores = _expand(source, pending, self.branches, noise, sequences)
+        # Sorted, so that parents still come before their children.
         keep = scores.topk(self.nodes).indices.sort(-1).values  # [B, n], parents included
         new_place = torch.arange(self.nodes, device=keep.device).expand_as(keep)
+        # From an offered token's index to its index among those that are kept. With keep = [0, 2, 5], token 5 becomes
+        # node 2.
         place = torch.zeros_like(tokens).scatter(1, keep, new_place)
         kept = parents.gather(1, keep)
+        # -1 is the pending token and has no place; the clamp only keeps the index valid.
         kept = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
         lengths = torch.full_like(pending, self.nodes)
         return Draft(tokens.gather(1, keep), lengths, None, kept, depth=self.depth, width=self.width)
@@ -150,6 +162,7 @@ def _expand(
     all_tokens, all_parents, all_scores = [], [], []
     offered = 0
     for level, children in enumerate(branches):
+        # All tokens of a level have the same noise, that of their position, so scores compare across parents.
         best = noise.scores(logits, level).float().log_softmax(-1).topk(children)
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
@@ -160,8 +173,11 @@ def _expand(
             break
         top = scores.topk(min(_BEAM, scores.shape[1]))
         score, chosen = top.values, top.indices
+        # Index within the level -> index among all that were offered: the levels before have `offered` tokens together.
         place = chosen + offered
         offered += scores.shape[1]
+        # Siblings are neighbours in the flattened level, `children` per parent: token 7 of a level with 3 each belongs
+        # to 2.
         logits = source.next(level + 1, tokens.gather(1, chosen), chosen // children)
     return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), torch.cat(all_scores, 1)
 

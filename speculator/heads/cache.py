@@ -38,6 +38,7 @@ class HeadCache:
         values: Tensor,  # [B, T, K, d]
         positions: Tensor,  # [B, T]
     ) -> None:
+        # An index on either side of the slice: the result is [B, T, K, d], as keys and values come.
         row = torch.arange(len(positions), device=positions.device)[:, None]
         self.keys[layer][row, :, positions] = keys.to(self.keys.dtype)
         self.values[layer][row, :, positions] = values.to(self.values.dtype)

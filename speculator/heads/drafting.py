@@ -109,6 +109,7 @@ class LastHiddenSource(DraftingSource):
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
+        # A chunk has padding after each row's `counts` tokens: with counts [3, 1] the states at 2 and 0.
         last = torch.tensor(counts, device=hidden.device) - 1
         self.hidden[start : start + len(counts)] = take_at(hidden, last).to(self.hidden.dtype)
 

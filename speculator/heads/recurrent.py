@@ -126,6 +126,7 @@ class RecurrentHead(UnrolledHead):
         embedded = {table: table(tokens) for table in dict.fromkeys(tables)}
         state, features = self.start(states), []
         for i, table in enumerate(tables):
+            # Step i of position t reads x[t+1+i], and `tokens` begins with x[1]: index t + i.
             state = self.advance(i, state, embedded[table][:, i : i + length])
             features.append(self.features(i, state))
         return features
@@ -157,6 +158,7 @@ class RecurrentSource(LastHiddenSource):
     """Drafts from the target's last hidden state, with one state per token of the newest level."""
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
+        # [B, 1, ...]: the first level has one token, the pending one.
         state = self.head.start(self.hidden[: len(pending)])[:, None]
         self._states, logits = self.head.step(0, state, pending[:, None])
         return logits

@@ -64,9 +64,14 @@ class UnrolledHead(Speculator):
         labels = batch.labels
         length = labels.shape[-1]
         features = self.unrolled(
+            # S = L - N - 1 positions. With 8 tokens and 2 steps those are t = 0..4: the last one reads h4, x5 and x6,
+            # and its last label is x7.
             batch.states[:, :length],
+            # Position t reads x[t+1] first, since the target itself samples that. Step i reads one token further, so
+            # the last token of a row is only a label.
             batch.input_ids[:, 1:-1],
             batch.document_ids[:, :length],
+            # A position without a label at any step needs no features: most of a chat's prompt is skipped here.
             (labels != IGNORE).any(1),
         )
         return self.measure(features, batch, loss)
@@ -79,21 +84,31 @@ class UnrolledHead(Speculator):
     ) -> dict[str, Metric]:
         """Compute the loss of all steps; u is the position whose next token a step predicts."""
         batch_size, steps, length = batch.labels.shape
+        # Step i at position t predicts x[u+1] with u = t+1+i, so u runs from 1 to S-1+1+N-1. For L = 8, N = 2: u =
+        # 1..6.
         total = length + steps - 1  # u = 1 .. total
 
         def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * total, ...]
+            # Shift step i right by i: its position t gets column t + i, which is u - 1. For N = 2 step 0 is padded by
+            # one column on the right, and step 1 by one on the left. Then a column holds the same label x[u+1] for all
+            # steps.
             padding = [0, 0] * (x.ndim - 2) + [index, steps - 1 - index]
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
 
         labels = torch.stack([by_u(batch.labels[:, i], i, IGNORE) for i in range(steps)])  # [N, B * total]
         labels = draft_ids(labels, self.draft_tokens)
+        # Only columns with a label at some step. All steps keep the same columns, so that the target's distribution is
+        # computed once per column.
         kept = (labels != IGNORE).any(0).nonzero()[:, 0]
+        # Column c predicts x[c+2], whose distribution comes from h[c+1].
         hidden = batch.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
             weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
         drafts = batch_size * length
+        # D-PACE needs to know which labels belong to one draft. Step i of draft (b, t) has the number (b * S + t) * N +
+        # i, shifted like the labels.
         slots = torch.arange(drafts * steps, device=hidden.device).view(batch_size, length, steps)
         slots = torch.stack([by_u(slots[..., i], i, 0)[kept] for i in range(steps)])
         if (pace := loss.pace(logits, labels[:, kept], slots, (drafts, steps))) is not None:
@@ -103,13 +118,13 @@ class UnrolledHead(Speculator):
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
             whole = x.new_zeros(steps, batch_size * total)
             whole[:, kept] = x
+            # Undo the shift of `by_u`: prefix products run over the steps of one position t.
             return torch.stack([row.view(batch_size, total)[:, i : i + length] for i, row in enumerate(whole)])
 
         count = (labels != IGNORE).sum(1)
         overlap = None if measured.overlap is None else by_t(measured.overlap)
         return {
-            # Normalised by the labels of one step on average: all steps' labels are counted together.
-            "objective": (measured.objective * steps, count.sum()),
+            "objective": (measured.objective, count.sum()),
             **step_metrics(measured.loss, by_t(measured.hits), overlap, count),
         }
 
@@ -134,9 +149,12 @@ def align(
     A decoder drafts only there: x[t+1] is a token that the target just sampled.
     """
     length = input_ids.shape[1] - steps - 1
+    # x[t+1] must be a token that the target would have sampled: a server drafts only after such a token.
     valid = loss_mask[:, 1 : 1 + length].bool()
     labels = []
     for i in range(steps):
+        # Column t of the slice is x[t+2+i], the label. `valid` accumulates over the steps, because a draft ends at its
+        # first token without loss: step 1 has no label where step 0 has none.
         span = slice(i + 2, i + 2 + length)
         valid = valid & loss_mask[:, span].bool() & (document_ids[:, span] == document_ids[:, :length])
         labels.append(input_ids[:, span].masked_fill(~valid, IGNORE))
@@ -147,6 +165,8 @@ def draft_ids(labels: Tensor, draft_tokens: Tensor | None) -> Tensor:  # [...], 
     """Row of the output matrix of each label; -1 for a token outside the draft vocabulary. IGNORE stays."""
     if draft_tokens is None:
         return labels
+    # A label above the last drafted token would be inserted after the end; the clamped place differs from it.
     place = torch.searchsorted(draft_tokens, labels).clamp_max(len(draft_tokens) - 1)
+    # -1, not IGNORE: a token that can't be drafted still counts as a label, and as a miss.
     ids = torch.where(draft_tokens[place] == labels, place, -1)
     return torch.where(labels == IGNORE, IGNORE, ids)

@@ -69,7 +69,8 @@ class Job:
 class Worker:
     """Runs an engine in a thread.
 
-    The event loop's thread calls `submit` and reads the jobs; the engine is used by the worker's thread only.
+    The worker's thread alone changes the engine. The event loop's thread calls `submit`, reads the jobs, counts slots,
+    and makes requests by `Engine.request`, which reads the target and nothing that a step changes.
 
     Args:
         make_engine: creates the engine with a drafter, and a new one after a failure.
@@ -166,6 +167,7 @@ class Worker:
                 self._wake.wait_for(lambda: self._stopping or self._submitted or self._loads or self.engine.busy)
                 if self._stopping:
                     return
+                # Take all that has arrived and let go of the lock: the event loop must never wait for a step.
                 submitted, self._submitted = self._submitted, []
                 loads, self._loads = self._loads, []
                 self._jobs = [job for job in [*self._jobs, *submitted] if job.unfinished]
@@ -182,6 +184,7 @@ class Worker:
                     return
             outputs, self._outputs = self._outputs, []
             if outputs:
+                # Once per step for all requests: waking the event loop costs more than putting a few items into queues.
                 self._loop.call_soon_threadsafe(_deliver, outputs)
 
     def _replace_drafter(self, make_drafter: Callable[[], Drafter], loaded: Future[None]) -> None:
@@ -215,6 +218,8 @@ class Worker:
             _log.exception("the engine can't be created again: restart the server")
             self._broken = True
         with self._wake:
+            # Jobs in flight have lost their cache. Those that only wait continue with the new engine, unless there is
+            # none.
             failed, self._jobs, loads = self._jobs, [], []
             if self._broken:
                 failed, self._submitted = failed + self._submitted, []

@@ -53,17 +53,26 @@ def mask(
 
     The `groups` query heads that share a key head are laid end to end.
     """
+    # A single row that decodes one token sees everything that is read, so the fused kernel may go without a mask.
     plain = write.single_row and write.width == 1 and write.tree is None
     if plain and (window is None or write.extent <= window):
         return None
     if (groups, window, dtype) not in write.masks:
+        # All layers with the same window share one mask, which the first of them builds.
         place = torch.arange(write.extent, device=write.lengths.device)
         if write.tree is None:
+            # A chain: positions in the cache are those in the sequence. The token at 7 sees 0..7; what lies beyond is
+            # padding, a later token, or left from a rejected draft.
             seen = place <= write.cache_positions[:, :, None]
         else:
             count = write.block.shape[1]
+            # A tree is not causal in the cache: a token's cousins lie before it. Committed positions are visible to all
+            # new tokens, and of the new ones only the ancestors and the token itself. With 5 committed tokens and the
+            # parents [-1, -1, 0], token 2 (verify position 3) sees 0..4, then 5 (pending), 6 (its parent) and 8
+            # (itself), not 7.
             block = write.block.clamp(max=write.extent - 1)  # an idle row may be longer
             seen = (place < write.lengths[:, None, None]).repeat(1, write.width, 1)
+            # The rows of `ancestors` that this pass writes: a tree may be written in several passes, level by level.
             ancestors = write.tree.ancestors[:, count - write.width : count, :count]
             seen = seen.scatter(2, block[:, None].expand(-1, write.width, -1), ancestors)
         if window is not None:
@@ -71,6 +80,9 @@ def mask(
             if write.tree is not None:
                 depths = write.lengths[:, None] + write.tree.depths[:, :count]
                 position = place.repeat(len(block), 1).scatter(1, block, depths)[:, None]
+            # The token at p sees p - window + 1 .. p: with a window of 4, position 9 sees 6..9. A window counts
+            # positions of the sequence. In a tree these are not the cache's: cousins share one, so the new columns get
+            # the row's length plus their depth.
             seen &= position > write.positions[:, :, None] - window
             seen |= ~seen.any(-1, keepdim=True)  # kernels may return NaN for a token that sees nothing
         write.masks[groups, window, dtype] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
@@ -107,6 +119,7 @@ def attention(
     groups = query_heads // key.shape[1]
     if write is None:
         place = torch.arange(key.shape[2], device=query.device)
+        # No cache: the queries are the last `width` of the keys.
         own = place[-width:, None]
         seen = place <= own
         if sliding_window is not None:
@@ -115,6 +128,8 @@ def attention(
     else:
         bias = mask(write, groups, sliding_window, query.dtype)
         bias = bias if bias is None else bias.to(query.device)  # layers may be on several devices
+    # [B, Hq, T, d] -> [B, H, groups * T, d]: with 8 query heads on 2 key heads, the queries of heads 0..3 follow each
+    # other as 4 T rows of key head 0. Repeating the keys instead would read the cache four times.
     stacked = query.reshape(rows, key.shape[1], groups * width, size)
     if softcap is None and s_aux is None:
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=bias, scale=scaling)
@@ -143,7 +158,9 @@ def _explicit(
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
     rows, heads, stacked, _ = scores.shape
+    # Head h of key head k is at index k * groups + g, the order in which `attention` stacked the queries.
     sink = sinks.view(1, heads, groups, 1).expand(rows, -1, -1, stacked // groups).reshape(rows, heads, stacked, 1)
+    # A sink takes part in the softmax and has no value: its column is dropped after the normalisation.
     return torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 

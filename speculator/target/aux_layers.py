@@ -89,6 +89,7 @@ class AuxLayers:
         """Run the model and return its output; empty `layers` unless the hooks read transformers' `hidden_states`."""
         with _without_new_hooks(self._model), self.recorded(range(len(self.layers))) as read:
             output = self._model(tokens, use_cache=False, output_hidden_states=True)
+        # Without the last entry: transformers reports it after the final norm, and no layer reads it.
         expected = [self._active(state).to(tokens.device) for state in output.hidden_states or ()][:-1]
         try:
             same = len(expected) == len(self.layers) > 0 and torch.equal(read(expected[0]), torch.cat(expected, -1))

@@ -71,11 +71,18 @@ class _Layer(CacheLayerMixin):
         """Write [R, H, T, Dh] after each row's length; return all positions that may be live."""
         write = current()
         assert write is not None
+        # Positions beyond a row's own tokens hold leftovers of rejected drafts. They are read and masked: shapes stay
+        # the same for all rows, and clearing them would cost a write per step.
         keys, values = self.selected[0][:, :, : write.extent], self.selected[1][:, :, : write.extent]
         if write.single_row:
+            # One row: `extent` ends with its new tokens. With 5 committed tokens and 3 new ones it is 8, and 5, 6, 7
+            # are written.
             keys[:, :, -write.width :] = key_states  # casts, for autocast
             values[:, :, -write.width :] = value_states
         else:  # into the whole buffer: an idle row may be longer than the decoding rows
+            # Each row writes after its own length, which differs: with lengths [5, 2] and width 3 row 0 writes 5, 6, 7
+            # and row 1 writes 2, 3, 4. An index on either side of the slice moves those two dimensions first, hence the
+            # transpose.
             rows, places = (each.to(keys.device) for each in write.places)  # layers may be on several devices
             self.selected[0][rows, :, places] = key_states.transpose(1, 2).to(keys.dtype)
             self.selected[1][rows, :, places] = value_states.transpose(1, 2).to(values.dtype)
@@ -194,9 +201,14 @@ class KVCache(Cache):
         if self._used + base + width > self.capacity:
             raise ValueError(f"{self._used} + {base + width} tokens do not fit a cache of {self.capacity}")
         extent = min(self.longest + aligned(base + width, self.lengths.device), self.capacity)
+        # Lengths stay on the device: reading them would stall the host in every step, and a captured step could not
+        # replay it.
         block = self.selected[:, None] + torch.arange(base + width, device=self.lengths.device)
         cache_positions = positions = block[:, base:] if base else block
         if tree is not None:
+            # Alternatives share a position in the sequence and need a cache position each. Rope reads `positions`,
+            # storage reads `cache_positions`: two alternatives after 5 tokens are at position 5 both, and in the cache
+            # at 5 and 6.
             positions = self.selected[:, None] + tree.depths[:, base : base + width]
         packing = None
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
@@ -233,6 +245,8 @@ class KVCache(Cache):
 
     def commit(self, counts: Tensor) -> None:  # [R]
         """Commit the first `counts` tokens of the last write in each selected row."""
+        # Everything that a rejected draft left is now above the length, where the next pass overwrites it. In place:
+        # `selected` is a view of `lengths`, and captured steps hold the address of both.
         self.selected += counts
         for layer in self.recurrent.values():
             layer.commit(counts)
@@ -248,12 +262,16 @@ class KVCache(Cache):
 
     def gather(self, path: Tensor) -> None:  # [R, n]
         """Move the tokens at `path` of the last write, a tree's accepted path, to its front."""
+        # Verify position p of a row with n tokens is cache position n + p. An accepted path 0, 2, 5 of a row with 7
+        # tokens moves from 7, 9, 12 to 7, 8, 9.
         source, count = self.selected[:, None] + path, path.shape[1]
         for part in self._parts:
             places = source.to(part.device)
             if self.single_row:
                 part[:, :, :, self.longest : self.longest + count] = part.index_select(3, places[0])
             else:
+                # The right side is gathered into a new tensor before the left side is written, so overlapping moves are
+                # safe.
                 rows, front = self.write.places[0].to(part.device), self.write.block[:, :count].to(part.device)
                 part[:, rows, :, front] = part[:, rows, :, places]
         for layer in self.recurrent.values():
@@ -291,10 +309,12 @@ class KVCache(Cache):
         if self.room_for(capacity) <= self.capacity:
             return False
         capacity = self.room_for(max(capacity, self.capacity + self.capacity // 2))
+        # pad counts from the last dimension: none to the head size, then positions at the end.
         more = (0, 0, 0, capacity - self.capacity)
         rows = self.rows
         self._share({form: nn.functional.pad(stack, more) for form, stack in self.stacks.items()})
         self.capacity = capacity
+        # `_share` has dropped the views of the selected rows: they showed the old buffers.
         self.select(*rows, self.longest)
         return True
 

@@ -82,6 +82,7 @@ class _Trained(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         d_x, d_weight, d_bias = ctx.needs_input_grad
+        # The products of the backward pass: d_x = d_out W, and d_W = d_out^T x.
         d_rows = d_out.flatten(0, -2)
         return (
             product(d_out, weight.T) if d_x else None,

@@ -93,6 +93,7 @@ class Target:
         self.model, self.tokenizer, self.group = model.eval().requires_grad_(False), tokenizer, group
         self.config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
+        # Known from the config, so the message can name the kind of layer; the probe would only see logits that differ.
         if foreign := set(getattr(self.config, "layer_types", None) or []) - _LAYER_TYPES:
             raise UserError(
                 f"{self.name}: layers of kind {', '.join(sorted(foreign))} can't be rolled back after a rejected "
@@ -283,12 +284,14 @@ class Target:
         """
         width = tokens.shape[1]
         if counts is not None:
+            # Padding is on the right and never committed: the next pass overwrites its keys and values.
             tokens = nn.functional.pad(tokens, (0, cache.padded_width(width) - width))
 
         def own(states: Tensor) -> Tensor:
             return write.padded(states)[:, :width]
 
         with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(own):
+            # Clamped, because a table of positions (GPT-2) has no row after the context's end.
             positions = write.packed(write.positions.clamp(max=self.context_length - 1))
             given: Any = {"position_ids": positions, self.cache_name: cache}
             output = self._body(input_ids=write.packed(tokens), use_cache=True, **given)
@@ -304,6 +307,7 @@ class Target:
         """
         if self.output_matrix is not None:
             return self.output_matrix(hidden).to(hidden.device)
+        # As one row of a batch: a token's logits depend on its own state alone.
         self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
         prefix = self.model.base_model_prefix
         setattr(self.model, prefix, self._given)

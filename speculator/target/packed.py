@@ -20,6 +20,8 @@ Layout = Callable[[PreTrainedModel, Tensor, Tensor], dict[str, Any]]
 def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
     """Return the index at which each token's document starts."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    # For the documents [7, 7, 8, 8, 8]: new is 1 0 1 0 0, times the index 0 0 2 0 0, whose running maximum is 0 0 2 2
+    # 2.
     new = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return index.where(new, 0).cummax(1).values
 
@@ -67,5 +69,6 @@ def places(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
     """Return the place of each token in the flattened rows of `one_per_row`, and their width."""
     offset = torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)
     width = int(offset.max()) + 1
+    # Every first token of a document begins a new row, counted over all rows of the batch.
     number = offset.eq(0).flatten().cumsum(0).view_as(offset) - 1
     return number * width + offset, width

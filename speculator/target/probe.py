@@ -49,10 +49,12 @@ def probe(target: Target) -> None:
         return torch.stack([row[n : n + width] for row, n in zip(rows, begins.tolist(), strict=True)])
 
     try:
+        # The reference: the model's own forward pass, with its own attention and without our cache, once.
         own = target.aux_layers.prove(texts).logits.float()
         windows = read_windows(model, target.context_length)
         WINDOWS.update(windows)
         model.set_attn_implementation(ATTENTION)
+        # Two rows of unequal length, 8 and 4 tokens, so that a row's padding or its neighbour's cache would show.
         cache = target.cache(2, 2 * _LENGTH)
         hidden = target.extend(cache, texts[:, :longest], counts=lengths.tolist())
         cache.commit(lengths)
@@ -61,10 +63,12 @@ def probe(target: Target) -> None:
         if output is not None and torch.equal(output(hidden), target.logits(hidden)):
             target.output_matrix = output
         cache.select(0, 2, longest)
+        # A draft of 4 tokens, of which row 0 gets 1 right and row 1 gets 2. Its wrong tokens are the true ones plus 1.
         wrong = torch.arange(4, device=device) >= accepted[:, None]
         target.extend(cache, (after(lengths, 4) + wrong) % target.vocab_size)
         cache.commit(accepted)  # the rest of the draft is rejected
         cache.select(0, 2, longest + 1)
+        # The rows have 9 and 6 tokens now. If the rejected tokens' keys were still visible, these logits would show it.
         begins = lengths + accepted
         single = target.logits(target.extend(cache, after(begins, 1))).float()
         rest = after(begins, _LENGTH - longest - 1)
@@ -72,6 +76,7 @@ def probe(target: Target) -> None:
         syncs = has_host_sync(lambda: target.logits(target.extend(cache, rest)), device)
         one_device = len({weight.device for weight in model.parameters()}) == 1
         target.capturable = not syncs and one_device and target.group is None
+        # What 16 tokens can't show is examined apart: rotary factors that depend on the longest text of the batch.
         moved = neighbours_matter(model.base_model, target.context_length, device)
         target.document_attention = _choose_document_attention(target, texts, allowed)
     except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
@@ -178,6 +183,8 @@ def read_windows(model: PreTrainedModel, length: int) -> dict[nn.Module, int | N
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
     """Count the tokens that a late token attends to, itself included; 0 if it attends to all."""
+    # A sliding window gives its size at both places (0 at the first if that sees everything), full attention gives 0
+    # twice, and chunked attention gives two different counts.
     slots, first = torch.arange(length), torch.tensor(0)
     widths = []
     for place in (2 * length // 3, length - 1):
@@ -206,6 +213,7 @@ def neighbours_matter(body: nn.Module, length: int, device: torch.device) -> flo
     """
     near = torch.arange(4, device=device).expand(2, -1)
     far = torch.stack([near[0], near[0] + min(length, _FAR) - 4])
+    # Row 0 is the same in both batches. Row 1 moves to the context's end, which may switch longrope's factors for both.
     alone, batched = (body(input_ids=near, position_ids=at, use_cache=False).last_hidden_state[0] for at in (near, far))
     return ((alone - batched).abs().max() / alone.std()).item()
 
@@ -227,6 +235,7 @@ def _choose_document_attention(target: Target, texts: Tensor, allowed: float) ->
         choices[place:place] = [("flex_attention", packed), ("flex_attention", masked)]
     if target.recurrent:
         choices.append((original, one_per_row))
+    # The fastest first; a family that ignores the layout shows by its logits, one that lacks it by its error.
     for choice in choices:
         try:
             hidden = target.hidden_of_documents(texts, documents, *choice)

@@ -79,6 +79,7 @@ class RecurrentLayer:
     def convolve(self, inputs: Tensor) -> Tensor:  # [R, C, T] -> [R, C, K + T]
         """Return the inputs of the convolution, those of earlier tokens first."""
         running.set(self)
+        # A causal convolution reads the K inputs before the pass too. They are its whole state.
         self._inputs = torch.cat([self._start[0], inputs], -1)
         return self._inputs
 
@@ -104,6 +105,8 @@ class RecurrentLayer:
         self._replay = replay
         if self._paths is None:
             return rule(Step(start, self._kept(self._counts), of_prompt), *args, **kwargs)
+        # Every token of a tree is the end of a path from the root, and each path is run as a row of its own from the
+        # same state.
         starts = start.repeat_interleave(self._width, 0)
         return rule(Step(starts, None, of_prompt, *self._paths), *args, **kwargs)
 
@@ -124,13 +127,18 @@ class RecurrentLayer:
     def commit(self, counts: Tensor) -> None:  # [R]
         """Advance the selected rows by the first `counts` tokens of the last pass."""
         counts, size = counts.to(self._inputs.device), self.states[0].shape[-1]
+        # `_inputs` is [K before, T new]. After n accepted tokens the last K inputs are those at n .. n + K - 1: for K =
+        # 3 and n = 0 the old ones, 0 1 2, and for n = 2 the inputs 2 3 4, one old and two new.
         place = counts[:, None] + torch.arange(size, device=counts.device)
         self._committed[0].copy_(self._inputs.gather(2, place[:, None].expand_as(self._committed[0])))
         if len(self.states) == 1:
             return
+        # Now the accepted length is known: replay the pass from the state before it, with identity steps for what was
+        # rejected. The state can't be cut back, but the start of the pass is still there.
         if self._width > 1 and self._counts is None:
             self._final = self._replay(self._kept(counts), self._path)[1]
         state = self._committed[1]
+        # An idle row commits 0 tokens and keeps its state.
         state.copy_(torch.where(like(counts > 0, state), self._final, state))
 
     def clear(self, rows: Tensor) -> None:  # [R] bool

@@ -55,5 +55,7 @@ class TokenTree:
         # Positions on a path increase, since parents come before their children.
         count = self.tokens.shape[1] + 1
         index = torch.arange(count, device=self.tokens.device)
+        # Positions off the path get `count` and are sorted to the end: for position 4 with the ancestors 0, 2, 4 of 5
+        # that is 0 2 4 5 5, cut to the deepest path, and 5 becomes 0.
         order = torch.where(self.ancestors, index, count).sort(-1).values[:, :, : self.depth + 1]
         return torch.where(order < count, order, 0)

@@ -35,6 +35,8 @@ class Packing:
     def of(cls, counts: Sequence[int], width: int, bucket: int, device: torch.device) -> Packing:
         """Pack rows of `counts` tokens. The last token is repeated up to a whole bucket, so that shapes are few."""
         real = torch.arange(width) < torch.tensor(counts)[:, None]
+        # The k-th real token has k + 1 real ones up to it, so its index in the packed row is cumsum - 1. Padding gets
+        # that of the token before it: a valid index, whose value nobody reads.
         sources, places = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
         places = torch.cat([places, places[-1:].expand(-len(places) % bucket)])
         return cls(places.to(device), sources.to(device))

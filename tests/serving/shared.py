@@ -80,7 +80,7 @@ def fitted(
     for step in range(steps):
         optimiser.zero_grad()
         total, count = head.train()(batches[step % len(batches)], loss)["objective"]
-        (total / count).backward()
+        (total * head.n_predict / count).backward()
         optimiser.step()
     return head.eval().requires_grad_(False)
 

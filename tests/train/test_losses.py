@@ -45,13 +45,13 @@ def test_labels_are_inside_the_loss_mask_from_the_first_token_read():
 
 
 def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_weights=None) -> dict:
-    """Metrics' sums of a head with these features, the plain sum of the objective, and the number of labels."""
+    """Metrics' sums of a head with these features, the objective, and the number of labels."""
     head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens)
     batch = TrainingBatch(None, None, hidden, None, {"labels": labels}, token_weights)
     metrics = UnrolledHead.measure(head, features, batch, loss)
     objective, _ = metrics.pop("objective")
     sums = {name: total for name, (total, _) in metrics.items()}
-    return sums | {"objective": objective / len(features), "count": metrics["loss"][1], "metrics": metrics}
+    return sums | {"objective": objective, "count": metrics["loss"][1], "metrics": metrics}
 
 
 class Case:
@@ -419,7 +419,7 @@ for weights in case["weights"]:
     head.zero_grad()
     loss = ChunkedLoss(lambda h: h @ case["lm_head"].T, LossConfig(**weights), len(case["lm_head"]), chunk=5)
     batch = TrainingBatch(ids, torch.zeros_like(ids), hidden, hidden, {"labels": labels})
-    objective = wrapped(batch, loss)["objective"][0] / len(labels[0])
+    objective = wrapped(batch, loss)["objective"][0]
     (objective * dist.get_world_size()).backward()  # the wrapper takes the mean over processes
     gradients.append({name: p.grad.clone() for name, p in head.named_parameters()})
 if rank == 0:

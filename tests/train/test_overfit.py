@@ -60,7 +60,7 @@ def overfit(
     for _ in range(300):
         optimiser.zero_grad()
         total, count = head(batch, loss)["objective"]
-        (total / count).backward()
+        (total * head.n_predict / count).backward()
         optimiser.step()
     if pruned:
         head.draft_tokens.add_(shift_map).remainder_(VOCAB)

@@ -113,7 +113,9 @@ class DSparkSpeculatorConfig(AttentionConfig):
         """
         count, length = input_ids.shape
         learned = loss_mask.bool()
+        # Last positions are first positions of the reversed row, counted from its end.
         end = length - 1 - document_starts(document_ids.flip(1)).flip(1)  # [B, L] last position of each document
+        # An anchor a and its first label a + 1 must both be tokens that the target would write, in one document.
         possible = learned[:, :-1] & learned[:, 1:] & (document_ids[:, 1:] == document_ids[:, :-1])
         anchors = torch.zeros(count, min(self.anchors, length - 1), dtype=torch.long)
         drawn = torch.zeros_like(anchors, dtype=torch.bool)
@@ -126,6 +128,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         places = anchors[:, :, None] + torch.arange(1, self.n_predict + 1)
         inside = (places <= end[rows, anchors[:, :, None]]) & drawn[:, :, None]
         places = places.clamp_max(length - 1)
+        # A draft ends at its first token without loss: 1 1 0 1 becomes 1 1 0 0.
         live = (inside & learned[rows, places]).long().cumprod(-1).bool()
         labels = input_ids[rows, places].masked_fill(~live, IGNORE)
         starts = document_starts(document_ids)[rows[..., 0], anchors]

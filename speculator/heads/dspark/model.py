@@ -225,21 +225,28 @@ class DSparkSpeculator(AttentionHead):
         if few:
             context = nn.functional.pad(context, (0, 0, 0, -length % _LEAST_SPAN))
             length = context.shape[1]
+        # Keys and values of the text are computed once per row; the blocks at all its anchors read them.
         text = self.key_values(context, torch.arange(length, device=device).expand(context.shape[:2]))
+        # A chunk of C blocks has H * (C * size) * T scores: this many blocks fit the budget.
         most = _SCORES.get(device.type, _SCORES_ON_GPU) // (self.config.num_attention_heads * length * size)
         most = max(1, most)
         if few:
             most = 1 << most.bit_length() - 1
         made, at, first = [], anchors.tolist(), starts.tolist()
+        # Blocks come sorted by their rows: blocks begin..end-1 belong to row `row`.
         ends = rows.bincount(minlength=len(tokens)).cumsum(0).tolist()
         for row, (begin, end) in enumerate(pairwise([0, *ends])):
             own = [(key[row], value[row]) for key, value in text]
             for start in range(begin, end, most):
                 stop = min(start + most, end)
                 last = at[stop - 1]
+                # From the first document's start to the last anchor, exclusive: a block at anchor a attends to the text
+                # before a, and reads x[a] itself as its slot 0. The window of the first block reaches back furthest.
                 span = slice(max(first[start], at[start] + 1 - (self.config.sliding_window or length + size)), last)
                 chunk = torch.arange(start, stop)
                 if few:
+                    # Widths and numbers of blocks are powers of two, so that attention has few shapes; the mask hides
+                    # what is too much.
                     width = min(max(_LEAST_SPAN, 1 << (last - span.start - 1).bit_length()), length)
                     span = slice(max(0, last - width), max(last, width))
                     more = (1 << (stop - start - 1).bit_length()) - (stop - start)
@@ -259,12 +266,17 @@ class DSparkSpeculator(AttentionHead):
         """Compute the blocks at some anchors of one row."""
         count, size = len(anchors), self.config.block_size
         places = torch.arange(span.start, span.stop, device=tokens.device)
+        # Query rows are (block, slot) pairs, block by block. For 2 blocks of 3 slots: slots 0 1 2 0 1 2, blocks 0 0 0 1
+        # 1 1.
         slots = torch.arange(size, device=tokens.device).repeat(count)
         blocks = torch.arange(count, device=tokens.device).repeat_interleave(size)
+        # Slot j of the block at anchor a stands for position a + j: for a = 7 the slots have the rope of 7, 8, 9.
         positions = anchors[blocks] + slots
+        # The text before the anchor, from the start of the anchor's document.
         seen_text = (places < anchors[blocks, None]) & (places >= starts[blocks, None])  # [C * size, T]
         if self.config.sliding_window is not None:
             seen_text &= places > positions[:, None] - self.config.sliding_window
+        # Blocks of one text don't see each other: each is a draft of its own.
         seen_block = blocks[:, None] == blocks
         if self.config.is_causal:
             seen_block &= slots[:, None] >= slots
@@ -273,6 +285,8 @@ class DSparkSpeculator(AttentionHead):
         h = self.block(tokens[anchors]).flatten(0, 1)  # [C * size, D]
         for layer, (text_keys, text_values) in zip(self.layers, text, strict=True):
             query, key, value = layer.enter(h, rope)
+            # One softmax over text and block: the mask has the columns of the text first, then those of all blocks of
+            # the chunk.
             keys = torch.cat([text_keys[span], key]).transpose(0, 1)[None]
             values = torch.cat([text_values[span], value]).transpose(0, 1)[None]
             h = layer.leave(h, attend(query[None], keys, values, seen)[0])
@@ -283,23 +297,30 @@ class DSparkSpeculator(AttentionHead):
         device, length = batch.input_ids.device, batch.input_ids.shape[1]
         # All indices are worked out on the host: their numbers would have to be waited for on a GPU.
         host = batch.targets["on_host"]
+        # A block without a first label has none at all: a draft ends where its first token has no loss.
         trained = (host.labels[..., 0] != IGNORE).nonzero()
         if not len(trained):
             trained = trained.new_zeros(1, 2)  # DDP needs a gradient for every weight
         rows, columns = trained.T
+        # [n] anchors and document starts, and [n, G] labels of the n blocks that are trained.
         anchors, starts, labels = (x[rows, columns] for x in (host.anchors, host.starts, host.labels))  # [n, G]
         features = self.blocks(batch.states, batch.input_ids, rows, anchors, starts)
+        # Token k of the block at anchor a is x[a+k+1], which the target predicts from h[a+k]. For a = 7 and G = 3 the
+        # states are h7, h8, h9 and the labels x8, x9, x10.
         places = anchors[:, None] + torch.arange(self.n_predict)
         places = places.clamp_max(length - 1)  # beyond the row there is no label
         # Slots that predict the same token, side by side: the target's distribution is computed once for them.
         live = (labels != IGNORE).flatten().nonzero()[:, 0]
+        # Index into the flattened [B * L] states: row 1's h7 in rows of 100 tokens is 107.
         predictors = (rows[:, None] * length + places).flatten()[live]
         predictors, order = predictors.sort()
         live = live[order]
         weights = loss.step_weights(self.n_predict).expand(labels.shape).flatten()[live]
+        # The weight of a label is that of its own token, one position after its predictor.
         following = (rows[:, None] * length + (places + 1).clamp_max(length - 1)).flatten()[live]
         ids, count = labels.flatten()[live], (labels != IGNORE).sum(0)
         live, ids, weights, count = (send(x, device) for x in (live, ids, weights, count))
+        # The Markov head reads the token before the label, which is at the predictor's own position: x[a+k].
         before = batch.input_ids.flatten()[send(predictors, device)]
         if batch.token_weights is not None:
             weights = weights * batch.token_weights.flatten()[send(following, device)]
@@ -319,19 +340,23 @@ class DSparkSpeculator(AttentionHead):
         )
 
         def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [G, n]
+            # From labels in the order of their predictors back to [G, n], so that prefix products run over one block's
+            # tokens.
             return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape).T
 
         overlap = None if measured.overlap is None else by_slot(measured.overlap)
         metrics = step_metrics(by_slot(measured.loss), by_slot(measured.hits), overlap, count)
         objective = measured.objective
         if self.confidence_head is not None:
+            # The confidence head learns the chance of acceptance: min(p, q) summed, where the loss has computed it, or
+            # 0 and 1 by the likeliest token. No gradient flows back through that aim.
             accepted = measured.hits if measured.overlap is None else measured.overlap
             error = nn.functional.binary_cross_entropy_with_logits(
                 self.confidence_logits(features, before), accepted[0].to(features.dtype), reduction="none"
             )
             metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(1), count)
             objective = objective + (error * weights).sum()
-        return {"objective": (objective * self.n_predict, count.sum()), **metrics}
+        return {"objective": (objective, count.sum()), **metrics}
 
     # --- export
 

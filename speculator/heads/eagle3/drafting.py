@@ -89,8 +89,10 @@ class DraftingForm:
         head, layer, count = self.head, self.head.layer, tokens.shape[1]
         drafted = cache.seen.shape[2]
         own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        # A token sees what its parent sees among the drafted ones, and itself. [B, f, drafted so far + f].
         cache.seen = torch.cat([gather_at(cache.seen, parents), own], -1)
         cache.level += 1
+        # Cousins share a rope position, and have a cache position each.
         positions = cache.lengths[:, None] + drafted + torch.arange(count, device=tokens.device)
         u, residual = layer.enter(head.embed(tokens), gather_at(cache.states, parents))
         cache.write(0, *layer.self_attn.key_value(u, head.rope(self._rope_position(cache), u.dtype)), positions)
@@ -178,6 +180,8 @@ class Eagle3Source(CachedSource):
             self._fill_in(torch.tensor(first, device=device), start)
             self.form.read(part, self._aux_hidden[rows], self._next[rows], self._counts[rows])
         part.lengths.copy_(torch.tensor(begins))
+        # Position t reads x[t+1]. Of a prompt that ends in this chunk the last position has no next token yet: it waits
+        # in `_aux_hidden` until the target has sampled it.
         following = [list(text[begin + 1 : end + 1]) for text, begin, end in zip(sequences, begins, ends, strict=True)]
         padded = torch.tensor([tokens + [0] * (hidden.shape[1] - len(tokens)) for tokens in following], device=device)
         aux_hidden = hidden.to(self._aux_hidden.dtype)
@@ -193,6 +197,7 @@ class Eagle3Source(CachedSource):
         rows, width = slice(0, len(counts)), tokens.shape[1]
         hidden = hidden.to(self._aux_hidden.dtype)
         if self._max_unread and self._unread:  # append
+            # After what earlier steps have left unread, row by row.
             places = self._counts[rows, None] + torch.arange(width, device=tokens.device)
             self._aux_hidden[rows].scatter_(1, places[:, :, None].expand_as(hidden), hidden)
             self._next[rows].scatter_(1, places[:, : width - 1], tokens[:, 1:])

@@ -69,6 +69,8 @@ class Rows:
     @cached_property
     def bounds(self) -> Tensor:  # [documents + 1] int32
         """First row of each document among the rows of all sequences, and the end."""
+        # A position whose document begins at itself. With documents of 3 and 5 tokens the begins are 0 0 0 3 3 3 3 3,
+        # and the bounds 0, 3, 8.
         first = self.begins == torch.arange(self.begins.shape[1], device=self.begins.device)
         return nn.functional.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()).int()
 
@@ -97,6 +99,8 @@ class Rows:
         slots = torch.arange(span.start, span.stop, device=self.places.device)
         places, begins = self.places[rows, None], self.starts[rows, None]
         if self.window is not None:
+            # Step i of position t stands at t + i, so its window reaches i positions less far into the text: with a
+            # window of 4, step 2 of position 9 stands at 11 and sees the text's 8 and 9.
             begins = begins.maximum(places + step - self.window + 1)
         return (slots <= places) & (slots >= begins)
 
@@ -122,6 +126,7 @@ def joint_attention(
     own_keys: Tensor,  # [step, R, K, d] each row attends to its own
     own_values: Tensor,  # [step, R, K, d]
 ) -> Tensor:  # [R, H, d]
+    # Else flash attention would get a negative window. The mask of the blocks then hides the whole text.
     near = rows.window is None or step < rows.window  # the window still reaches into the text
     form = FusedAttention if fused and near else BlockedAttention
     return form.apply(rows, step, query, keys, values, own_keys, own_values)
@@ -145,7 +150,10 @@ class FusedAttention(torch.autograd.Function):
             for part in _pieces(query) if step else ():
                 own_keys, own_values = (_exact(x[:, part]) for x in own)
                 scores = _own_scores(_exact(query[part]), own_keys)  # [R, K, g, i]
+                # lse is [H, R] with head h = k * g + j, as `_own_scores` groups the query heads: [R, K, g].
                 before = lse[:, part].T.reshape(scores.shape[:-1])
+                # Two softmaxes become one: with sums a and b of exp(scores), the text's part shrinks by a / (a + b),
+                # which is exp(before - joint), and each own key has the weight exp(score - joint).
                 joint = torch.logaddexp(before, scores.logsumexp(-1))
                 added = torch.einsum("rkgi,irkd->rkgd", (scores - joint[..., None]).exp(), own_values)
                 kept = out[part].view_as(added) * (before - joint).exp()[..., None]
@@ -164,6 +172,8 @@ class FusedAttention(torch.autograd.Function):
         with _no_autocast(query):
             shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
             result = rows.whole(out), rows.whole(lse, 1)
+            # The joint out and lse in place of flash attention's own: its gradients of the text's keys are then those
+            # of the whole softmax, and the own keys' part of d_query is added below.
             d_query, *d_shared = flash_backward(rows.whole(d_out), *shared, *result, *given, *noise, **options)
             if len(query) < len(d_query):
                 d_query = d_query[rows.wanted]
@@ -173,6 +183,7 @@ class FusedAttention(torch.autograd.Function):
                 scores = _own_scores(_exact(query[part]), k)
                 p = (scores - lse[:, part].T.reshape(scores.shape[:-1])[..., None]).exp()
                 q, o, d = (_exact(x[part]).view(*scores.shape[:-1], -1) for x in (query, out, d_out))
+                # The gradient of a softmax: ds = p (d_out . v - d_out . out), with the joint p and out.
                 ds = torch.einsum("rkgd,irkd->rkgi", d, v) - (d * o).sum(-1, keepdim=True)
                 ds = ds * p / math.sqrt(query.shape[-1])
                 d_query[part] += torch.einsum("rkgi,irkd->rkgd", ds, k).flatten(1, 2)
@@ -184,6 +195,7 @@ class FusedAttention(torch.autograd.Function):
 def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that forward and backward pass of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
+    # Positions to the left of t that step i still sees: with a window of 4, three at step 0 and one at step 2.
     left = None if rows.window is None else rows.window - 1 - step
     options = {"scale": 1 / math.sqrt(query.shape[-1]), "window_size_left": left}
     return (rows.bounds, rows.bounds, longest, longest, 0.0, True), options
@@ -219,6 +231,7 @@ def attend_own(
     """One softmax over shared and own keys; each own key adds one column of scores."""
     shared, kv_heads, size = keys.shape
     grouped = query.view(len(query), kv_heads, -1, size) / math.sqrt(size)  # [R, K, g, d]
+    # Scores of the text [K, g, R, M] and of the own keys [K, g, R, i], side by side in one softmax.
     scores = torch.einsum("rkgd,mkd->kgrm", grouped, keys).masked_fill(~seen, -torch.inf)
     own = torch.einsum("rkgd,irkd->kgri", grouped, own_keys)
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -251,10 +264,12 @@ class BlockedAttention(torch.autograd.Function):
         exact = torch.promote_types(d_out.dtype, torch.float32)
         totals = [torch.zeros_like(x, dtype=exact) for x in ctx.saved_tensors]
         for block in ctx.rows.blocks:
+            # Recomputed, not saved: one block's scores are in memory at a time.
             given = [x.detach().requires_grad_() for x in block.select(ctx.saved_tensors)]
             with torch.enable_grad():
                 out = BlockedAttention.attend(ctx.rows, ctx.step, block, given)
             gradients = torch.autograd.grad(out, given, d_out[block.rows])
+            # `select` returns views of the totals, so blocks add up what they share: many rows read the same key.
             for total, gradient in zip(block.select(totals), gradients, strict=True):
                 total += gradient
         return None, None, *(total.to(x.dtype) for total, x in zip(totals, ctx.saved_tensors, strict=True))

@@ -162,6 +162,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
             documents = torch.zeros_like(tokens[:, :length])
         g = self.fuse(states)
         positions = torch.arange(length, device=states.device)
+        # Position t reads h_t and x[t+1], which is tokens[:, t]: the caller has cut off x[0].
         u, _ = layer.enter(self.embed(tokens[:, :length]), g)
         keys, values = layer.self_attn.key_value(u, self.rope(positions, u.dtype))
 
@@ -187,10 +188,12 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         own_values = own_values.expand_as(own_keys)
         features = []
         for i in range(self.n_predict):
+            # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
             query, key, value, residual = recomputed(
                 self._enter, g, tokens[rows.sequences, rows.places + i], rows.places + i
             )
             query, key, value = cast(query, key, value)
+            # Every row keeps the keys of its own steps 1..i; the text's keys come from step 0 of all positions.
             if i:
                 own_keys, own_values = torch.cat([own_keys, key[None]]), torch.cat([own_values, value[None]])
             attended = joint_attention(rows, i, fused is not None, query, keys, values, own_keys, own_values)

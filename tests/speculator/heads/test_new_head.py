@@ -13,7 +13,7 @@ from speculator.checkpoints import layout_of, load_any, save
 from speculator.cli.export import FORMATS
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, register
 from speculator.heads.drafting import LastHiddenSource
-from speculator.heads.training import IGNORE
+from speculator.heads.training import IGNORE, step_metrics
 from speculator.heads.unrolled import draft_ids
 from train.config import HeadOptions, LossConfig, RunConfig
 from train.initialise import new_head
@@ -28,49 +28,55 @@ class LinearConfig(SpeculatorConfig):
 
     @property
     def min_training_length(self) -> int:
-        return 3
+        return self.n_predict + 2
 
     def training_targets(self, input_ids, document_ids, loss_mask, seeds):
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-        size, most = (self.anchors,), input_ids.shape[1] - 2
+        size, most = (self.anchors,), input_ids.shape[1] - self.n_predict - 1
         anchors = torch.stack([torch.randint(most, size, generator=draw) for draw in draws])  # [B, A]
-        learned = (loss_mask.gather(1, anchors + 1) * loss_mask.gather(1, anchors + 2)).bool()
-        same_document = document_ids.gather(1, anchors) == document_ids.gather(1, anchors + 2)
-        labels = input_ids.gather(1, anchors + 2).masked_fill(~(learned & same_document), IGNORE)
-        return {"labels": labels, "anchors": anchors}
+        document = document_ids.gather(1, anchors)
+        live, labels = loss_mask.gather(1, anchors + 1).bool(), []
+        for i in range(self.n_predict):  # position i predicts x[t+2+i], if all tokens from x[t+1] on count
+            place = anchors + 2 + i
+            live = live & loss_mask.gather(1, place).bool() & (document_ids.gather(1, place) == document)
+            labels.append(input_ids.gather(1, place).masked_fill(~live, IGNORE))
+        return {"labels": torch.stack(labels, 1), "anchors": anchors}  # [B, N, A], [B, A]
 
 
 class LinearHead(Speculator):
-    """Drafts x[t+2] from h_t by one matrix; trained at sampled anchors t."""
+    """Drafts x[t+2+i] from h_t by matrix i of N; trained at sampled anchors t."""
 
     config_class = LinearConfig
 
     def __init__(self, config):
         super().__init__(config)
-        self.linear = nn.Linear(config.emb_dim, config.output_size, bias=False)
+        made = (nn.Linear(config.emb_dim, config.output_size, bias=False) for _ in range(config.n_predict))
+        self.linears = nn.ModuleList(made)
         self.post_init()
 
     def forward(self, batch, loss):
         anchors = batch.targets["anchors"]
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
         features = batch.states[rows, anchors].flatten(0, 1)  # [K, D] with K = B * A
-        hidden = batch.hidden[rows, anchors + 1].flatten(0, 1)  # [K, D] predict the labels
-        labels = draft_ids(batch.labels.flatten()[None], self.draft_tokens)  # [1, K]
-        weights = loss.step_weights(1)[:, None]  # [1, 1]
-        if batch.token_weights is not None:
-            weights = weights.to(labels.device) * batch.token_weights[rows, anchors + 2].flatten()
-        losses = loss([[(features, self.linear.weight)]], labels, hidden, weights, self.draft_tokens)
+        labels = draft_ids(batch.labels.transpose(0, 1).flatten(1), self.draft_tokens)  # [N, K]
+        measured = []
+        # One call for each position: h_{t+1+i} predicts x[t+2+i], so the N labels of an anchor have N predictors.
+        for i, weight in enumerate(loss.step_weights(self.n_predict).to(labels.device)):
+            hidden = batch.hidden[rows, anchors + 1 + i].flatten(0, 1)  # [K, D]
+            weights = weight.expand(1, 1)
+            if batch.token_weights is not None:
+                weights = weights * batch.token_weights[rows, anchors + 2 + i].flatten()
+            terms = [(features, self.linears[i].weight)]
+            measured.append(loss([terms], labels[i : i + 1], hidden, weights, self.draft_tokens))
+        losses, hits = (torch.cat(parts) for parts in zip(*((each.loss, each.hits) for each in measured), strict=True))
         count = (labels != IGNORE).sum(1)
-        hits = losses.hits.sum(1), count
         return {
-            "objective": (losses.objective, count.sum()),
-            "loss": (losses.loss.sum(1), count),
-            "accuracy": hits,
-            "prefix_accuracy": hits,
+            "objective": (sum(each.objective for each in measured), count.sum()),
+            **step_metrics(losses, hits, None, count),
         }
 
     def logits(self, hidden, tokens):
-        return self.to_full_vocabulary(self.linear(hidden))
+        return torch.stack([self.to_full_vocabulary(linear(hidden)) for linear in self.linears])
 
     def drafting_source(self):
         return LinearSource(self)
@@ -78,7 +84,11 @@ class LinearHead(Speculator):
 
 class LinearSource(LastHiddenSource):
     def first(self, pending, sequences):
-        return self.head.logits(self.hidden[: len(pending)], pending)[:, None]
+        return self.next(0, pending[:, None], None)
+
+    def next(self, level, tokens, parents):
+        logits = self.head.linears[level](self.hidden[: len(tokens)])[:, None]
+        return self.head.to_full_vocabulary(logits).expand(-1, tokens.shape[1], -1)
 
 
 @pytest.fixture
@@ -109,28 +119,32 @@ def trainer_of(head, target, folder) -> SpeculatorTrainer:
 
 
 @pytest.mark.parametrize("draft_vocab_size", [0, 20])
-def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(registered, target, tmp_path, draft_vocab_size):
-    sizes = {"n_predict": 1, "draft_vocab_size": draft_vocab_size}
+@pytest.mark.parametrize("n_predict", [1, 3])
+def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(
+    registered, target, tmp_path, n_predict, draft_vocab_size
+):
+    sizes = {"n_predict": n_predict, "draft_vocab_size": draft_vocab_size}
     options = HeadOptions(architecture="toy", options={"anchors": 4}, **sizes)
     head = new_head(RunConfig(speculator=options), target, Dataset.from_list([{"input_ids": list(range(32))}]))
     assert (head.config.anchors, head.config.emb_dim) == (4, target.hidden_size)
-    before = head.linear.weight.clone()
+    before = head.linears[-1].weight.clone()
     trainer = trainer_of(head, target, tmp_path / "run")
     trainer.train()
-    assert not torch.equal(head.linear.weight, before)
-    evaluation = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
-    assert evaluation["eval_loss"] == pytest.approx(evaluation["eval_head0/loss"])
+    assert not torch.equal(head.linears[-1].weight, before)
+    # Every anchor has N labels here, so the loss trained on is the sum of the positions' mean losses.
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert logged["loss"] == pytest.approx(sum(logged[f"head{i}/loss"] for i in range(n_predict)), rel=1e-3)
 
     plain = generate(target, None, [PROMPT], max_new_tokens=20).tokens
     assert generate(target, HeadDrafter(head), [PROMPT], max_new_tokens=20).tokens == plain
     with pytest.raises(UserError):
-        HeadDrafter(head, 2)
+        HeadDrafter(head, n_predict + 1)
 
     save(head, tmp_path / "head", layout_of("native", head))
     again = load_any(tmp_path / "head")
     assert isinstance(again, LinearHead)
     assert again.config.anchors == 4
-    assert torch.equal(again.linear.weight, head.linear.weight)
+    assert torch.equal(again.linears[-1].weight, head.linears[-1].weight)
     for name in set(FORMATS) - {"native"}:
         with pytest.raises(UserError):
             layout_of(name, head)
