@@ -23,6 +23,7 @@ from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
+from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
@@ -223,7 +224,7 @@ class SpeculatorTrainer(Trainer):
             logs |= self._take("train")
             logs |= self.pace.figures(self.state, self.args.world_size)
         # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.
-        with suppress(Exception) if stop_asked() else nullcontext():
+        with suppress(Exception) if interrupts.stop_asked() else nullcontext():
             tracking.at_step(self.state.global_step)
             super().log(logs, *args, **kwargs)
 

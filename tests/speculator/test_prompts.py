@@ -57,7 +57,7 @@ def test_a_malformed_row_names_its_line_and_key(row, message):
 
 def test_parts_of_text_are_joined():
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}]
-    assert prompt_of("f:1", {"messages": [{"role": "user", "content": parts}]}).text == "Hi!"
+    assert prompt_of("f:1", {"messages": [{"role": "user", "content": parts}]}).text == "Hi\n!"
 
 
 def test_a_lone_surrogate_names_its_row():

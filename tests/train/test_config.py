@@ -61,7 +61,7 @@ def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, cap
     ("argv", "message"),
     [
         (["--stage1.max_stepz", "20"], "did you mean stage1.max_steps?"),
-        (["--stage1.max_steps", "many"], "stage1.max_steps: must be a number, got 'many'"),
+        (["--stage1.max_steps", "many"], "stage1.max_steps: must be a whole number, got many"),
         (["--colour", "blue"], "unknown key colour"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],

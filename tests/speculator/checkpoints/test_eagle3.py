@@ -311,7 +311,7 @@ def test_a_layer_config_without_default_fields_is_read(tmp_path, base):
         (lambda t: t.update({"fc.weight": torch.zeros(D, 2 * D)}), "fc.weight is [8, 16], config.json says [8, 24]"),
         (lambda t: t.pop("d2t"), "d2t"),
         (lambda t: t.pop("t2d"), "t2d"),
-        (lambda t: [t.pop("d2t"), t.pop("t2d")], "draft_tokens"),
+        (lambda t: [t.pop("d2t"), t.pop("t2d")], "d2t, t2d"),
         (lambda t: t["d2t"].add_(1), "d2t"),
         (lambda t: t.update(d2t=t["d2t"][[1, 0, 2, 3, 4]]), "d2t"),
         (lambda t: t.update({"embed_tokens.weight": torch.ones(V, D + 1)}), "embed_tokens.weight is [23, 9]"),

@@ -280,7 +280,9 @@ def test_prefixes_are_shared_where_a_state_exists(head):
 
 def test_a_server_answers_with_a_shared_system_prompt_exactly():
     """At once, and again when the slots that read the prompt have gone on."""
-    target = Target(tiny_model("qwen3_5").double(), tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    target = Target(tiny_model("qwen3_5").double(), tokenizer)
     expected = written(target.model, 9, SIBLINGS)
     with serving(target, HeadDrafter(tiny_head().double(), Chain(2))) as (url, _), httpx.Client() as client:
         body = {"max_tokens": 9, "temperature": 0, "return_token_ids": True}
