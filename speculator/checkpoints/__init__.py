@@ -13,6 +13,7 @@ from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
 from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
+from speculator.checkpoints.transformers_dflash import TRANSFORMERS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
 from speculator.errors import UserError
 from speculator.files import MANIFEST, manifest_error
@@ -33,7 +34,10 @@ __all__ = [
     "tensor_shapes",
 ]
 
-SERVER_LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS, SPECULATORS_BLOCK, DSPARK, DFLASH)
+SERVER_LAYOUTS = (
+    *(IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS),
+    *(SPECULATORS_BLOCK, DSPARK, DFLASH, TRANSFORMERS),
+)
 FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 
 
