@@ -15,7 +15,7 @@ from speculator.checkpoints import layout
 from speculator.checkpoints.block_drafters import SHAPE, common_fields, translate
 from speculator.checkpoints.eagle3 import ATTENTION
 from speculator.checkpoints.layout import Layout, Server, base_config
-from speculator.errors import refuse
+from speculator.errors import UserError, refuse
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 
@@ -75,7 +75,11 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 
 
 def servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
-    """Say how transformers loads a head."""
+    """Say how transformers loads a head, or why it does not."""
+    try:
+        fields(config, "float32")
+    except UserError as error:
+        return [Server("transformers 5.23", False, str(error))]
     base = base_config(config.base_model_name_or_path)
     if base is not None and base.model_type.startswith("gemma"):
         return [Server("transformers 5.23", False, "scales Gemma's embeddings, and the head reads them as stored")]

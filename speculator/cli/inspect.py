@@ -39,4 +39,4 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{name:16} {fact}")
     for other in (other for other in layouts() if other.head is layout.head and other.carries(config)):
         loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
-        print(f"{'exports to':16} {other.name}: for {'; '.join(loaders)}")
+        print(f"{'exports to':16} {other.name}: for {'; '.join(loaders) or 'nothing, by its options'}")
