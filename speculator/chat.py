@@ -5,6 +5,7 @@ Templates run in the Jinja sandbox of transformers.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ def chat_text(
     tools: Any = None,
     ask: bool = False,
     today: datetime | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> str:
     """Render a chat with the tokenizer's template.
 
@@ -39,6 +41,7 @@ def chat_text(
         messages, tools: in OpenAI's format, as `clean_message` and `clean_tools` return them.
         ask: end with the start of the assistant's next turn.
         today: date for the template; None: now.
+        variables: variables of the template, such as `enable_thinking`.
     """
     try:
         template = tokenizer.get_chat_template(None, tools)
@@ -47,13 +50,20 @@ def chat_text(
         if any("tool_calls" in message for message in messages):
             form = _form_of_calls(tokenizer, template)
             messages = [_in_form(message, *form) if "tool_calls" in message else message for message in messages]
-        return _render(tokenizer, template, messages, tools, ask)
+        return _render(tokenizer, template, messages, tools, ask, variables)
     except Exception as error:  # a template may raise anything
         raise RefusedError(f"the chat template rejects the messages: {first_line(error)}") from None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict], tools: Any, ask: bool) -> str:
-    how: Any = {"chat_template": template, "tokenize": False, "add_generation_prompt": ask}
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: list[dict],
+    tools: Any,
+    ask: bool,
+    variables: dict[str, Any] | None = None,
+) -> str:
+    how: Any = {**(variables or {}), "chat_template": template, "tokenize": False, "add_generation_prompt": ask}
     text = tokenizer.apply_chat_template(messages, tools=tools, **how)
     assert isinstance(text, str)
     return text
@@ -177,6 +187,9 @@ def _stopped_clock(today: datetime) -> str:
 # Answers
 
 _USER, _ANSWER = "MARKofUSER", "MARKofANSWER"
+_NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"} | {
+    "messages"
+}
 
 
 @lru_cache(maxsize=32)
@@ -267,16 +280,25 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: 
     return text
 
 
+def check_template_variables(variables: dict[str, Any]) -> None:
+    """Raise a UserError for a name that is no variable, or that transformers or we give to the template ourselves."""
+    wrong = [name for name in variables if not name.isidentifier() or name in _NO_VARIABLES]
+    if wrong:
+        raise UserError(f"chat_template_kwargs: {wrong[0]!r:.40} is not the name of a variable")
+
+
 def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables: dict[str, Any] | None) -> None:
     """Set variables of the chat template for all chats: vLLM's `chat_template_kwargs`, such as `enable_thinking`."""
     if not variables:
         return
     if tokenizer is None or not tokenizer.chat_template:
         raise UserError("chat_template_kwargs: the target has no chat template")
-    wrong = [name for name in variables if not name.isidentifier()]
-    if wrong:
-        raise UserError(f"chat_template_kwargs: {wrong[0]!r:.40} is not the name of a variable")
-    first = "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables.items())
+    check_template_variables(variables)
+    # a request may set the variable too, and then its value counts
+    first = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+        for name, value in variables.items()
+    )
     template = tokenizer.chat_template
     several = isinstance(template, dict)
     tokenizer.chat_template = {name: first + each for name, each in template.items()} if several else first + template

@@ -41,6 +41,7 @@ class Prompt:
         category: the row's category, or "".
         where: name of the row in error messages.
         today: date for the chat template; None: now.
+        variables: variables of the chat template.
     """
 
     messages: list[dict[str, Any]]
@@ -50,6 +51,7 @@ class Prompt:
     category: str = ""
     where: str = "the prompt"
     today: datetime | None = None
+    variables: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -87,7 +89,8 @@ class Prompt:
 
     def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
         try:
-            return chat_tokens(chat_text(tokenizer, messages, self.tools, True, self.today), tokenizer)
+            text = chat_text(tokenizer, messages, self.tools, True, self.today, self.variables)
+            return chat_tokens(text, tokenizer)
         except UserError as error:
             raise UserError(f"{self.where}: {error}") from None
 

@@ -27,7 +27,7 @@ FILES = [
     *ROOT.glob("integrations/*/*.md"),
 ]
 PAGES = [file for file in FILES if "lab" not in file.parts]
-OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "sbatch", "shuf", "tail", "vllm"}
+OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "llama-server", "sbatch", "shuf", "tail", "vllm"}
 OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI

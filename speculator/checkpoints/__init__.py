@@ -9,11 +9,13 @@ from speculator.checkpoints.arctic import ARCTIC
 from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.block_drafters import DFLASH, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
+from speculator.checkpoints.gguf_file import GGUF
 from speculator.checkpoints.hub import head_folder
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
 from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
+from speculator.checkpoints.transformers_dflash import TRANSFORMERS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
 from speculator.errors import UserError
 from speculator.files import MANIFEST, manifest_error
@@ -35,7 +37,10 @@ __all__ = [
     "tensor_shapes",
 ]
 
-SERVER_LAYOUTS = (IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS, SPECULATORS_BLOCK, DSPARK, DFLASH)
+SERVER_LAYOUTS = (
+    *(IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS),
+    *(SPECULATORS_BLOCK, DSPARK, DFLASH, TRANSFORMERS, *GGUF),
+)
 FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 
 
@@ -61,13 +66,14 @@ def recognise(folder: str | Path) -> Layout:
     found = config.get("architectures")
     # ArcticTraining writes MLP heads with a string, IBM's architecture, in place of the list.
     names = found if isinstance(found, list) else [found]
-    for layout in layouts():
+    readable = [layout for layout in layouts() if layout.write is None]
+    for layout in readable:
         marked = layout.mark is None or layout.mark in config
         if len(names) == 1 and names[0] in (layout.architecture, *layout.also) and marked:
             if not isinstance(found, list) and layout.name == "arctic":
                 raise UserError(f"{folder}: architectures is {found!r}; arctic-inference needs a list of one name")
             return layout
-    known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in layouts())
+    known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in readable)
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
 
 

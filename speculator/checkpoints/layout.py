@@ -87,6 +87,8 @@ class Layout:
         kept: optional fields that are kept in the head's config, and their types.
         pack: converts a head's tensors to stored ones; None: stored under their own names.
         unpack: converts stored tensors to the head's; may raise a UserError.
+        write: writes the head's file, with what `fields` returned, if the layout is another than config.json and
+            model.safetensors, and checks it; no command reads such a layout.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Layout:
     kept: dict[str, type] = field(default_factory=lambda: KEPT)
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
+    write: Callable[[Any, dict[str, Any], Path], None] | None = None
 
     def carries(self, config: SpeculatorConfig) -> bool:
         """Return whether the layout can store a head's draft vocabulary, if it has one."""
@@ -172,8 +175,11 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     written = {layout.prefix + name: stored[aliases.get(name, name)] for name in tensor_shapes(head, expand_tied)}
     if layout.pack is not None:
         written = layout.pack(head)
+    made = layout.fields(config, dtype_name(head.dtype))
     with new_folder(folder) as scratch:
-        files.write(scratch, layout.fields(config, dtype_name(head.dtype)), written)
+        if layout.write is not None:
+            return layout.write(head, made, scratch)
+        files.write(scratch, made, written)
         _compare(head, scratch, layout, written)
 
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     save(head, arguments.output, layout, arguments.expand_tied)
     if record is None:
         shutil.copyfile(card, arguments.output / NAME)
-    else:
+    elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)
     if layout.name == "native" and (folder / TUNED).is_file():
         shutil.copyfile(folder / TUNED, arguments.output / TUNED)

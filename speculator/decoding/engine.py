@@ -32,10 +32,11 @@ from speculator.decoding.request import (
     as_token_set,
     check_max_new_tokens,
     check_prompts,
+    held_back,
     max_logprobs,
     sampling_per_row,
 )
-from speculator.decoding.sampling import Noise, RowSampling, Sampling, draw
+from speculator.decoding.sampling import Noise, RowSampling, Sampling, draw, without_held_back
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.device import is_out_of_memory
@@ -132,6 +133,7 @@ class Engine:
         self._captured_samplings: dict[Hashable, RowSampling] = {}
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
         self._num_logprobs: int | None = None
+        self._held_back: list[tuple[int, int, list[int]]] = []
         self._token_logprobs: list[list[TokenLogprobs]] | None = None
         self._pool = cuda_graphs.new_pool(target.device)
         self._decode = self.capturable_method("decode_rows")
@@ -151,9 +153,15 @@ class Engine:
         stop_strings: Sequence[str] = (),
         eos_token_ids: int | Collection[int] | None = None,
         logprobs: int | None = None,
+        min_tokens: int = 0,
         on_step: Callable[[list[int], int], None] | None = None,
     ) -> Request:
-        """Validate the settings (see `generate`) and make a `Request` for `enqueue`."""
+        """Validate the settings (see `generate`) and make a `Request` for `enqueue`.
+
+        Args:
+            min_tokens: tokens before the completion may end; until then, no EOS token is sampled, and stop strings
+                do not count.
+        """
         (tokens,) = check_prompts(self.target, [prompt])
         room = self.target.context_length - len(tokens)
         requested = check_max_new_tokens(max_new_tokens)
@@ -162,7 +170,9 @@ class Engine:
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
         if stop is not None:
             eos = {*eos, *stop.tokens}
-        return Request(tokens, sampling or Sampling(), limit, limit_reason, eos, stop, on_step, logprobs)
+        early = {*self.target.eos_token_ids, *eos} if min_tokens else ()
+        ends = (limit, limit_reason, eos, stop)
+        return Request(tokens, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
 
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`."""
@@ -318,25 +328,29 @@ class Engine:
             # One forward pass for the pending token and the draft: hidden state j gives the distribution of the token
             # after verify position j, so G drafted tokens have G + 1 of them, the last for the bonus token.
             hidden = self.target.extend(self.cache, tokens, tree, counts=None if self.cache.recurrent else counts)
-        if self._num_logprobs is not None:
+        if self._num_logprobs is not None or self._held_back:
             present = None
         logits = self.target.logits(hidden if present is None else hidden[present])
+        allowed = logits
+        if self._held_back:  # such a step is not captured
+            depths = torch.arange(tokens.shape[1], device=logits.device).expand(len(tokens), -1)
+            allowed = without_held_back(logits, self._held_back, depths if draft.parents is None else draft.depths)
         if noise.coupled:
-            last, next_token = match(noise.samples(logits, draft, present), draft)
+            last, next_token = match(noise.samples(allowed, draft, present), draft)
         else:  # n random numbers drew the draft, n more test it, another one samples
             assert self.drafter is not None
             nodes = self.drafter.nodes
             # Columns 0..n-1 drew the draft. A rule that tested it with the same numbers would not keep the
             # distribution.
             u = noise.uniforms(2 * nodes + 1)
-            last, residual = REJECTION_RULES[self.rule](self.sampling.probs(logits), draft, u[:, nodes:])
+            last, residual = REJECTION_RULES[self.rule](self.sampling.probs(allowed), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
         last, next_token = self.target.broadcast(last, next_token)
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
         if present is None:
-            finite = logits[torch.arange(len(last), device=last.device), last, next_token].isfinite()
+            finite = allowed[torch.arange(len(last), device=last.device), last, next_token].isfinite()
         else:  # the rows follow each other, each with its pending token first
-            finite = logits[(draft.lengths + 1).cumsum(0) - draft.lengths - 1 + last, next_token].isfinite()
+            finite = allowed[(draft.lengths + 1).cumsum(0) - draft.lengths - 1 + last, next_token].isfinite()
 
         hidden = states(hidden)
         drafted, accepted, from_lookup = draft.lengths, last, torch.zeros_like(last)
@@ -486,7 +500,7 @@ class Engine:
         rows = min(len(self.scheduler.slots), 1 << (count - 1).bit_length()) if self.capturing else count
         # Less one: the newest token of each row is pending, and not in the cache yet.
         self.cache.select(0, rows, max(map(len, sequences)) - 1)
-        self._token_logprobs = None
+        self._token_logprobs, self._held_back = None, held_back(requests)
         # The same requests as in the step before: settings and views are still right, and nothing is sent to the
         # device.
         if requests != self._decoding or rows != len(self.selected_pending):
@@ -535,7 +549,7 @@ class Engine:
         def run(*arguments: Any) -> Any:
             engine = engine_reference()
             assert engine is not None
-            if not engine.capturing or engine._num_logprobs is not None:
+            if not engine.capturing or engine._num_logprobs is not None or engine._held_back:
                 return work.work(engine, *arguments)
             state = [*engine.cache.state, engine.pending, *(engine.drafter.buffers if engine.drafter else ())]
             with cuda_graphs.on(engine.target.device):

@@ -11,8 +11,8 @@ from torch import Tensor
 from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.drafter import Drafter, Sequences
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
-from speculator.decoding.request import Request, max_logprobs
-from speculator.decoding.sampling import Noise, RowSampling
+from speculator.decoding.request import Request, held_back, max_logprobs
+from speculator.decoding.sampling import Noise, RowSampling, without_held_back
 from speculator.decoding.scheduler import Scheduler
 from speculator.errors import refuse
 from speculator.target.kv_cache import KVCache
@@ -74,7 +74,10 @@ def first_tokens(
     lengths = torch.tensor([len(request.sequence) for request in requests], device=hidden.device)
     sampling = RowSampling([request.sampling for request in requests], hidden.device)
     noise = Noise(sampling, lengths, target.vocab_size, 0, coupled=True)
-    (first,) = target.broadcast(noise.samples(logits[:, None], Draft.none(lengths))[:, 0])
+    allowed = logits[:, None]
+    if early := held_back(requests):
+        allowed = without_held_back(allowed, early, torch.zeros_like(lengths)[:, None])
+    (first,) = target.broadcast(noise.samples(allowed, Draft.none(lengths))[:, 0])
     refuse((not logits.gather(1, first[:, None]).isfinite().all(), not_finite(target)))
     num_top = max_logprobs(requests)
     return first, None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)

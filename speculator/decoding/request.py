@@ -53,7 +53,7 @@ def rejection_marks(steps: Iterable[Step]) -> list[int]:
 
 
 class StopStrings:
-    """Tests whether a completion has just reached a stop string.
+    """Tests whether a completion has just reached a stop string that ends after its first `min_tokens` tokens.
 
     Attributes:
         tokens: special tokens that spell a stop string; decoded text does not contain them.
@@ -71,9 +71,11 @@ class StopStrings:
         # A token is at least one byte of text; 8 more for tokens that decode to nothing.
         self.window = max(len(string.encode()) for string in strings) + 8
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        text = decode(self.tokenizer, last(self.tokenizer, tokens, self.window))
-        return any(string in text for string in self.strings)
+    def ends(self, tokens: Sequence[int], min_tokens: int = 0) -> bool:
+        recent = last(self.tokenizer, tokens, self.window)
+        text = decode(self.tokenizer, recent)
+        early = len(decode(self.tokenizer, recent[: max(0, min_tokens - len(tokens) + len(recent))]))
+        return any(text.find(string, max(0, early - len(string) + 1)) >= 0 for string in self.strings)
 
 
 @dataclass(eq=False)
@@ -89,6 +91,8 @@ class Request:
         stop: stop strings.
         on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
+        min_tokens: tokens before the completion may end.
+        held_back: tokens that are not sampled among the first `min_tokens`.
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
@@ -103,6 +107,8 @@ class Request:
     stop: StopStrings | None = None
     on_step: Callable[[list[int], int], None] | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
+    held_back: Collection[int] = ()
     sequence: list[int] = field(init=False)
     steps: list[Step] = field(default_factory=list)
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -149,7 +155,7 @@ class Request:
             self.sequence.append(token)
             if token in self.eos:
                 self.finish_reason = "eos"
-            elif self.stop is not None and self.stop.ends(self.sequence[start:]):
+            elif self.stop is not None and self.stop.ends(self.sequence[start:], self.min_tokens):
                 self.finish_reason = "stop"
             elif len(self.sequence) - start >= self.max_new_tokens:
                 self.finish_reason = self.limit_reason
@@ -185,6 +191,15 @@ class Generation:
     def acceptance_length(self) -> float:
         """Acceptance length over all rows."""
         return acceptance_length(step for row in self.steps for step in row)
+
+
+def held_back(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
+    """List the rows with fewer than `min_tokens` tokens: (row, missing tokens, tokens that must not be sampled yet)."""
+    return [
+        (row, missing, sorted(each.held_back))
+        for row, each in enumerate(requests)
+        if each.min_tokens and (missing := each.min_tokens - len(each.tokens)) > 0
+    ]
 
 
 def max_logprobs(requests: Iterable[Request]) -> int | None:

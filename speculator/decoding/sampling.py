@@ -223,6 +223,19 @@ class Noise:
         return uniforms(self.sampling.seeds, self.positions, count)
 
 
+def without_held_back(
+    logits: Tensor,  # [B, T, V]
+    held_back: Iterable[tuple[int, int, list[int]]],  # see `speculator.decoding.request.held_back`
+    depths: Tensor,  # [B, T] 0: the next token
+) -> Tensor:  # [B, T, V]
+    """Return a copy of the logits in which tokens that come too early in their row are impossible."""
+    logits = logits.clone()
+    for row, missing, tokens in held_back:
+        early = depths[row, :, None] < missing
+        logits[row, :, tokens] = logits[row][:, tokens].masked_fill(early, -torch.inf)
+    return logits
+
+
 def most_likely(scores: Tensor) -> Tensor:  # [..., V] -> [...]
     """Index of the largest score, the first of equal ones."""
     return scores.max(-1).indices  # on a CPU argmax takes five times as long in bfloat16

@@ -16,27 +16,38 @@ class AnswerText:
         tokenizer: tokenizer of the target.
         stops: stop strings, which are not part of the text.
         before: tokens that the text continues, see `speculator.decoding.streaming.decode`.
+        min_tokens: tokens before a stop string may end.
 
     Attributes:
         text: text returned so far.
         stopped: True once a stop string was found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = (), min_tokens: int = 0
+    ):
         self._detokenizer, self._stops = Detokenizer(tokenizer, before), stops
-        self._held = ""
+        self._held, self._early_tokens, self._early = "", min_tokens, 0
         self.text, self.stopped = "", False
 
     def push(self, tokens: Sequence[int], ended: bool) -> str:
         """Add tokens and return the new text. Half a character and the start of a stop string are held back."""
         if self.stopped:
             return ""
-        held = self._held + "".join(map(self._detokenizer.push, tokens)) + (self._detokenizer.finish() if ended else "")
-        found = [place for place in map(held.find, self._stops) if place >= 0]
+        held = self._held
+        for token in tokens:
+            held += self._detokenizer.push(token)
+            if self._early_tokens:
+                self._early_tokens, self._early = self._early_tokens - 1, len(held)
+        held += self._detokenizer.finish() if ended else ""
+        # the first `_early` characters come from the first `min_tokens` tokens: no stop string ends in them
+        found = [held.find(stop, max(0, self._early - len(stop) + 1)) for stop in self._stops]
+        found = [place for place in found if place >= 0]
         self.stopped = bool(found)
         keep = 0 if ended else max((_overlap(held, stop) for stop in self._stops), default=0)
         place = min(found) if found else len(held) - keep
         piece, self._held = held[:place], held[place:]
+        self._early = max(0, self._early - place)
         self.text += piece
         return piece
 

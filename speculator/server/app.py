@@ -26,8 +26,6 @@ from speculator.server.schema import ChatRequest, CompletionRequest, GenerationR
 from speculator.server.worker import Job, StepOutput, Worker
 from speculator.target.model import Target
 
-_DEFAULT_TOKENS = 16  # OpenAI's default for completions; a chat without a limit runs to the end of the context
-
 
 def create_app(
     target: Target,
@@ -112,14 +110,13 @@ class _Routes:
     async def completions(self, http: Request) -> Response:
         request = parse(CompletionRequest, await self._body(http))
         prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in request.prompts]
-        return await self._answer(http, request, prompts, request.max_tokens or _DEFAULT_TOKENS, CompletionWriter)
+        return await self._answer(http, request, prompts, CompletionWriter)
 
     async def chat(self, http: Request) -> Response:
         request = parse(ChatRequest, await self._body(http))
         if self.target.tokenizer.chat_template is None:
             raise APIError(f"{self.name} has no chat template: use /v1/completions", "messages")
-        limit = request.max_new_tokens or self.target.context_length
-        return await self._answer(http, request, [request.prompt()], limit, ChatWriter)
+        return await self._answer(http, request, [request.prompt()], ChatWriter)
 
     async def load(self, load_drafter: Callable[[str], Drafter], http: Request) -> dict[str, str]:
         request = parse(LoadRequest, await self._body(http))
@@ -167,7 +164,6 @@ class _Routes:
         http: Request,
         request: GenerationRequest,
         prompts: Sequence[Prompt | list[int]],
-        max_new_tokens: int,
         writer_class: type[CompletionWriter],
     ) -> Response:
         """Tokenize the prompts, decode the answers, and write the response."""
@@ -176,11 +172,12 @@ class _Routes:
         tokenizer = self.target.tokenizer
         # In a thread: a long prompt must not hold up the other streams.
         ids = [await asyncio.to_thread(p.tokens, tokenizer) if isinstance(p, Prompt) else p for p in prompts]
-        job = self._submit(request, ids, max_new_tokens)
+        job = self._submit(request, ids)
         self.metrics.prompt_tokens.inc(sum(map(len, ids)))
         writer = writer_class(request, self.name, tokenizer, ids)
         opted_out = request.store is False or http.headers.get("x-store", "").lower() == "false"
-        recorded = self.recorder is not None and not opted_out and self.recorder.chooses()
+        forced = request.ignore_eos or request.min_tokens  # the target would have ended its answer earlier
+        recorded = self.recorder is not None and not opted_out and not forced and self.recorder.chooses()
         close = partial(self._close, job, writer, began, recorded)
         if request.stream:
             return _Events(self._events(job, writer, began), close)
@@ -189,7 +186,7 @@ class _Routes:
         finally:
             close()
 
-    def _submit(self, request: GenerationRequest, ids: list[list[int]], max_new_tokens: int) -> Job:
+    def _submit(self, request: GenerationRequest, ids: list[list[int]]) -> Job:
         """Queue one decoding request per answer, if there is room for all of them."""
         check_prompts(self.target, ids)
         count, capacity = len(ids) * request.choices, self.worker.slots + self.max_queue
@@ -201,8 +198,10 @@ class _Routes:
             self.worker.engine.request(
                 ids[number // request.choices],
                 sampling,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=request.max_new_tokens or self.target.context_length,
+                min_tokens=request.min_tokens or 0,
                 stop_strings=request.stops,
+                eos_token_ids=() if request.ignore_eos else None,
                 logprobs=request.num_logprobs,
             )
             for number, sampling in enumerate(request.samplings(count))

@@ -10,12 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from speculator.chat import answer_message
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
-from speculator.server.schema import GenerationRequest
+from speculator.server.schema import ChatRequest, GenerationRequest
 from speculator.server.worker import StepOutput
 
+_THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # its names in chat templates
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -38,7 +40,10 @@ class CompletionWriter:
         self.request, self.tokenizer, self.prompts = request, tokenizer, prompts
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         count = len(prompts) * request.choices
-        self.answers = [AnswerText(tokenizer, request.stops, self._tokens_before(index)) for index in range(count)]
+        self.answers = [
+            AnswerText(tokenizer, request.stops, self._tokens_before(index), request.min_tokens or 0)
+            for index in range(count)
+        ]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
@@ -64,11 +69,8 @@ class CompletionWriter:
 
     def body(self) -> dict[str, Any]:
         """The whole response."""
-        columns = enumerate(zip(self.answers, self._tokens, self._logprobs, strict=True))
-        choices = [
-            self._choice(index, self.message(answer.text), tokens, logprobs)
-            for index, (answer, tokens, logprobs) in columns
-        ]
+        columns = enumerate(zip(self._tokens, self._logprobs, strict=True))
+        choices = [self._choice(index, self.message(index), tokens, logprobs) for index, (tokens, logprobs) in columns]
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     def opening(self) -> list[str]:
@@ -81,7 +83,7 @@ class CompletionWriter:
         has_tokens = self.request.return_token_ids or self.request.num_logprobs is not None
         if not (text or has_tokens or self._finish_reasons[index]):
             return ""
-        return self.choice_event(self._choice(index, self.delta(text), output.tokens, output.logprobs))
+        return self.choice_event(self._choice(index, self.delta(index, text), output.tokens, output.logprobs))
 
     def closing(self) -> list[str]:
         """Events after the last token."""
@@ -94,10 +96,10 @@ class CompletionWriter:
 
     # ---- parts that the two kinds of completion write differently
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def message(self, index: int) -> dict[str, Any]:
+        return {"text": self.answers[index].text}
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, index: int, text: str) -> dict[str, Any]:
         return {"text": text}
 
     def _tokens_before(self, index: int) -> list[int]:
@@ -156,11 +158,38 @@ class ChatWriter(CompletionWriter):
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    request: ChatRequest
 
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def message(self, index: int) -> dict[str, Any]:
+        return {"message": {"role": "assistant", **self._parsed(index)}}
+
+    def delta(self, index: int, text: str) -> dict[str, Any]:
+        if not self.request.parses_calls:
+            return {"delta": {"content": text} if text else {}}
+        if not self._finish_reasons[index]:  # what is a call is known at the end
+            return {"delta": {}}
+        parsed = self._parsed(index)
+        for number, call in enumerate(parsed.get("tool_calls", ())):
+            call["index"] = number
+        return {"delta": parsed}
+
+    def _parsed(self, index: int) -> dict[str, Any]:
+        """Content, reasoning and tool calls of a finished answer; one that a stop string ended is content only."""
+        answer = self.answers[index]
+        if answer.stopped:
+            return {"content": answer.text}
+        message = answer_message(self.tokenizer, self.prompts[index // self.request.choices], self._tokens[index])
+        calls = message.get("tool_calls")
+        if calls and not self.request.parses_calls:
+            return {"content": answer.text}
+        parsed: dict[str, Any] = {"content": message["content"] or (None if calls else "")}
+        if thought := next((message[key] for key in _THOUGHTS if message.get(key)), None):
+            parsed["reasoning"] = thought
+        if calls:
+            parsed["tool_calls"] = [_call(call["function"]) for call in calls]
+            if self._finish_reasons[index] == "stop":
+                self._finish_reasons[index] = "tool_calls"
+        return parsed
 
     def opening(self) -> list[str]:
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -187,6 +216,13 @@ class ChatWriter(CompletionWriter):
             for token, each in zip(tokens, logprobs, strict=True)
         ]
         return {"content": content}
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    called = {"name": function["name"], "arguments": text}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called}
 
 
 def _finite(value: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from speculator.chat import clean_message, clean_tools, content_text
+from speculator.chat import check_template_variables, clean_message, clean_tools, content_text
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.prompts import Prompt
@@ -29,6 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "suffix": ("",),
 }
+_DEFAULT_TOKENS = 16  # OpenAI's default for completions; a chat without a limit runs to the end of the context
 # Fields about the caller, which do not affect the text.
 _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 
@@ -57,6 +58,8 @@ class GenerationRequest(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, lt=1)
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     store: bool | None = None
 
@@ -82,6 +85,11 @@ class GenerationRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def max_new_tokens(self) -> int | None:
+        """Limit of an answer; None: to the end of the context."""
+        return self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens reported at each position; None without log-probabilities."""
         raise NotImplementedError
@@ -104,6 +112,8 @@ class GenerationRequest(BaseModel):
                 raise APIError(f"{name} is not supported: leave it out", name)
         if self.stream_options is not None and not self.stream:
             raise APIError("stream_options needs stream: true", "stream_options")
+        if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:
+            raise APIError(f"min_tokens must be at most max_tokens, which is {self.max_new_tokens}", "min_tokens")
 
 
 class CompletionRequest(GenerationRequest):
@@ -111,6 +121,10 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens or _DEFAULT_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
@@ -152,7 +166,8 @@ class ChatRequest(GenerationRequest):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none"] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -169,12 +184,20 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", "top_logprobs")
-        if self.tools and self.tool_choice != "none":
-            raise APIError('tools: tool calls are not parsed; set tool_choice to "none" to get them as text', "tools")
+        try:
+            check_template_variables(self.chat_template_kwargs or {})
+        except UserError as error:
+            raise APIError(str(error), "chat_template_kwargs") from None
+
+    @property
+    def parses_calls(self) -> bool:
+        """Tool calls in the answer become `tool_calls`."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     def prompt(self) -> Prompt:
         messages = [clean_message(message.model_dump(exclude_unset=True)) for message in self.messages]
-        return Prompt(messages, chat=True, tools=clean_tools(self.tools), where="messages")
+        variables = self.chat_template_kwargs
+        return Prompt(messages, chat=True, tools=clean_tools(self.tools), where="messages", variables=variables)
 
 
 class LoadRequest(_Strict):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import Oracle, tiny_block_head, tiny_head, tiny_model
+from conftest import VOCAB, Oracle, tiny_block_head, tiny_head, tiny_model
 from transformers import AutoModelForCausalLM
 
 from speculator import (
@@ -53,6 +53,61 @@ def test_eos_ends_a_row_and_the_others_continue(target, head):
     for drafter in (None, HeadDrafter(head), Oracle(plain)):
         assert generate(target, drafter, PROMPTS, max_new_tokens=30).tokens == expected
     assert len(generate(target, Oracle(plain), PROMPTS, max_new_tokens=30, eos_token_ids=()).tokens[0]) == 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_row_ends_before_min_tokens(target, head, temperature):
+    """Rows with other limits share a batch; with and without log-probabilities, chains, trees and lookup agree."""
+    plain = generate(target, None, PROMPTS, max_new_tokens=30).tokens
+    target.model.generation_config.eos_token_id = sorted({token for row in plain for token in row[:6:2]})
+    eos = target.eos_token_ids
+    logits = {}
+
+    def likeliest(sequence, early):
+        if tuple(sequence) not in logits:
+            logits[tuple(sequence)] = target.model(torch.tensor([sequence]), use_cache=False).logits[0, -1].detach()
+        row = logits[tuple(sequence)].clone()
+        row[sorted(eos) if early else []] = -torch.inf
+        return int(row.argmax())
+
+    limits, expected, found = [0, 9, 20], [], []
+    for prompt, least in zip(PROMPTS, limits, strict=True):
+        text = []
+        while len(text) < 25 and not (text and text[-1] in eos):
+            text.append(likeliest([*prompt, *text], len(text) < least))
+        expected.append(text)
+    drafters = [
+        None,
+        HeadDrafter(head),
+        HeadDrafter(head, FixedTree([(0,), (1,), (0, 0)])),
+        NgramDrafter(),
+        Oracle(plain),
+    ]
+    for drafter in drafters:
+        for logprobs in (None, 2):
+            engine = Engine(target, drafter, slots=3)
+            requests = [
+                engine.submit(p, Sampling(temperature, seed=7), max_new_tokens=25, min_tokens=n, logprobs=logprobs)
+                for p, n in zip(PROMPTS, limits, strict=True)
+            ]
+            engine.run()
+            found.append([request.tokens for request in requests])
+    assert all(texts == found[0] for texts in found)
+    if temperature == 0:
+        assert found[0] == expected
+    assert all(not set(text[:n]) & eos for text, n in zip(found[0], limits, strict=True))
+    assert any(text[-1] in eos for text in found[0])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "multi_candidate"])
+def test_no_rule_samples_an_end_before_min_tokens(target, head, rule):
+    target.model.generation_config.eos_token_id = list(range(0, VOCAB, 2))
+    shape = Candidates([2, 2]) if rule == "multi_candidate" else Chain(3)
+    engine = Engine(target, HeadDrafter(head, shape), slots=3, rule=rule)
+    requests = [engine.submit(p, Sampling(1.0, seed=3), max_new_tokens=25, min_tokens=15) for p in PROMPTS]
+    engine.run()
+    assert all(not any(token % 2 == 0 for token in request.tokens[:15]) for request in requests)
+    assert any(request.finish_reason == "eos" for request in requests)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

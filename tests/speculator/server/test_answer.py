@@ -5,6 +5,7 @@ import random
 import pytest
 from conftest import tiny_tokenizer
 
+from speculator.decoding.request import StopStrings
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
 
@@ -37,6 +38,23 @@ def test_a_stream_is_a_prefix_of_the_text_before_the_first_stop_string(text, sto
         assert shown == answer.text == expected
         assert answer.stopped == bool(places)
         assert decode(tokenizer, tokens) == text
+
+
+def test_a_stop_string_may_not_end_among_the_first_tokens():
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer("ab ab ab")["input_ids"]
+    for count in range(len(tokens)):
+        early = decode(tokenizer, tokens[:count])
+        place = "ab ab ab".find("ab", max(0, len(early) - 1))
+        for step in (1, 3, 8):
+            answer = AnswerText(tokenizer, ["ab"], min_tokens=count)
+            for start in range(0, len(tokens), step):
+                answer.push(tokens[start : start + step], start + step >= len(tokens))
+            assert answer.text == ("ab ab ab" if place < 0 else "ab ab ab"[:place])
+            assert answer.stopped == (place >= 0)
+            stop = StopStrings(["ab"], tokenizer)
+            ends = [n for n in range(1, len(tokens) + 1) if stop.ends(tokens[:n], count)]
+            assert bool(ends) == (place >= 0)
 
 
 def test_text_that_starts_no_stop_string_is_shown_at_once():

@@ -9,13 +9,17 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from serving_here import until
+from chat_templates import QWEN3, chat_tokenizer
+from serving_here import serving, until
 
-from speculator import Sampling, generate
+from speculator import Sampling, Target, generate
+from speculator.chat import set_template_variables
 from speculator.decoding.streaming import decode
 from speculator.server.app import create_app
 from speculator.server.metrics import Metrics
-from speculator.server.worker import Worker
+from speculator.server.responses import ChatWriter
+from speculator.server.schema import ChatRequest
+from speculator.server.worker import StepOutput, Worker
 
 PROMPT = [5, 6, 7, 8]
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -108,6 +112,90 @@ def test_a_chat_is_rendered_as_generate_renders_it(client, chat_target, drafter)
     assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] for each in scored), "greedy takes the likeliest"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ignore_eos_and_min_tokens_hold_the_end_back(chat_target, drafter, stream):
+    """The target's fifth token is made its EOS: it ends an answer, or does not, or is not sampled."""
+    plain = generate(chat_target, drafter, [PROMPT], max_new_tokens=30, eos_token_ids=()).tokens[0]
+    end = plain[4]
+    ended = plain[: plain.index(end) + 1]
+    target = Target(chat_target.model, chat_target.tokenizer)
+    target.model.generation_config.eos_token_id, before = [end], target.model.generation_config.eos_token_id
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "return_token_ids": True, "stream": stream}
+
+    def tokens(**fields):
+        response = client.post("/v1/completions", json=body | fields)
+        parts = events(response) if stream else [response.json()]
+        return [token for part in parts for token in part["choices"][0]["token_ids"]]
+
+    try:
+        with serving(target, drafter) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+            assert tokens() == ended
+            assert tokens(ignore_eos=True) == plain
+            for fields in ({}, {"ignore_eos": True}, {"temperature": 0.8, "seed": 1}):
+                held = tokens(min_tokens=25, **fields)
+                assert len(held) >= 25
+                assert not set(held[:25]) & target.eos_token_ids
+    finally:
+        target.model.generation_config.eos_token_id = before
+
+
+def test_variables_of_a_request_reach_the_chat_template(chat_target):
+    tokenizer = chat_tokenizer("qwen3", "{{ style }}" + chat_target.tokenizer.chat_template)
+    body = {"messages": CHAT, "max_tokens": 1, "return_token_ids": True}
+    set_template_variables(tokenizer, {"style": "a"})
+    with (
+        serving(Target(chat_target.model, tokenizer)) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        for fields, style in (({}, "a"), ({"chat_template_kwargs": {"style": "b"}}, "b")):
+            ids = client.post("/v1/chat/completions", json=body | fields).json()["prompt_token_ids"]
+            assert tokenizer.decode(ids).startswith(style + "<|im_start|>")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+THOUGHT, CALL = "<think>\nHm.\n</think>\n\n", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text", "message", "reason"),
+    [
+        ({}, THOUGHT + "1.", {"content": "1.", "reasoning": "Hm."}, "stop"),
+        ({"tools": [TOOL]}, THOUGHT + CALL, {"content": None, "reasoning": "Hm.", "tool_calls": "f"}, "tool_calls"),
+        ({"tools": [TOOL], "tool_choice": "none"}, CALL, {"content": CALL}, "stop"),
+        ({}, CALL, {"content": CALL}, "stop"),
+        ({"tools": [TOOL], "stop": "</tool_call>"}, CALL, {"content": CALL.removesuffix("</tool_call>")}, "stop"),
+    ],
+)
+def test_an_answer_becomes_a_message_with_reasoning_and_tool_calls(stream, fields, text, message, reason):
+    tokenizer = chat_tokenizer("qwen3", QWEN3 + "{# reasoning_content tool_calls #}")
+    request = ChatRequest(messages=CHAT, stream=stream, **fields)
+    writer = ChatWriter(request, "tiny", tokenizer, [[1, 2]])
+    tokens = tokenizer(text + "<|im_end|>")["input_ids"]
+    outputs = [StepOutput(0, [token], [], None) for token in tokens[:-1]] + [StepOutput(0, tokens[-1:], [], "eos")]
+    if stream:
+        sent = [writer.event(output) for output in outputs if not writer.done]
+        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in sent if event]
+        found = {}
+        for choice in choices:
+            for key, value in choice["delta"].items():
+                found[key] = found.get(key, "") + value if isinstance(value, str) else value
+        if not request.parses_calls:  # a stream is not parsed without tools
+            message = {"content": text}
+    else:
+        for output in outputs:
+            writer.add(output)
+        choices = writer.body()["choices"]
+        found = choices[0]["message"]
+        assert found.pop("role") == "assistant"
+    if "tool_calls" in found:
+        (call,) = found["tool_calls"]
+        assert (call["type"], call["function"]) == ("function", {"name": "f", "arguments": '{"n": 1}'})
+        found["tool_calls"] = "f"
+    assert found == message
+    assert choices[-1]["finish_reason"] == reason
+
+
 WRONG_COMPLETIONS = [
     ({"prompt": ""}, None),
     ({"prompt": [1] * 400}, None),
@@ -115,6 +203,7 @@ WRONG_COMPLETIONS = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"n": 100}, "n"),
     ({"temperature": -1}, "temperature"),
+    ({"min_tokens": 17}, "min_tokens"),
     ({"seed": 2**63 - 1, "n": 2}, None),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -124,7 +213,8 @@ WRONG_COMPLETIONS = [
 WRONG_CHATS = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"top_logprobs": 2}, "top_logprobs"),
 ]
 

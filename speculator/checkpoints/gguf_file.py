@@ -1,0 +1,245 @@
+"""GGUF files of EAGLE-3, DSpark and DFlash heads, as llama.cpp reads them: keys and tensors are its converter's.
+
+The vocabulary is copied from the target's GGUF file, so no tokenizer has to be recognised. No command reads the file as
+a head: it lacks what llama.cpp does not ask for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculator.checkpoints import block_drafters, eagle3
+from speculator.checkpoints.layout import Layout, Server
+from speculator.errors import UserError, refuse
+from speculator.heads.attention import DEFAULT_AUX_LAYERS, AttentionConfig
+from speculator.heads.dspark.config import DSparkSpeculatorConfig
+from speculator.heads.dspark.model import DSparkSpeculator
+from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
+from speculator.heads.eagle3.model import Eagle3Speculator
+from speculator.target.gguf import is_gguf, metadata
+
+FILE = "head.gguf"
+_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "hidden_norm": "attn_norm_2",
+}
+_OTHERS = {
+    "fc": "fc",
+    "input_norm": "enc.output_norm",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
+
+
+def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> dict[str, Any]:
+    """Build the keys that all heads have."""
+    rope = config.rope_parameters or {}
+    kind = rope.get("rope_type", "default")
+    refuse(
+        (not config.aux_layers, "gguf: the head names no auxiliary layers"),
+        (
+            kind != "default",
+            f"gguf: llama.cpp ignores the {kind} rope of a block drafter, and we write none for EAGLE-3",
+        ),
+    )
+    own = {
+        "block_count": layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.emb_dim,
+        "feed_forward_length": config.inner_dim,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(rope["rope_theta"]),
+        "target_layers": config.aux_layers,
+    }
+    general = {"general.type": "model", "general.name": "head", "general.file_type": _FILE_TYPES[dtype]}
+    return {**general, "general.quantization_version": 2, **{f"{architecture}.{key}": own[key] for key in own}}
+
+
+def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """Build the keys of an EAGLE-3 head."""
+    flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
+    lacks = [name for name in flags if getattr(config, name)] + ["sliding_window"] * (config.sliding_window is not None)
+    count = config.num_aux_layers
+    refuse(
+        (lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}: train a head without"),
+        (count != DEFAULT_AUX_LAYERS, f"gguf: llama.cpp needs {DEFAULT_AUX_LAYERS} auxiliary layers, not {count}"),
+    )
+    own = {
+        "target_hidden_size": config.emb_dim,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "vocab_size": config.vocab_size,
+        "rope.dimension_count": config.head_dim,
+    }
+    return _common("eagle3", config, dtype, 1) | {f"eagle3.{key}": value for key, value in own.items()}
+
+
+def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """Build the keys of a DSpark or DFlash head; llama.cpp takes a head for DSpark if it has a Markov head."""
+    dspark = block_drafters.kind_of(config) == "dspark"
+    cut = config.draft_vocab_size is not None
+    refuse(
+        (
+            dspark and not config.markov_rank,
+            "gguf: llama.cpp takes a head without Markov head for DFlash; this is none",
+        ),
+        (cut and not dspark, "gguf: llama.cpp refuses a DFlash head with a draft vocabulary"),
+    )
+    own: dict[str, Any] = {"block_size": config.block_size, "attention.causal": config.is_causal}
+    if config.sliding_window is not None:
+        windows = [True] * config.num_hidden_layers
+        own |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": windows}
+    if dspark:
+        own |= {"sample_from_anchor": config.sample_from_anchor, "has_confidence_head": config.confidence_head}
+    made = _common("dflash", config, dtype, config.num_hidden_layers)
+    return made | {f"dflash.{key}": value for key, value in own.items()}
+
+
+def _name(name: str) -> str:
+    """Return llama.cpp's name of a tensor."""
+    part, _, kind = name.rpartition(".")
+    if found := re.fullmatch(r"layers\.(\d+)\.(.+)", part):
+        return f"blk.{found[1]}.{_PARTS[found[2]]}.{kind}"
+    return f"{_OTHERS[part]}.{kind}"
+
+
+def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
+    """Rename the tensors of a flat layout. The draft vocabulary becomes token ids, norms and biases float32.
+
+    Args:
+        interleaved: the rope of llama.cpp's class rotates neighbouring dimensions, so q and k are permuted.
+    """
+    config, made = head.config, {}
+    for name, tensor in packed.items():
+        if name in ("d2t", "t2d"):
+            continue
+        if interleaved and (found := re.search(r"self_attn\.([qk])_proj", name)):
+            count = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+            halves = tensor.reshape(count, 2, -1, tensor.shape[-1])  # rotate_half pairs dimensions i and i + d/2
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        made[_name(name)] = tensor.float() if tensor.ndim == 1 or "_norm." in _name(name) else tensor
+    if head.draft_tokens is not None:
+        made["d2t"] = head.draft_tokens
+    return made
+
+
+def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
+    """Return the tensors to store; a draft vocabulary with its rows of the target's output matrix, from its file."""
+    packed = eagle3.with_d2t(head)
+    if head.draft_tokens is not None:
+        from gguf import GGUFReader, dequantize
+
+        found = {tensor.name: tensor for tensor in GGUFReader(head.config.base_model_name_or_path or "").tensors}
+        matrix = found.get("output.weight", found["token_embd.weight"])  # tied targets store one
+        rows = dequantize(matrix.data[head.draft_tokens.tolist()], matrix.tensor_type)
+        packed[block_drafters.OUTPUT] = torch.from_numpy(rows).to(head.dtype)
+    return packed
+
+
+def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
+    """Return a tensor's data and GGUF type."""
+    from gguf import GGMLQuantizationType, quants
+
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return quants.quantize(tensor.float().numpy(), GGMLQuantizationType.BF16), GGMLQuantizationType.BF16
+    return tensor.numpy(), None  # the writer knows numpy's types
+
+
+def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, dict[str, Any], Path], None]:
+    """Return the function that writes a head's file."""
+
+    def write(head: Any, keys: dict[str, Any], folder: Path) -> None:
+        target = head.config.base_model_name_or_path or ""
+        if not is_gguf(target):
+            raise UserError("gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf")
+        metadata(target)  # a file that can't be read is an error with its reason
+        from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+        made = GGUFWriter(folder / FILE, architecture)
+        types = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+        for key, value in keys.items():
+            if isinstance(value, list):
+                made.add_array(key, value)
+            else:
+                made.add_key_value(key, value, types.get(type(value), GGUFValueType.STRING))
+        fields_of_target = GGUFReader(target).fields
+        for key, field in fields_of_target.items():
+            if key.startswith("tokenizer."):
+                if field.types[0] == GGUFValueType.ARRAY:
+                    made.add_array(key, field.contents())
+                else:
+                    made.add_key_value(key, field.contents(), field.types[0])
+        count = len(fields_of_target["tokenizer.ggml.tokens"].contents())
+        if count != head.config.vocab_size:
+            raise UserError(f"{target} has {count} tokens, and the head {head.config.vocab_size}")
+        if (mask := getattr(head.config, "mask_token_id", None)) is not None:
+            made.add_mask_token_id(mask)
+        arrays = {name: _array(each) for name, each in tensors(head, pack(head), architecture == "eagle3").items()}
+        for name, (array, kind) in arrays.items():
+            made.add_tensor(name, array, raw_dtype=kind)
+        made.write_header_to_file()
+        made.write_kv_data_to_file()
+        made.write_tensors_to_file()
+        made.close()
+        stored = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(folder / FILE).tensors}
+        if stored != {name: array.tobytes() for name, (array, _) in arrays.items()}:
+            raise UserError("the written head differs in its tensors; nothing was kept")
+
+    return write
+
+
+def servers(config: AttentionConfig, folder: str) -> list[Server]:
+    """Say how llama.cpp loads a head, or why it does not."""
+    block = isinstance(config, DSparkSpeculatorConfig)
+    try:
+        block_fields(config, "float32") if block else eagle3_fields(config, "float32")  # type: ignore[arg-type]
+    except UserError as error:
+        return [Server("llama.cpp 0.5", False, str(error))]
+    kind = block_drafters.kind_of(config) if block else "eagle3"  # type: ignore[arg-type]
+    base = config.base_model_name_or_path or ""
+    start = f"llama-server -m {base if is_gguf(base) else 'TARGET.gguf'} -md {folder}/{FILE}"
+    return [Server("llama.cpp 0.5", True, f"{start} --spec-type draft-{kind} --spec-draft-n-max {config.n_predict}")]
+
+
+GGUF = tuple(
+    Layout(
+        name="gguf",
+        head=head,
+        architecture=architecture,
+        fields=fields,
+        servers=servers,
+        kept=kept,
+        write=writer(architecture, pack),
+    )
+    for head, architecture, fields, kept, pack in (
+        (Eagle3Speculator, "eagle3", eagle3_fields, eagle3.KEPT, eagle3.with_d2t),
+        (DSparkSpeculator, "dflash", block_fields, block_drafters.KEPT, pack_block),
+    )
+)
