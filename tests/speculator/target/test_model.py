@@ -138,7 +138,7 @@ def test_layers_that_cannot_be_rolled_back_are_refused():
 )
 def test_families_that_do_not_use_the_registered_attention_are_refused(config):
     """Single rows would be right; a ragged batch would not."""
-    with pytest.raises(UserError, match="can't be|is not supported"):
+    with pytest.raises(UserError, match=r"can't be|is not supported"):
         Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
 
 
