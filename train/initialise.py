@@ -46,6 +46,10 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
             f"speculator.warm_start: {options.warm_start} holds a head of architecture {found['architecture']}, "
             f"not the {options.architecture} configured"
         )
+    for name in ("inner_dim", "draft_vocab_size"):
+        if name in given and getattr(options, name) not in (0, found[name]):
+            asked = getattr(options, name)
+            raise UserError(f"{options.warm_start} has {name} {found[name]}, but this run's head has {asked}")
     left = {name: value for name, value in found.items() if name not in given}
     own = {name: getattr(start, name) for name in start.own_options()} | options.options
     return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own))

@@ -50,7 +50,6 @@ FLAGS = [
     ),
     *bad_files(f"{GENERATE} --prompts bad.jsonl", "bad.jsonl", NOT_TEXT),
     Case(f"{GENERATE} --prompts bad.jsonl", "bad.jsonl", {"bad.jsonl": '{"prompt": "x"}\n{"prompt": 7}'}),
-    Case("speculator", "command"),
     Case("speculator inspect nowhere", "nowhere"),
     Case("speculator inspect TARGET", "architectures"),
     Case("speculator export --speculator LSTM --format ibm --output out", "ibm"),

@@ -105,5 +105,5 @@ def test_inspect_and_export_take_a_hub_id(hub, capsys):
 
 
 def test_a_run_starts_from_a_head_of_the_hub(hub):
-    config = with_shape_of_start(RunConfig(speculator=HeadOptions(warm_start="org/name")))
+    config = with_shape_of_start(RunConfig(speculator=HeadOptions(warm_start="org/name")), ())
     assert config.speculator.n_predict == hub.head.config.n_predict
