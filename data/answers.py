@@ -58,7 +58,7 @@ class _Habits:
     Attributes:
         header: text between the messages and an answer that the generation prompt lacks.
         tail: text after an answer that ends the chat, of which the first `end` characters are the answer's end token.
-        next_turn_ends: no token ends an answer but the one that begins the next turn.
+        next_turn: the token that begins the next turn, if no other ends an answer; else None.
         added: text of any added token.
         between: added tokens, marks of thinking and spaces.
         closing: special tokens and spaces at the end of a text.
@@ -67,7 +67,7 @@ class _Habits:
     header: str
     tail: str
     end: int
-    next_turn_ends: bool
+    next_turn: re.Pattern | None
     added: re.Pattern
     between: re.Pattern
     closing: re.Pattern
@@ -92,7 +92,7 @@ def _habits(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool)
         header=header if header.strip() else "",
         tail=tail,
         end=end.end() if end else len(tail),
-        next_turn_ends=end is None and added.match(between.lstrip()) is not None,
+        next_turn=re.compile(rf"\s*(?:{added.pattern})") if end is None and added.match(between.lstrip()) else None,
         added=added,
         between=re.compile(rf"(?:{added.pattern}|{_MARK_OF_THINKING}|\s)*"),
         closing=re.compile(rf"(?:{'|'.join(special) or '(?!)'}|\s)*\Z"),
@@ -233,11 +233,9 @@ class _Chat:
             if not new.text.startswith(old.text):
                 return False
             spans = [(new.place(old.length(a)), new.place(old.length(b), before=True)) for a, b in row.spans]
-        if self._habits.next_turn_ends:  # the model stops at the token that begins the next turn
-            spaces = re.compile(r"\s*").match(text, spans[-1][1])
-            closing = self._habits.added.match(text, spaces.end()) if spaces else None
-            if closing:
-                spans = [*spans[:-1], (spans[-1][0], closing.end())]
+        # The model stops at the token that begins the next turn.
+        if self._habits.next_turn and (closing := self._habits.next_turn.match(text, spans[-1][1])):
+            spans = [*spans[:-1], (spans[-1][0], closing.end())]
         row.text, row.spans = text, [*spans, *([span] if span else [])]
         return True
 
