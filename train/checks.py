@@ -46,6 +46,8 @@ def settings(config: RunConfig) -> None:
         raise UserError(f"data.sources names {SELF} twice")
     own = config.data.self_source
     prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
+    if config.target.parallel in ("tp", "fsdp"):
+        writes_nothing(config, f"target.parallel {config.target.parallel}")
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
@@ -59,6 +61,17 @@ def settings(config: RunConfig) -> None:
         raise UserError("seed must be in 0..4294967295")
     if config.eval.max_new_tokens < 2:
         raise UserError("eval.max_new_tokens must be at least 2: the first new token comes from the prefill")
+
+
+def writes_nothing(config: RunConfig, why: str) -> None:
+    """Raise a UserError if the target would write text: one that is not decoded can't."""
+    wanted = (f"the source {SELF}", names_self(config.data.sources)), ("stage 2", bool(config.stage2.max_steps))
+    for what in (name for name, asked in wanted if asked):
+        raise UserError(
+            f"{why}: the target trains but writes no text, so there is no {what}; let a server that runs it, such as "
+            "vLLM, write the text beforehand (python -m data generate --server URL), name its folder in data.sources, "
+            "and set --stage2.max_steps 0; or take --target.parallel device_map"
+        )
 
 
 def warnings(config: RunConfig) -> list[str]:

@@ -8,11 +8,9 @@ import json
 import os
 import shlex
 import time
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext
 from functools import partial
-from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
 import torch
@@ -217,15 +215,14 @@ def _train(
     if state.is_main_process:
         if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
-        _measure(config, target, suites, folder)
+        if target.group is None:
+            _measure(config, target, suites)
+        else:
+            log(f"{target.name} is sharded, for training only, so the head is not tuned and not measured")
         tracking.stop()
         write_card(head_folder)
         print(summary(config))
         return
-    # The main process measures with all processes that hold a part of its target: they run the same passes.
-    if target.group is not None and target.group.index == 0:
-        with TemporaryDirectory() as scratch, redirect_stderr(StringIO()):
-            _measure(config, target, suites, Path(scratch))
     while not (head_folder / CARD).exists():  # not in a collective, which would time out
         time.sleep(_POLL_SECONDS)
 
@@ -233,13 +230,16 @@ def _train(
 def summary(config: RunConfig) -> str:
     """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
-    report = json.loads((folder / "eval" / "report.json").read_text())
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
     for flag in ("revision", "adapter"):
         how += f" --{flag} {shlex.quote(value)}" if (value := getattr(config.target, flag)) else ""
     how += " --trust_remote_code" if config.target.trust_remote_code else ""
     if variables := config.target.chat_template_kwargs:
         how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
+    if not (folder / "eval" / "report.json").exists():  # a sharded target
+        head = shlex.quote(str(folder / "speculator"))
+        return f"head:   {head}\nexport: python -m speculator inspect {head} prints which servers load it"
+    report = json.loads((folder / "eval" / "report.json").read_text())
     trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
     lines = [
         *headlines(report),
@@ -251,24 +251,17 @@ def summary(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder: Path) -> None:
-    """Tune the published head and write the report.
-
-    Processes that share a sharded target with the main one run this too, and discard what they write.
-    """
-    head_folder = Path(config.output_dir) / "speculator"
+def _measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None:
+    """Tune the published head and write the report."""
+    folder = Path(config.output_dir)
+    head_folder, report = folder / "speculator", folder / "eval"
     head = load_head(head_folder, target)
     how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
-    if config.eval.tune_prompts and not target.broadcast_object((head_folder / TUNED).exists()):
+    if config.eval.tune_prompts and not (head_folder / TUNED).exists():
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
-        place = head_folder if folder == Path(config.output_dir) else folder
-        write_tuning(target, head, suite, place / TUNED, config.eval.max_new_tokens, config.seed)
-        target.broadcast_object(None)  # the file exists now
-    report = folder / "eval"
-    measured = target.broadcast_object((Path(config.output_dir) / "eval" / "report.json").exists())
-    if measured:  # the run was killed between report.json and report.md
-        if folder == Path(config.output_dir):
-            render(json.loads((report / "report.json").read_text()), [], report)
+        write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, config.seed)
+    if (report / "report.json").exists():  # the run was killed between report.json and report.md
+        render(json.loads((report / "report.json").read_text()), [], report)
         return
     evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
 

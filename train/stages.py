@@ -50,7 +50,8 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
-        suite: prompts to decode at each evaluation, for the acceptance length.
+        suite: prompts to decode at each evaluation, for the acceptance length. A sharded target decodes none: the
+            teacher-forced acceptance length then chooses the best checkpoint.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -72,7 +73,11 @@ def train_stage(
     # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
+    metric = checkpoint.METRIC if target.group is None else checkpoint.FORECAST
+
     def decode(head: Speculator) -> dict[str, float]:
+        if target.group is not None:
+            return {}
         return real_acceptance(target, head, suite, config.seed, max_positions=positions)
 
     head = start()
@@ -87,6 +92,7 @@ def train_stage(
         title=name.replace("stage", "stage "),
         shard_optimizer=config.shard_optimizer,
         args=arguments(
+            metric=metric,
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",
             report_to=config.report_to,
@@ -124,7 +130,8 @@ def train_stage(
         if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
             _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
-        best, passed_over = checkpoint.best(folder, done["log_history"], settings.save_steps, settings.max_steps)
+        steps = settings.save_steps, settings.max_steps
+        best, passed_over = checkpoint.best(folder, done["log_history"], *steps, metric)
         for line in passed_over:
             log(line)
         if best is None:

@@ -357,12 +357,12 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
     return arguments
 
 
-def arguments(**fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share."""
+def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
+    """Build the TrainingArguments that all stages share; `metric` chooses the best checkpoint."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
-        metric_for_best_model=METRIC,
+        metric_for_best_model=metric,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],

@@ -210,14 +210,6 @@ class Target:
         ends = {self.tokenizer.eos_token_id, end_token(self.tokenizer)} - {None}
         return {token for token in ends if token < self.vocab_size}
 
-    def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Return the tensors as the group's first process has them, so that all run the same forward pass."""
-        return tensors if self.group is None else self.group.broadcast(*tensors)
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the value that the group's first process has; every process must call this."""
-        return value if self.group is None else self.group.broadcast_object(value)
-
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Create an empty KV cache of `rows` rows with `capacity` positions each."""
         form = (self.dtype, self.device)  # a model may be cast or moved after its load
