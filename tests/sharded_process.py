@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
-from speculator import Target
+from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group
 from train.checkpoint import newest
 from train.config import LossConfig
@@ -30,7 +30,7 @@ def rows_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:  # [B, S] both, of 
     return torch.randint(300, shape, generator=generator), (torch.arange(shape[1]) > 5).long().repeat(shape[0], 1)
 
 
-def read(target: Target, rank: int) -> list[torch.Tensor]:
+def read(target: InProcessTarget, rank: int) -> list[torch.Tensor]:
     """The states of a process's own rows, the taps and logits."""
     with target.aux_layers.recorded([0, 1]) as states:
         hidden = target.hidden(*rows_of(rank))
@@ -40,7 +40,7 @@ def read(target: Target, rank: int) -> list[torch.Tensor]:
 
 
 def trainer_of(
-    target: Target,
+    target: InProcessTarget,
     folder: Path,
     accumulation: int,
     count: int,
@@ -79,7 +79,7 @@ def trainer_of(
     )
 
 
-def held(target: Target) -> int:
+def held(target: InProcessTarget) -> int:
     """Bytes of the weights that this process has of its target."""
     weights = {id(weight): weight for weight in target.model.parameters()}.values()
     tensors = [*weights, *target.model.buffers()]
@@ -91,7 +91,7 @@ def main(folder: str, output: str, rows: str, *kinds: str) -> None:
     rank, count = distributed.get_rank(), distributed.get_world_size()
     for kind in kinds:
         parallel, _, size = kind.partition(":")
-        target = Target.load(folder, dtype="float64", parallel=parallel, parallel_size=int(size or 0))
+        target = InProcessTarget.load(folder, dtype="float64", parallel=parallel, parallel_size=int(size or 0))
         made = {"bytes": held(target), "read": read(target, rank), "fingerprint": target.fingerprint}
         if parallel == "tp":  # known to be wrong: a pass of rows that are not the same everywhere
             gathered, Group.gathered = Group.gathered, lambda group, rows: rows.repeat(group.size, 1)
@@ -114,7 +114,7 @@ def main(folder: str, output: str, rows: str, *kinds: str) -> None:
 def go_on(folder: str, output: str, steps: str) -> None:
     """Train up to so many steps, from what other numbers of processes left."""
     PartialState(cpu=True)
-    target = Target.load(folder)
+    target = InProcessTarget.load(folder)
     accumulation = 4 // distributed.get_world_size()
     trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), LOGGED, shard_optimizer=True)
     trainer.train(resume_from_checkpoint=(last := newest(Path(output))[0]) and str(last))

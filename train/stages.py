@@ -26,6 +26,7 @@ from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
@@ -39,7 +40,7 @@ _WANDB_ID = re.compile(rb"[0-9a-f]{8}")
 def train_stage(
     name: str,
     config: RunConfig,
-    target: Target,
+    target: TrainingTarget,
     start: Callable[[], Speculator],
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
@@ -50,8 +51,8 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
-        suite: prompts to decode at each evaluation, for the acceptance length. A sharded target decodes none: the
-            teacher-forced acceptance length then chooses the best checkpoint.
+        suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes
+            none: the teacher-forced acceptance length then chooses the best checkpoint.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -73,12 +74,12 @@ def train_stage(
     # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
-    metric = checkpoint.METRIC if target.group is None else checkpoint.FORECAST
+    metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST
 
     def decode(head: Speculator) -> dict[str, float]:
-        if target.group is not None:
-            return {}
-        return real_acceptance(target, head, suite, config.seed, max_positions=positions)
+        if isinstance(target, Target):
+            return real_acceptance(target, head, suite, config.seed, max_positions=positions)
+        return {}
 
     head = start()
     trainer = SpeculatorTrainer(

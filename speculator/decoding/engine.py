@@ -44,7 +44,6 @@ from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
-from speculator.target.sharding import DECODE_INSTEAD, is_sharded
 
 _log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512
@@ -592,8 +591,6 @@ class Engine:
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
     """Raise a UserError if a drafter does not fit the accept rule."""
-    if is_sharded(target.model):
-        raise UserError(f"{target.name} is sharded over processes, for training only: {DECODE_INSTEAD}")
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")

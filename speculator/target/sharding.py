@@ -20,6 +20,8 @@ from speculator.errors import UserError, refuse
 
 TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective: longer than one process takes to write a checkpoint while the others wait."""
+SHARDED = ("tp", "fsdp")
+"""Values of `parallel` that shard a target over processes."""
 DECODE_INSTEAD = "decode it with a server such as vLLM, or in one process, with parallel device_map on all of its GPUs"
 _GROUPS = "dp_replicate_size"
 

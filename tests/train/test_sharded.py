@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECURRENT_RUNS
+from conftest import RECURRENT_RUNS, tiny_model
 from safetensors.torch import load_file
 from sharded_process import LOGGED, read, trainer_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from speculator import NgramDrafter, Sampling, Target, UserError, generate
+from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group, check_heads
 from train import run
 from train.checkpoint import FORECAST, METRIC
@@ -148,6 +151,8 @@ def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, t
 
 def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):
     with pytest.raises(UserError, match="torchrun"):
+        InProcessTarget.load(str(target_folder), parallel="tp")
+    with pytest.raises(UserError, match="training only"):
         Target.load(str(target_folder), parallel="tp")
     with pytest.raises(UserError, match="parallel_size 2"):
         Target.load(str(target_folder), parallel_size=2)
@@ -160,6 +165,18 @@ def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch
 def test_heads_that_cannot_be_divided_are_said(whole):
     with pytest.raises(UserError, match="2 key heads"):
         check_heads("tiny", whole.config, 4)
+
+
+def test_a_model_sharded_elsewhere_is_not_decoded():
+    store, model = torch.distributed.HashStore(), tiny_model()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        layer = model.model.layers[0].mlp.up_proj
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,))), False)
+        with pytest.raises(UserError, match="training only"):
+            Target(model, tokenizer=None)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @torch.no_grad()
