@@ -168,13 +168,13 @@ def test_heads_that_cannot_be_divided_are_said(whole):
 
 
 def test_a_model_sharded_elsewhere_is_not_decoded():
-    store, model = torch.distributed.HashStore(), tiny_model()
+    store, half = torch.distributed.HashStore(), InProcessTarget(tiny_model(), tokenizer=None)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        layer = model.model.layers[0].mlp.up_proj
+        layer = half.model.model.layers[0].mlp.up_proj
         layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,))), False)
         with pytest.raises(UserError, match="training only"):
-            Target(model, tokenizer=None)
+            Target.of(half)
     finally:
         torch.distributed.destroy_process_group()
 
