@@ -31,7 +31,7 @@ from speculator.target.attention import ATTENTION
 from speculator.target.kv_cache import KVCache
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
-SAMPLES = 2000
+SAMPLES = 500
 
 
 def warm_target() -> Target:
@@ -82,20 +82,20 @@ def inexact_rule(monkeypatch):
 
 def test_an_inexact_rule_fails(inexact_rule):
     target = warm_target()
-    checks = sampled_checks(target, HeadDrafter(tiny_head()), PROMPTS[:2], [1.0], SAMPLES, rule="block")
+    checks = sampled_checks(target, HeadDrafter(tiny_head()), PROMPTS[:2], [1.0], 1000, rule="block")
     assert any(check.figures["p"] < 1e-6 for check in checks)
     assert failures(checks)
 
 
 def test_a_drafter_that_misstates_its_distribution_fails():
-    checks = sampled_checks(warm_target(), MisstatedHead(tiny_head()), PROMPTS[:2], [1.0], 4000, rule="block")
+    checks = sampled_checks(warm_target(), MisstatedHead(tiny_head()), PROMPTS[:2], [1.0], 2000, rule="block")
     assert failures(checks)
 
 
 def test_bfloat16_passes_and_noise_in_the_verification_fails(monkeypatch):
     target = Target(tiny_model().to(torch.bfloat16), tokenizer=None)
     drafter = HeadDrafter(tiny_head().to(torch.bfloat16))
-    prompts = [[number, 2 * number, 7] for number in range(10)]
+    prompts = [[number, 2 * number, 7] for number in range(6)]
     checks = greedy_checks(target, drafter, prompts, max_new_tokens=24)
     assert not failures(checks)
     assert checks[0].figures["tolerance"] < 1.0
@@ -173,7 +173,7 @@ def folders(tmp_path_factory):
     return base
 
 
-def command(folders, *flags, samples=1000):
+def command(folders, *flags, samples=300):
     sizes = ["--max_prompts", "3", "--prompt_tokens", "12", "--max_new_tokens", "16", "--sampled_prompts", "2"]
     target = ["--target", str(folders / "target"), "--suite", str(folders / "text.jsonl")]
     return main(["lossless", *target, *sizes, "--samples", str(samples), *flags])
@@ -218,7 +218,7 @@ def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, cap
 
 def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, folders, capsys):
     flags = ["--speculator", str(folders / "head"), "--rule", "block"]
-    assert command(folders, *flags, samples=4000) == 1
+    assert command(folders, *flags, samples=2000) == 1
     output = capsys.readouterr().out
     assert "FAIL" in output
     assert output.splitlines()[-1].startswith("NOT LOSSLESS: distribution after prompt")
