@@ -150,7 +150,7 @@ def test_the_command_prints_the_number_of_dropped_prompts(model, tmp_path, capsy
 def test_a_chat_ends_if_the_next_user_turn_does_not_fit(model, tmp_path, context_length):
     target = chatty(model)
     target.context_length = context_length
-    assert made(target, tmp_path / "out", turns=4)
+    assert made(target, tmp_path / "out", turns=4, rows=16)
 
 
 def test_lengths_that_do_not_fit_the_context_are_an_error_before_decoding(model, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from conftest import CONFIGS, MisstatedHead, tiny_head, tiny_model, tiny_tokenizer, write_tuning
+from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
 from eval.__main__ import main
@@ -15,7 +16,6 @@ from eval.greedy_check import compare_completions, greedy_checks
 from eval.sampled_check import sampled_checks
 from eval.timing import as_loaded
 from speculator import (
-    Candidates,
     DraftModelDrafter,
     HeadDrafter,
     MLPSpeculator,
@@ -39,31 +39,22 @@ def warm_target() -> Target:
     return Target(tiny_model(scale=2.0), tokenizer=None)
 
 
-def drafter_for(target: Target, kind: str):
-    return {
-        "chain": lambda: HeadDrafter(tiny_head()),
-        "tree": lambda: HeadDrafter(tiny_head(), Tree((3, 2, 1), 6)),
-        "candidates": lambda: HeadDrafter(tiny_head(), Candidates((3, 2))),
-        "attention tree": lambda: HeadDrafter(tiny_head(architecture="eagle3"), Tree((3, 2, 1), 6)),
-        "ngram": NgramDrafter,
-        "model": lambda: DraftModelDrafter(Target(tiny_model("gpt2"), tokenizer=None), target),
-    }[kind]()
-
-
 def failures(checks) -> set[str]:
     return {check.name for check in checks if not check.passed}
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "candidates", "attention tree", "ngram", "model"])
-def test_every_drafter_passes_greedy_and_sampled(target, kind):
-    greedy = greedy_checks(target, drafter_for(target, kind), PROMPTS, max_new_tokens=24)
+@pytest.mark.parametrize(
+    "name", ["head-chain", "head-tree", "head-candidates", "attention-tree", "ngram", "model-chain"]
+)
+def test_every_drafter_passes_greedy_and_sampled(target, name):
+    greedy = greedy_checks(target, make_drafter(name, target), PROMPTS, max_new_tokens=24)
     assert [check.result for check in greedy[1:]] == ["3 of 3 identical"] * 3
     assert not failures(greedy)
     warm = warm_target()
-    sampled = sampled_checks(warm, drafter_for(warm, kind), PROMPTS[:2], [1.0], SAMPLES)
+    sampled = sampled_checks(warm, make_drafter(name, warm), PROMPTS[:2], [1.0], SAMPLES)
     assert len(sampled) == 2
     assert not failures(sampled)
-    assert kind == "ngram" or sampled[0].figures["drafted_share"] > 0.01
+    assert name == "ngram" or sampled[0].figures["drafted_share"] > 0.01
 
 
 def test_a_completion_that_ends_at_eos_passes():

@@ -12,7 +12,9 @@ import datasets
 import pytest
 import torch
 import yaml
+from bad_inputs.damages import flipped
 from conftest import RECURRENT_RUNS, overflow_at, tiny_head
+from kills import Killed
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,12 +112,6 @@ def history(folder: Path) -> list[dict]:
     return [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in entries]
 
 
-def flip_a_bit(file: Path) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
-
-
 def by_tokens_per_step(stage: Path) -> list[int]:
     """Steps, the best first."""
     entries = [entry for entry in history(stage / "checkpoint-16") if checkpoint.METRIC in entry]
@@ -185,10 +181,6 @@ def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:
     return folder, settings
 
 
-class Killed(BaseException):
-    """Ends a run at once, in this process."""
-
-
 @pytest.mark.parametrize(
     "killed", [pytest.param(False, id="SIGTERM"), pytest.param(True, id="killed", marks=pytest.mark.soak)]
 )
@@ -255,7 +247,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over_for_the_one_before(unfin
 
 def test_a_damaged_best_checkpoint_is_passed_over_for_the_next_best(unfinished, run, capfd):
     best, second, *_ = by_tokens_per_step(unfinished / "stage1")
-    flip_a_bit(unfinished / "stage1" / f"checkpoint-{best}" / "model.safetensors")
+    flipped("model.safetensors", at=1)(unfinished / "stage1" / f"checkpoint-{best}")
     assert run(unfinished) == 0
     line = f"skipping {unfinished}/stage1/checkpoint-{best}: model.safetensors does not match its checksum"
     assert line in capfd.readouterr().err
@@ -269,7 +261,7 @@ def test_a_damaged_head_is_made_anew(finished, run, tmp_path, capfd, name):
     shutil.rmtree(folder / "eval")
     if name == "stage1/speculator":
         shutil.rmtree(folder / "speculator")
-    flip_a_bit(folder / name / "model.safetensors")
+    flipped("model.safetensors", at=1)(folder / name)
     assert run(folder) == 0
     said = capfd.readouterr().err
     assert f"{folder}/{name}: model.safetensors does not match its checksum; it is written again" in said
