@@ -122,7 +122,7 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
             for choice in choices
             if greedy in choice.acceptance
         }
-        best = target.broadcast_object(max(range(len(speeds)), key=list(speeds.values()).__getitem__))
+        best = max(range(len(speeds)), key=list(speeds.values()).__getitem__)
         for number, (choice, speed) in enumerate(speeds.items()):
             tokens = expected_tokens(choice.acceptance[greedy])
             figures = {"tokens": tokens, "cost": tokens / speed, "speedup": speed, "best": number == best}
