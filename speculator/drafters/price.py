@@ -9,7 +9,7 @@ with the most expected tokens per cost is taken.
 Tuning measures how often drafts are accepted on one text. On another text we assume that the log-odds of all depths are
 shifted by the same amount: an exponential average over all requests, for head and lookup separately. Lookup is compared
 with the text in every step, the head only where it drafts. A head whose average is too low by chance would therefore
-stay unused, so its choice adds half a standard error to the average.
+stay unused, so its choice adds a quarter of a standard error to the average.
 
 The choice is made before anything of the step is drafted.
 """
@@ -28,9 +28,9 @@ from speculator.decoding.request import Request
 
 LONGEST_PATH = 8
 """The most tokens of a lookup path that a step verifies."""
-_LOOKUP_VARIANCE, _HEAD_VARIANCE = 2.0, 0.1  # of a shift before its first outcome: looked-up tokens come in runs
+_LOOKUP_VARIANCE, _HEAD_VARIANCE = 0.5, 0.1  # of a shift before its first outcome: looked-up tokens come in runs
 _FORGETS = 0.002  # share of the way back to the first variance per step
-_OPTIMISM = 0.5  # standard errors
+_OPTIMISM = 0.25  # standard errors
 _PROBE_SHARE = 0.01  # share of the time for trying a head that does not seem to pay
 _PROBE_STEPS = (16, 512)  # bounds of the number of steps between two such tries
 _PLAIN_STEPS = 128  # steps after which one is plain, to compare the others' time with
@@ -58,7 +58,7 @@ class Shift:
         self._variance /= 1 + self._variance / 4  # an outcome of chance 1/2 has the information 1/4
 
     def advance(self) -> None:
-        """Account for a step of a row."""
+        """Account for a step."""
         self._variance += (self._first_variance - self._variance) * _FORGETS
 
     @property
@@ -153,7 +153,7 @@ class Chooser:
         choices: what the head can draft.
         lookup: acceptance rate of a looked-up token after a match of 1, 2, ... tokens, as measured.
         cost: cost of a step.
-        packed: a step computes the tokens that exist; otherwise each row costs as much as the longest.
+        packed: a step without a tree computes the tokens that exist; otherwise each row costs as much as the longest.
     """
 
     def __init__(self, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, packed: bool = True):
@@ -210,8 +210,9 @@ class Chooser:
                 lengths.append(length if pays else 0)
                 expected += own if pays else gain
             tokens = sum(length or nodes for length in lengths)
-            if not self._packed:
-                tokens = rows * (max(nodes, LONGEST_PATH) if any(lengths) else nodes)
+            if (choice and choice.shape.depth < nodes) or not self._packed:  # rows of trees are as long as the longest
+                longest = max(lengths) if self._packed else LONGEST_PATH * any(lengths)
+                tokens = rows * max(nodes, longest)
             return Plan(expected / cost(None if all(lengths) else choice, tokens), choice, lengths, tokens)
 
         def by_head(choice: Choice | None) -> Plan:
@@ -239,12 +240,12 @@ class Chooser:
 
     def _learn(self) -> None:
         """Compare the last step's tokens with the head's draft, if it drafted, and with the lookup path in any case."""
+        for shift in (*self._head.values(), *self._lookup.values()):
+            shift.advance()
         for request, row in self._rows.items():
             if len(request.steps) == row.steps:
                 continue
             step, head, lookup = request.steps[-1], *(by[request.sampling.greedy] for by in (self._head, self._lookup))
-            head.advance()
-            lookup.advance()
             if row.choice and step.drafted:
                 for depth, logit in enumerate(row.choice.logits[request.sampling.greedy][: step.accepted + 1]):
                     head.observe(logit, depth < step.accepted)
