@@ -51,6 +51,7 @@ class CompletionWriter:
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
         options = request.stream_options
         self._stream_usage = options is not None and options.include_usage
+        self._continuous_usage = self._stream_usage and options.continuous_usage_stats
 
     @property
     def done(self) -> bool:
@@ -74,7 +75,7 @@ class CompletionWriter:
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     def opening(self) -> list[str]:
-        """Events before the first token."""
+        """Events that come with the first token."""
         return []
 
     def event(self, output: StepOutput) -> str:
@@ -143,7 +144,8 @@ class CompletionWriter:
         return choice
 
     def choice_event(self, choice: dict[str, Any], **more: Any) -> str:
-        return self._event({"choices": [choice], **({"usage": None} if self._stream_usage else {}), **more})
+        usage = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
+        return self._event({"choices": [choice], **usage, **more})
 
     def _event(self, content: dict[str, Any]) -> str:
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
