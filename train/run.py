@@ -38,7 +38,7 @@ from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.device import cores
 from speculator.drafters.tuning import TUNED
 from speculator.errors import run_command
-from speculator.files import cache_folder
+from speculator.files import cache_folder, read_json
 from speculator.heads import Speculator
 from speculator.target.model import Target
 from speculator.terminal import library_bars, log, phase, quiet_libraries
@@ -119,6 +119,7 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
     folder = Path(config.output_dir)
     state = join()
     checks.settings(config)
+    tracking.check(config.report_to)
     if state.is_main_process:
         for line in checks.warnings(config):
             log(f"warning: {line}")
@@ -218,6 +219,8 @@ def _train(
         if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
         _measure(config, target, suites, folder)
+        if config.report_to != "wandb":  # its run is open and has got the report
+            tracking.send(read_json(folder / "eval" / "report.json"), folder / "eval", config.report_to)
         tracking.stop()
         write_card(head_folder)
         print(summary(config))

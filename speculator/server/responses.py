@@ -14,7 +14,7 @@ from speculator.chat import answer_message
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
-from speculator.server.schema import ChatRequest, GenerationRequest
+from speculator.server.schema import ChatRequest, GenerationRequest, StreamOptions
 from speculator.server.worker import StepOutput
 
 _THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # its names in chat templates
@@ -49,9 +49,9 @@ class CompletionWriter:
         self._finish_reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
-        options = request.stream_options
-        self._stream_usage = options is not None and options.include_usage
-        self._continuous_usage = self._stream_usage and options.continuous_usage_stats
+        options = request.stream_options or StreamOptions()
+        self._stream_usage = options.include_usage
+        self._continuous_usage = options.include_usage and options.continuous_usage_stats
 
     @property
     def done(self) -> bool:
