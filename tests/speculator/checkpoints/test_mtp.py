@@ -144,7 +144,7 @@ def test_a_tuned_layer_written_back_drafts_in_transformers_what_it_drafts_here(
     made = Engine(target, drafter, slots=1).generate([PROMPT], max_new_tokens=24).tokens[0]
     assert text == PROMPT + made
     ours: dict = {}
-    for text, path, logits in drafter.log:
+    for text, _, logits in drafter.log:
         ours.setdefault(text, []).append(logits.argmax().item())
     common = theirs.keys() & ours.keys()
     assert len(common) > 8
@@ -257,5 +257,5 @@ def test_models_of_any_depth_with_mtp_layers_are_targets(tmp_path, family, layer
     assert made == Engine(target, None).generate([PROMPT], max_new_tokens=8).tokens
     tensors = tensors_of(folder)
     save_file({**tensors, f"model.layers.{layers + mtp_layers}.x": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="files hold model.layers"):
+    with pytest.raises(UserError, match=r"files hold model\.layers"):
         Target.load(str(folder))
