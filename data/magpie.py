@@ -124,7 +124,7 @@ def self_rows(
         **({"after": seen} if seen else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
-    if target.broadcast_object(work.finished):
+    if work.finished:
         return work.conclude(lambda: ([], {}))
     passes: list[dict[str, Any]] = []
 

@@ -26,6 +26,7 @@ from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
@@ -39,7 +40,7 @@ _WANDB_ID = re.compile(rb"[0-9a-f]{8}")
 def train_stage(
     name: str,
     config: RunConfig,
-    target: Target,
+    target: TrainingTarget,
     start: Callable[[], Speculator],
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
@@ -50,7 +51,8 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
-        suite: prompts to decode at each evaluation, for the acceptance length.
+        suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes
+            none: the teacher-forced acceptance length then chooses the best checkpoint.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -72,8 +74,12 @@ def train_stage(
     # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
+    metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST
+
     def decode(head: Speculator) -> dict[str, float]:
-        return real_acceptance(target, head, suite, config.seed, max_positions=positions)
+        if isinstance(target, Target):
+            return real_acceptance(target, head, suite, config.seed, max_positions=positions)
+        return {}
 
     head = start()
     trainer = SpeculatorTrainer(
@@ -87,6 +93,7 @@ def train_stage(
         title=name.replace("stage", "stage "),
         shard_optimizer=config.shard_optimizer,
         args=arguments(
+            metric=metric,
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",
             report_to=config.report_to,
@@ -124,7 +131,8 @@ def train_stage(
         if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
             _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
-        best, passed_over = checkpoint.best(folder, done["log_history"], settings.save_steps, settings.max_steps)
+        steps = settings.save_steps, settings.max_steps
+        best, passed_over = checkpoint.best(folder, done["log_history"], *steps, metric)
         for line in passed_over:
             log(line)
         if best is None:

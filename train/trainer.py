@@ -21,8 +21,8 @@ from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
-from speculator.target.model import Target
 from speculator.target.probe import not_finite
+from speculator.target.training import TrainingTarget
 from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
@@ -97,7 +97,7 @@ class SpeculatorTrainer(Trainer):
     def __init__(
         self,
         *,
-        target: Target,
+        target: TrainingTarget,
         token_at_peak: float | None = None,
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
@@ -156,11 +156,8 @@ class SpeculatorTrainer(Trainer):
         input_ids = inputs["input_ids"]
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
-        with (
-            self.pace.of_target(input_ids) if model.training else nullcontext(),
-            self.target.aux_layers.recorded(self._aux_layers) as states,
-        ):
-            hidden = self.target.hidden(input_ids, inputs["document_ids"])
+        with self.pace.of_target(input_ids) if model.training else nullcontext():
+            hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
@@ -168,7 +165,7 @@ class SpeculatorTrainer(Trainer):
             inputs["document_ids"],
             hidden,
             # float32, because heads are trained in it whatever the target's dtype is.
-            states(hidden).float(),
+            states.float(),
             {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
             # An evaluation counts every token once, so that its loss is comparable between runs.
             inputs.get("token_weights") if model.training else None,
@@ -357,12 +354,12 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
     return arguments
 
 
-def arguments(**fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share."""
+def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
+    """Build the TrainingArguments that all stages share; `metric` chooses the best checkpoint."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
-        metric_for_best_model=METRIC,
+        metric_for_best_model=metric,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],

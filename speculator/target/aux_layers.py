@@ -25,7 +25,7 @@ class AuxLayers:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model, self._decoder = model, model.get_decoder()
+        self._model, self._decoder = model, without_output_layer(model, model.get_decoder())
         found = {name: getattr(self._decoder, name, None) for name in ("layers", "h")}
         lists = {name: each for name, each in found.items() if isinstance(each, nn.ModuleList)}
         self._name, self.layers = next(iter(lists.items()), ("", nn.ModuleList()))
@@ -113,6 +113,12 @@ class AuxLayers:
                 f"aux_layers {listed}: {name} has {count} layers, so use 0 to {count - 1}",
             ),
         )
+
+
+def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:
+    """Return a part of a model, or its body if transformers takes the whole model for that part, as of Llama 4."""
+    bodies = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(bodies, part) if part is model else part
 
 
 @contextmanager
