@@ -43,23 +43,24 @@ _MLA = dict(q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=8, qk_nope_head_di
 _DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)  # noqa: C408
 
 
-def config_of(family: str, layers: int = 2, mtp_layers: int = 1) -> Any:
+def config_of(family: str, layers: int = 2, mtp_layers: int = 1, **sizes: Any) -> Any:
     """Config of a tiny model of a family; `qwen3_5` is a hybrid one."""
-    shape = _SHAPE | {"num_hidden_layers": layers}
+    shape = _SHAPE | _EXPERTS | {"num_hidden_layers": layers} | sizes
     if family == "glm4_moe":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-        made: Any = Glm4MoeConfig(**shape, **_EXPERTS, **_GLM, use_qk_norm=True, rope_parameters=rope)
+        made: Any = Glm4MoeConfig(**shape, **_GLM, use_qk_norm=True, rope_parameters=rope)
     elif family == "deepseek_v3":
         shape |= {"num_key_value_heads": 2, "head_dim": 8}
-        made = DeepseekV3Config(**shape, **_EXPERTS, **_GLM, **_MLA, routed_scaling_factor=1.5)
+        made = DeepseekV3Config(**shape, **_GLM, **_MLA, routed_scaling_factor=1.5)
     elif family == "mellum":
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
-        made = MellumConfig(**shape, **_EXPERTS, num_experts=4, sliding_window=6, layer_types=kinds, num_mtp_layers=1)
+        made = MellumConfig(**shape, num_experts=4, sliding_window=6, layer_types=kinds, num_mtp_layers=1)
     else:
-        kinds = ["linear_attention", "full_attention"] * (layers // 2)
-        moe = dict(**_EXPERTS, num_experts=4, shared_expert_intermediate_size=16) if family == "qwen3_5_moe" else {}
-        kind = Qwen3_5MoeTextConfig if moe else Qwen3_5TextConfig
-        made = kind(**shape, **_DELTA, **moe, layer_types=kinds)
+        shape = {"layer_types": ["linear_attention", "full_attention"] * (layers // 2), **shape, **_DELTA}
+        if family == "qwen3_5":
+            made = Qwen3_5TextConfig(**{name: value for name, value in shape.items() if name not in _EXPERTS})
+        else:
+            made = Qwen3_5MoeTextConfig(**shape, num_experts=4, shared_expert_intermediate_size=16)
         made.mtp_num_hidden_layers = mtp_layers
         return made
     made.num_nextn_predict_layers = mtp_layers

@@ -1,7 +1,7 @@
 """The MTP layers in a model's own folder: read as a head, and written back under their own names.
 
 Servers draft with the layers that lie in the target's folder, so this layout's folder is a copy of the target's: the
-shards that hold MTP layers are written anew, all other files are linked or copied.
+shards that hold MTP layers are rewritten, all other files are linked or copied.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from speculator.errors import UserError
 from speculator.heads import MTPSpeculator, MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import DraftingForm, MTPSource
 from speculator.heads.mtp.model import Joint
-from tests.speculator.heads.test_eagle3_drafting import BEFORE, Noted
+from tests.speculator.heads.test_eagle3_drafting import BEFORE, Noted, Seldom
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
 LIMITS = [7, 3, 5, 6]
@@ -64,6 +64,15 @@ def test_drafts_are_those_of_transformers_layers_run_on_whole_rows(family, layer
     target, mtp, head = case(family, layers)
     assert head.is_chain == (layers > 1)
     assert gap(drafted(target, head, shape), lambda text, path: naive(target, mtp, text, path)) < 2e-5
+
+
+def test_a_chain_reads_later_what_was_accepted_in_steps_without_a_draft():
+    target, mtp, head = case("glm4_moe", 3)
+    drafter = Seldom(head, Chain(3))
+    drafter.every = 3
+    made = Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
+    assert made == Engine(target, None, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
+    assert gap(drafter, lambda text, path: naive(target, mtp, text, path)) < 2e-5
 
 
 @torch.no_grad()
