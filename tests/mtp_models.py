@@ -12,10 +12,14 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    ExaoneMoeConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    HYV3Config,
     MellumConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
 )
 from transformers.modeling_layers import MtpModel
 
@@ -40,7 +44,28 @@ _SHAPE: dict[str, Any] = dict(  # noqa: C408
 _EXPERTS: dict[str, Any] = dict(moe_intermediate_size=24, num_experts_per_tok=2)  # noqa: C408
 _GLM = dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)  # noqa: C408
 _MLA = dict(q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)  # noqa: C408
+_MIXED = ["linear_attention", "full_attention"]
 _DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)  # noqa: C408
+
+_ROUTED = dict(num_experts=4, num_shared_experts=1)  # noqa: C408
+_OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {**_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16, "layer_types": _MIXED},
+    ),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, {**_GLM, **_MLA, "num_key_value_heads": 2, "head_dim": 8}),
+    "hy_v3": (HYV3Config, _ROUTED),
+    "exaone_moe": (
+        ExaoneMoeConfig,
+        {
+            **_ROUTED,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
 
 
 def config_of(family: str, layers: int = 2, mtp_layers: int = 1, **sizes: Any) -> Any:
@@ -55,6 +80,9 @@ def config_of(family: str, layers: int = 2, mtp_layers: int = 1, **sizes: Any) -
     elif family == "mellum":
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
         made = MellumConfig(**shape, num_experts=4, sliding_window=6, layer_types=kinds, num_mtp_layers=1)
+    elif family in _OTHERS:
+        kind, more = _OTHERS[family]
+        made = kind(**{**shape, **more})
     else:
         shape = {"layer_types": ["linear_attention", "full_attention"] * (layers // 2), **shape, **_DELTA}
         if family == "qwen3_5":
@@ -91,6 +119,7 @@ def mtp_of(model: Any, layers: int = 1) -> MtpModel:
         model = copy.copy(model)
         model.config = copy.deepcopy(config)
         model.config.num_mtp_layers, model.config.mtp_layer_types = layers, ["full_attention"] * layers
+        model.config.mtp_mlp_layer_types = ["sparse"] * layers
     torch.manual_seed(1)
     mtp = MtpModel(model, layers)
     for name, weight in mtp.named_parameters():

@@ -278,7 +278,7 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
     base = head.config.base_model_name_or_path
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
-    stored = Stored(head_folder(base))
+    stored = Stored(head_folder(base, whole=True))
     _check(head, stored)
     new = _as_stored(head, stored)
     changed: dict[str, dict[str, Tensor]] = defaultdict(dict)

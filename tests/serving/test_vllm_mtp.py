@@ -1,5 +1,8 @@
 """vLLM drafts with an MTP layer that was tuned here and written back what our decoder drafts with it."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 from mtp_models import config_of, model_of, mtp_of, save
 from serving.shared import fitted, own_steps, vllm_runs
@@ -24,6 +27,16 @@ CASES = {
 }
 
 
+def without_torchvision(folder: Path) -> Path:
+    """A package with any name in it: vLLM's Qwen 3.5 imports image processors, of which text uses none."""
+    nothing = "from unittest.mock import MagicMock\n\n\ndef __getattr__(name):\n    return MagicMock()\n"
+    for package in ("torchvision", "torchvision/transforms", "torchvision/transforms/v2", "torchvision/io"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text(nothing)
+    (folder / "torchvision/transforms/v2/functional.py").write_text(nothing)
+    return folder
+
+
 @pytest.mark.parametrize("family", CASES)
 def test_drafts_and_text_equal_ours(family, tmp_path, run_in, report):
     layers, sizes, options = CASES[family]
@@ -40,11 +53,12 @@ def test_drafts_and_text_equal_ours(family, tmp_path, run_in, report):
     runs = [[{"prompt": prompt, "max_new_tokens": NEW}] for prompt in PROMPTS]
     engine = {"max_model_len": 128, "max_num_seqs": 1, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     speculative = {"method": "mtp", "num_speculative_tokens": LENGTH}
-    made = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine, target=str(tmp_path / "exported"))
+    run = partial(run_in, PYTHONPATH=str(without_torchvision(tmp_path / "stub")))
+    made = vllm_runs(run, tmp_path, runs, speculative, engine=engine, target=str(tmp_path / "exported"))
     same = steps = accepted = 0
     for prompt, theirs in zip(PROMPTS, made, strict=True):
         drafts, counts, text = own_steps(target, again, LENGTH, prompt, NEW)
-        assert theirs["texts"] == [text]
+        assert theirs["texts"][0][: len(text)] == text  # ours ends at the tokenizer's EOS
         for ours, (*_, its) in zip(drafts, theirs["drafts"], strict=False):
             steps, same = steps + 1, same + (ours == its)
         accepted += sum(counts)

@@ -72,7 +72,11 @@ def test_the_layers_of_a_folder_are_read_and_written_in_their_own_form(tmp_path,
     matrix = torch.randn(300, 32)
     assert torch.equal(read.logits(hidden, tokens, matrix), made.logits(hidden, tokens, matrix))
 
-    out = export(tmp_path, tuned(folder), folder)
+    (folder / "README.md").write_text("about the model")
+    save_head(tuned(folder), tmp_path / "head", layout_of("native", tuned(folder)))
+    (tmp_path / "head" / "README.md").write_text("about the head")
+    out = export(tmp_path, None, folder)
+    assert (folder / "README.md").read_text() == "about the model"
     before, after = tensors_of(folder), tensors_of(out)
     assert [(name, x.dtype, x.shape) for name, x in after.items()] == [(n, x.dtype, x.shape) for n, x in before.items()]
     own = set(hub_tensors(model, mtp, experts))

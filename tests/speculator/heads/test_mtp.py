@@ -55,7 +55,10 @@ def gap(drafter: Noted, expected_of) -> float:
         ("qwen3_5", 1, Candidates((2, 2, 1))),
         ("glm4_moe", 2, Chain(2)),
         ("deepseek_v3", 3, Tree((2, 2, 1), nodes=5)),
-        pytest.param("qwen3_5_moe", 1, Chain(3), marks=pytest.mark.soak),
+        *(
+            pytest.param(family, 1, Chain(3), marks=pytest.mark.soak)
+            for family in ("qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "hy_v3", "exaone_moe")
+        ),
         pytest.param("glm4_moe", 1, Tree((2, 2, 1, 1), nodes=7), marks=pytest.mark.soak),
         pytest.param("glm4_moe", 3, Tree((2, 2, 1), nodes=5), marks=pytest.mark.soak),
     ],
