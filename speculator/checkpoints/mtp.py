@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,8 +97,8 @@ class Stored:
             raise UserError(f"{folder}: no MTP layers of a {kind} can be read or written; those of {known} can")
         self.names = FAMILIES[kind]
         self.shards = _shards(folder)
-        found = re.search(r"^(.*?)layers\.0\.", min(self.shards, key=lambda name: (not _is_body(name), name)))
-        self.root = found[1] if found else "model."
+        roots = (re.match(r"((?:\w*model\.)+)layers\.0\.", name) for name in sorted(self.shards))
+        self.root = next((root[1] for root in roots if root), "model.")
         self.layers = 0
         while f"{self.prefix(self.layers)}{self.names.parts['eh_proj']}.weight" in self.shards:
             self.layers += 1
@@ -151,9 +150,8 @@ class Stored:
     @cached_property
     def fingerprint(self) -> str:
         """See `speculator.target.fingerprint`, from the files."""
-        table = next(name for name in self.shards if name.endswith("embed_tokens.weight") and self._is_targets(name))
-        output = next((name for name in self.shards if name.endswith("lm_head.weight")), table)
-        matrices = [SimpleNamespace(weight=self._open(name)) for name in (table, output)]
+        output = next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
+        matrices = [SimpleNamespace(weight=self._open(name)) for name in (self._table, output)]
         model = SimpleNamespace(
             config=self.config,
             get_input_embeddings=lambda: matrices[0],
@@ -165,14 +163,11 @@ class Stored:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding."""
-        return self._open(next(name for name in self.shards if name.endswith("embed_tokens.weight"))).dtype
+        return self._open(self._table).dtype
 
-    def _is_targets(self, name: str) -> bool:
-        return not re.search(r"(^|\.)(layers|mtp)\.", name)
-
-
-def _is_body(name: str) -> bool:
-    return bool(re.search(r"^(?!mtp\.).*?layers\.0\.", name)) and "visual" not in name and "vision" not in name
+    @property
+    def _table(self) -> str:  # MTP layers have copies of it, under `layers`
+        return next(name for name in sorted(self.shards, key=len) if name.endswith("embed_tokens.weight"))
 
 
 def _shards(folder: Path) -> dict[str, str]:
@@ -204,6 +199,9 @@ def _dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
 
 def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise in the blocks of a stored scale."""
+    if tensor.ndim == 3:  # all experts
+        each = [_quantised(*pair, dtype) for pair in zip(tensor, scale, strict=True)]
+        return torch.stack([part for part, _ in each]), torch.stack([own for _, own in each])
     largest = torch.zeros_like(scale, dtype=torch.float32)
     sizes = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
     row, column = (torch.arange(size) // block for size, block in zip(tensor.shape, sizes, strict=True))
@@ -241,33 +239,19 @@ def read(folder: Path) -> MTPSpeculator:
     config = MTPSpeculatorConfig.for_target(stored.text, **about)
     with torch.device("meta"):  # allocates no memory: the weights are replaced below
         head = MTPSpeculator(config)
-    return fill(head, stored.read, stored)
-
-
-def fill(head: MTPSpeculator, read_tensor: Callable[[str], Tensor], stored: Stored) -> MTPSpeculator:
-    """Replace all weights of a head by stored ones; a UserError names the first that does not fit."""
     weights, dtype = {}, None
     buffers = dict(head.named_buffers())
     for ours, shaped in head.state_dict().items():
-        parts = {name: read_tensor(name) for name in stored.parts(ours, shaped)}
-        for (name, part), view in zip(parts.items(), stored.parts(ours, shaped).values(), strict=True):
-            if part.shape != view.shape:
-                raise UserError(
-                    f"{stored.folder}: {name} is {list(part.shape)}, its {files.CONFIG} says {list(view.shape)}"
-                )
-        whole = torch.stack([torch.cat(each) for each in _by_expert(parts, shaped)]) if len(parts) > 1 else None
-        tensor = next(iter(parts.values())) if whole is None else whole
-        if ours not in buffers:
-            dtype = dtype or tensor.dtype
-        weights[ours] = tensor.to(buffers[ours].dtype if ours in buffers else dtype).clone()
+        views = stored.parts(ours, shaped)
+        parts = {name: stored.read(name) for name in views}
+        for name, part in parts.items():
+            found, expected = list(part.shape), list(views[name].shape)
+            refuse((found != expected, f"{folder}: {name} is {found}, its {files.CONFIG} says {expected}"))
+        tensor = torch.cat(list(parts.values())).view(shaped.shape)  # a copy: mapped memory is not aligned
+        dtype = dtype or tensor.dtype
+        weights[ours] = tensor.to(buffers[ours].dtype if ours in buffers else dtype)
     head.load_state_dict(weights, assign=True)
     return head.eval()
-
-
-def _by_expert(parts: dict[str, Tensor], shaped: Tensor) -> list[list[Tensor]]:
-    given = list(parts.values())
-    count = len(given) // len(shaped)
-    return [given[i : i + count] for i in range(0, len(given), count)]
 
 
 # --- writing
