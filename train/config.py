@@ -45,7 +45,8 @@ class HeadOptions:
     """The draft head's architecture and shape."""
 
     architecture: str = "mlp"
-    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers) or dspark (blocks)."""
+    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers), dspark (blocks) or mtp (the
+    layer that the target ships)."""
     n_predict: PositiveInt = 4
     """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
     inner_dim: NonNegativeInt = 0
@@ -54,7 +55,7 @@ class HeadOptions:
     """Number of tokens to draft from, the most frequent ones of the training text; 0, or more than the target has,
     drafts from all."""
     initialise: Literal["random", "target"] = "random"
-    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
+    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0), or its MTP layers.
     An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
     """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options

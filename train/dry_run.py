@@ -191,7 +191,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
     )
     # Starting from the target's matrices needs the target's width: both are the stand-in's.
     inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
-    of_target = head_class(config.speculator).config_class.target_options
+    kind = head_class(config.speculator).config_class
     drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
     return replace(
         config,
@@ -200,8 +200,11 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
             config.speculator,
             inner_dim=inner,
             draft_vocab_size=drafted,
+            initialise="random" if kind.ships_with_target else config.speculator.initialise,
             warm_start=None,
-            options={name: value for name, value in config.speculator.options.items() if name not in of_target},
+            options={
+                name: value for name, value in config.speculator.options.items() if name not in kind.target_options
+            },
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),
