@@ -24,7 +24,7 @@ from speculator.drafters.ngram import MEMORY
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
 from speculator.files import check_output_folder
 from speculator.tables import gigabytes
-from speculator.target.fingerprint import same_target
+from speculator.target.fingerprint import similar_target
 from speculator.target.model import Target
 from speculator.terminal import log
 
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
     """Create the drafter that the flags describe, with another head."""
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
-    if trained_for and not same_target(trained_for, target.fingerprint):
+    if trained_for and not similar_target(trained_for, target.fingerprint):
         raise UserError(f"{folder} was trained for another target than {target.name}")
     return make_drafter(argparse.Namespace(**{**vars(arguments), "speculator": folder}))
 
