@@ -14,6 +14,7 @@ import sys
 from importlib import import_module
 
 from speculator.errors import OneLineParser, run_command, start
+from speculator.terminal import working
 
 COMMANDS = ("prepare", "generate", "view")
 
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     # Import only this command: `generate` needs torch, the others do not.
     module = import_module(f"data.cli.{command}")
     arguments = module.build_parser().parse_args(argv[1:])
-    return run_command(f"data {command}", lambda: module.run(arguments))
+    with working(f"data {command}"):
+        return run_command(f"data {command}", lambda: module.run(arguments))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.heads import Speculator
 from speculator.target.model import Target
-from speculator.terminal import library_bars, log, phase, quiet_libraries
+from speculator.terminal import loading, log, phase, quiet_libraries, working
 from speculator.verdict import headlines
 from train import checks
 from train.checkpoint import reporting_full_disk
@@ -94,7 +94,8 @@ def main(config: RunConfig) -> int:
                 _run(settled, shorten=not config.data.seq_length)
 
     try:
-        code = run_command("train.py", work)
+        with working("train.py"):
+            code = run_command("train.py", work)
     except SystemExit as stop:  # by SIGTERM, all processes at the same step
         _leave_group()
         return int(stop.code or 0)
@@ -277,7 +278,7 @@ def load_target(config: RunConfig) -> Target:
     """Load the configured target."""
     given = dataclasses.asdict(config.target)
     variables = given.pop("chat_template_kwargs")
-    with library_bars():
+    with loading(config.target.name_or_path):
         target = Target.load(given.pop("name_or_path"), **given)
     set_template_variables(target.tokenizer, variables)
     return target

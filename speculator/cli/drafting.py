@@ -24,7 +24,7 @@ from speculator.drafters import (
 from speculator.drafters.hybrid import Hybrid
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.target.model import Target
-from speculator.terminal import library_bars
+from speculator.terminal import loading
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
@@ -61,7 +61,7 @@ def _object(text: str) -> dict[str, Any]:
 
 def load_target(arguments: argparse.Namespace) -> Target:
     """Load the target that the flags name."""
-    with library_bars():
+    with loading(arguments.target):
         target = Target.load(
             arguments.target,
             revision=arguments.revision,
