@@ -84,8 +84,9 @@ class _Heartbeat(threading.Thread):
         cls.work = [each for each in cls.work if each is not work]  # tqdm compares bars by their place
 
     def run(self) -> None:
+        pause = threading.Event()
         while True:
-            time.sleep(max(_SECONDS / 10, self.written + _SECONDS - time.monotonic()))
+            pause.wait(max(_SECONDS / 10, self.written + _SECONDS - time.monotonic()))
             if self.work and time.monotonic() >= self.written + _SECONDS:
                 type(self).written = time.monotonic()
                 with suppress(Exception):  # the work may end meanwhile

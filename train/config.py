@@ -248,7 +248,7 @@ class RunConfig:
     deterministic: bool = False
     """Ask torch for operations whose results repeat exactly on a GPU (slower; torch warns of those that cannot)."""
     report_to: Literal["wandb", "none"] = "wandb"
-    """Tracker: wandb (offline unless a key is set) or none."""
+    """Tracker: wandb (offline unless WANDB_MODE is online) or none."""
 
     def __post_init__(self) -> None:
         for stage in (self.stage1, self.stage2):

@@ -43,7 +43,7 @@ from speculator.heads import Speculator
 from speculator.target.model import Target
 from speculator.terminal import loading, log, phase, quiet_libraries, working
 from speculator.verdict import headlines
-from train import checks
+from train import checks, interrupts
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import known_config, rehearse
@@ -91,6 +91,7 @@ def main(config: RunConfig) -> int:
             if config.dry_run:
                 rehearse(settled, _run)
             else:
+                interrupts.say_when_interrupted(f"the same command resumes the run in {config.output_dir}")
                 _run(settled, shorten=not config.data.seq_length)
 
     try:

@@ -43,6 +43,8 @@ from speculator.workshop import ROOT
 
 HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
 _POLL_SECONDS = 5
+_LOG_SECONDS = 30
+"""Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</title>
 <style>body {{ font: 15px/1.5 system-ui; max-width: 72rem; margin: auto }} td {{ padding: .2rem .8rem }}</style>
@@ -183,6 +185,7 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
+    said, again = 0, 0.0
     while True:
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
@@ -195,6 +198,9 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
         late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
         if count >= arguments.every_tokens or (count > 0 and late):
             return
+        if count != said and time.monotonic() >= again:
+            said, again = count, time.monotonic() + _LOG_SECONDS
+            log(f"{max(count, 0):,} of {arguments.every_tokens:,} new answer tokens")
         time.sleep(_POLL_SECONDS)
 
 

@@ -32,9 +32,9 @@ _CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes")
 
 
-def add_target_flags(parser: OneLineParser) -> None:
+def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
     """Add the flags of the target."""
-    parser.add_argument("--target", required=True, help="hub id, folder or GGUF file of a causal LM")
+    parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
