@@ -168,6 +168,7 @@ def evaluate(
     rule: str | None = None,
     hybrid: bool = False,
     server: str = "ours",
+    training: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
@@ -180,6 +181,7 @@ def evaluate(
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
         hybrid: also measure the hybrid draft of head and n-gram lookup.
+        training: curves of the head's training for the report, see `train.stages.curves`.
         server: a name from `SERVERS`. Another server's drafts are compared with plain decoding only.
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
@@ -237,6 +239,8 @@ def evaluate(
         "warnings": warnings(rows),
         "suites": rows,
     }
+    if training:
+        report["training"] = training
     write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
     render(report, traces, output)
     for line in report["warnings"]:

@@ -26,7 +26,7 @@ def send(report: dict, folder: Path) -> None:
 
 
 def start(folder: Path, **facts: Any) -> None:
-    """Start a wandb run whose files are in a folder. It is offline, so nothing is uploaded, unless WANDB_MODE asks for it.
+    """Start a wandb run whose files are in a folder. Nothing is uploaded, unless WANDB_MODE is online.
 
     `facts` are arguments of `wandb.init`; the variables WANDB_MODE and WANDB_PROJECT take precedence.
     """

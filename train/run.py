@@ -13,6 +13,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import datasets
 import torch
@@ -53,7 +54,7 @@ from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
 from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
-from train.stages import is_published, publish, start_tracking, train_stage
+from train.stages import curves, is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
 _POLL_SECONDS = 1.0
@@ -260,7 +261,11 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
     """
     head_folder = Path(config.output_dir) / "speculator"
     head = load_head(head_folder, target)
-    how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
+    how: dict[str, Any] = {
+        "temperatures": config.eval.temperatures,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "seed": config.seed,
+    }
     if config.eval.tune_prompts and not target.broadcast_object((head_folder / TUNED).exists()):
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         place = head_folder if folder == Path(config.output_dir) else folder
@@ -272,7 +277,8 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
         if folder == Path(config.output_dir):
             render(json.loads((report / "report.json").read_text()), [], report)
         return
-    evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
+    how |= {"tuned_in": head_folder, "speculator_name": str(head_folder), "training": curves(Path(config.output_dir))}
+    evaluate(target, head, [suites["held-out"]], report, **how)
 
 
 def load_target(config: RunConfig) -> Target:

@@ -11,8 +11,7 @@ from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix
 _CORRELATION = 0.95
-"""Least correlation of a quantised copy's samples. 4 bits per weight leave 0.98 to 1; unrelated weights exceed it once in
-5,000 matrices."""
+"""Least correlation of a quantised copy's samples: 4 bits leave 0.98 or more; 1 in 5,000 unrelated ones has it."""
 
 
 def fingerprint(model: Any) -> str:
