@@ -97,6 +97,8 @@ class DataConfig:
     """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
     """Maximum number of bytes of each top-level package, for python-sources."""
+    raw: bool = False
+    """Never apply the target's chat template: prompts and completions stay text."""
     max_bad_rows: ClosedUnitInterval = 0.05
     """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None

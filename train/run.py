@@ -288,6 +288,8 @@ def load_target(config: RunConfig) -> Target:
     with loading(config.target.name_or_path):
         target = Target.load(given.pop("name_or_path"), **given)
     set_template_variables(target.tokenizer, variables)
+    if config.data.raw:
+        target.tokenizer.chat_template = None
     return target
 
 

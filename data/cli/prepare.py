@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.prepare import save_rows
 from data.rendering import load_tokenizer
-from data.tally import add_max_bad_rows
+from data.tally import add_max_bad_rows, add_raw
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder
 from speculator.terminal import quiet_libraries
@@ -43,6 +43,7 @@ def build_parser() -> OneLineParser:
         type=int,
         help="processes that tokenize; the rows do not depend on it (default: one per core, up to 8)",
     )
+    add_raw(parser)
     add_max_bad_rows(parser)
     parser.add_argument("--output", required=True, type=Path, help="output folder, which must not exist")
     return parser
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     counts = save_rows(
         arguments.sources,
-        load_tokenizer(arguments.target, arguments.revision),
+        load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw),
         arguments.seq_length,
         arguments.output,
         max_tokens=arguments.max_tokens,
