@@ -57,6 +57,8 @@ class HeadOptions:
     warm_start: str | None = None
     """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options
     apply where none are given; those that are given must be the same."""
+    warm_start_revision: str | None = None
+    """Hub branch, tag or commit of warm_start."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
     --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""

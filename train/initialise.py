@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pyarrow import compute
 from transformers import LlamaConfig, PreTrainedConfig
 
-from speculator.checkpoints import load_any, recognise
+from speculator.checkpoints import head_folder, load_any, recognise
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
@@ -36,9 +36,10 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     options = config.speculator
     if not options.warm_start:
         return config
-    recognised = recognise(options.warm_start)
+    folder = head_folder(options.warm_start, options.warm_start_revision)
+    recognised = recognise(folder)
     names = {head.config_class.model_type: name for name, head in ARCHITECTURES.items()}
-    start = load_any(options.warm_start).config
+    start = load_any(folder).config
     found = {name: getattr(start, name) or 0 for name in _SHARED_OPTIONS}
     found["architecture"] = names[recognised.head.config_class.model_type]
     if "architecture" in given and options.architecture != found["architecture"]:
@@ -69,7 +70,9 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
         "trained_length": config.data.seq_length,
         "training_data": config.data.sources,
     }
-    start = bind(load_any(options.warm_start), target) if options.warm_start else None
+    start = None
+    if options.warm_start:
+        start = bind(load_any(head_folder(options.warm_start, options.warm_start_revision)), target)
     torch.manual_seed(config.seed)
     if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():
         counts = count_tokens(rows, target.vocab_size, with_loss=False)
@@ -131,7 +134,7 @@ def check_options(options: HeadOptions) -> SpeculatorConfig:
     Returns the config of the head for some target.
     """
     if options.warm_start:
-        recognise(options.warm_start)
+        recognise(head_folder(options.warm_start, options.warm_start_revision))
     stand_in = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
     return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
 

@@ -31,7 +31,7 @@ def is_hub_id(name: str | Path) -> bool:
 def head_folder(name: str | Path, revision: str | None = None) -> Path:
     """Return the folder of a head; a hub id is downloaded into the hub's cache first, or found there."""
     if not is_hub_id(name):
-        refuse((revision is not None, f"--speculator_revision {revision}: {name} is no hub id, so has no revisions"))
+        refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
         return Path(name)
     try:
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES))

@@ -34,6 +34,7 @@ import httpx
 
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
+from speculator.cli import drafting
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
@@ -65,6 +66,7 @@ def add_flags(parser: OneLineParser) -> None:
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
     parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
+    drafting.add_revision(parser)
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
     parser.add_argument(
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     refuse(
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
     )
-    arguments.head = head_folder(arguments.head)
+    arguments.head = head_folder(arguments.head, arguments.speculator_revision)
     read_config(arguments.head)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]

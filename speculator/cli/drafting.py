@@ -101,9 +101,9 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
 
 
-def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:
     """Add the flag of a head's version on the hub."""
-    parser.add_argument("--speculator_revision", metavar="REVISION", help="hub branch, tag or commit of the head")
+    parser.add_argument("--speculator_revision", metavar="REVISION", help=f"hub branch, tag or commit of {head}")
 
 
 def _numbers(text: str) -> list[int]:
