@@ -1,10 +1,10 @@
-"""`python -m data`: turn text into rows of tokens.
+"""`speculator data`: turn text into rows of tokens.
 
     prepare     tokenise and pack sources into a folder of rows
     generate    let the target continue prompts, as training data for its draft head
     view        show rows as text, and which of their tokens have loss
 
-`python -m data COMMAND --help` lists the flags.
+`speculator data COMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(
-        prog="python -m data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="speculator data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command

@@ -1,4 +1,4 @@
-"""`python -m eval [tune | compare | gate | lossless]`; --help explains the flags of each command."""
+"""`speculator eval [tune | compare | gate | lossless]`; --help explains the flags of each command."""
 
 from __future__ import annotations
 

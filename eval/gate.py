@@ -2,7 +2,7 @@
 
 The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
 acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
-`python -m speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
+`speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
 other.
 """
 
@@ -33,7 +33,7 @@ from speculator.terminal import Progress
 
 def build_parser() -> OneLineParser:
     """The flags of `gate`."""
-    parser = OneLineParser(prog="python -m eval gate", description=__doc__)
+    parser = OneLineParser(prog="speculator eval gate", description=__doc__)
     parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
     parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
     drafting.add_revision(parser, "OLD")

@@ -1,10 +1,10 @@
-"""`python -m eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
+"""`speculator eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
 
 Other commands (each has --help):
-`python -m eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
-`python -m eval lossless` checks that speculative decoding keeps the target's output.
-`python -m eval compare A/report.json B/report.json` shows the differences of two reports.
-`python -m eval gate OLD NEW` says whether a new head should replace an old one.
+`speculator eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
+`speculator eval lossless` checks that speculative decoding keeps the target's output.
+`speculator eval compare A/report.json B/report.json` shows the differences of two reports.
+`speculator eval gate OLD NEW` says whether a new head should replace an old one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from speculator.verdict import headlines
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `python -m eval`."""
-    parser = OneLineParser(prog="python -m eval", description=__doc__)
+    """The flags of `speculator eval`."""
+    parser = OneLineParser(prog="speculator eval", description=__doc__)
     add_flags(parser, max_prompts=32)
     parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
     drafting.add_revision(parser)

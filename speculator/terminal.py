@@ -106,6 +106,10 @@ def _write(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+_TITLE = 60
+"""Most characters of a bar's title: longer ones, such as with paths, would push the numbers off a terminal."""
+
+
 class Progress(tqdm):
     """Progress bar of the first process. In a file or pipe it is a line every half minute."""
 
@@ -121,7 +125,7 @@ class Progress(tqdm):
         bar = "{percentage:3.0f}%|{bar}| " if known and not self.plain else ""
         super().__init__(
             items,
-            desc=title,
+            desc=title if len(title) <= _TITLE else f"...{title[3 - _TITLE :]}",
             unit=unit,
             disable=disable or not _is_first(),
             file=sys.stderr,

@@ -248,8 +248,8 @@ def summary(config: RunConfig) -> str:
         *headlines(report),
         f"head:   {folder / 'speculator'}",
         f"report: {folder / 'eval' / 'report.html'}",
-        f"try:    python -m speculator generate {how} {trial}",
-        f"serve:  python -m speculator serve {how}",
+        f"try:    speculator generate {how} {trial}",
+        f"serve:  speculator serve {how}",
     ]
     return "\n".join(lines)
 

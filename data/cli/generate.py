@@ -1,4 +1,4 @@
-"""`python -m data generate`: let the target continue prompts, as training data for its draft head."""
+"""`speculator data generate`: let the target continue prompts, as training data for its draft head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL = sys.maxsize
 
 def build_parser() -> OneLineParser:
     """Define the flags."""
-    parser = OneLineParser(prog="python -m data generate", description=__doc__)
+    parser = OneLineParser(prog="speculator data generate", description=__doc__)
     drafting.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")

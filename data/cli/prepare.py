@@ -1,4 +1,4 @@
-"""`python -m data prepare`: tokenize sources and pack them into rows.
+"""`speculator data prepare`: tokenize sources and pack them into rows.
 
 The output is a `datasets` folder with the splits train, validation and held-out. As a source of a training run
 (`--data.sources`) it keeps these splits.
@@ -19,7 +19,7 @@ from speculator.terminal import quiet_libraries
 
 def build_parser() -> OneLineParser:
     """Define the flags."""
-    parser = OneLineParser(prog="python -m data prepare", description=__doc__)
+    parser = OneLineParser(prog="speculator data prepare", description=__doc__)
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument(

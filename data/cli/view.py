@@ -1,4 +1,4 @@
-"""`python -m data view`: show rows as text, and mark the tokens that have loss.
+"""`speculator data view`: show rows as text, and mark the tokens that have loss.
 
 Text with loss is green and other text is dim. Without colours (in a file or pipe, or with NO_COLOR), text with loss is
 in [[double brackets]]. A line under the name of a chat says why it became several rows, or why an answer has no loss.
@@ -23,8 +23,8 @@ from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
 
 def build_parser() -> OneLineParser:
     """Define the flags."""
-    parser = OneLineParser(prog="python -m data view", description=__doc__)
-    parser.add_argument("source", help="a folder that `python -m data prepare` wrote, or any other source")
+    parser = OneLineParser(prog="speculator data view", description=__doc__)
+    parser.add_argument("source", help="a folder that `speculator data prepare` wrote, or any other source")
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     add_raw(parser)

@@ -55,7 +55,7 @@ def load_drafter(
 ) -> AdaptiveDrafter:
     """Load a head that drafts adaptively: before each step the fastest of its drafts, n-gram lookup, both or neither.
 
-    Acceptance and step costs come from the folder's `decoding.json`, see `python -m eval tune`. Costs that are unknown
+    Acceptance and step costs come from the folder's `decoding.json`, see `speculator eval tune`. Costs that are unknown
     for this machine are measured, which takes up to six seconds once.
 
     Args:

@@ -1,10 +1,10 @@
-"""`python -m speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
+"""`speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
 
     OUTPUT/speculator             link to the head in use
     OUTPUT/rounds.html, .svg      page and plot of all rounds
     OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
     OUTPUT/round-001/run/         run of train.py
-    OUTPUT/round-001/gate.json    figures of `python -m eval gate`
+    OUTPUT/round-001/gate.json    figures of `speculator eval gate`
     OUTPUT/round-001/round.json   outcome of the round, written last
 
 These files say how far a round is, so the same command resumes it after a kill.
@@ -87,7 +87,7 @@ def add_flags(parser: OneLineParser) -> None:
         type=shlex.split,
         default=[],
         metavar="FLAGS",
-        help="flags of `python -m eval gate`, such as '--guard python-sources'",
+        help="flags of `speculator eval gate`, such as '--guard python-sources'",
     )
     parser.add_argument(
         "--every_tokens",

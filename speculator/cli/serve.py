@@ -1,4 +1,4 @@
-"""`python -m speculator serve`: a server with OpenAI's API."""
+"""`speculator serve`: a server with OpenAI's API."""
 
 from __future__ import annotations
 
