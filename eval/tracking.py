@@ -40,7 +40,7 @@ def start(folder: Path, **facts: Any) -> None:
         raise UserError(f"WANDB_MODE={mode}: wandb: {first_line(error)}") from None
     if wandb.run is not None and wandb.run.settings.mode == "offline":
         place = Path(wandb.run.dir).parent  # of the files
-        terminal.log(f"wandb: offline in {place}; `wandb sync {place}` uploads it, WANDB_MODE=online does so at once")
+        terminal.log(f"wandb: offline, nothing is uploaded; to upload this run: wandb sync {place}")
 
 
 def stop() -> None:
