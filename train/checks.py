@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from data.magpie import SELF, names_self, only_self, prompt_sampling_of
 from data.sources import parse
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.target.model import Target
 from train.config import GenerateConfig, RunConfig, StageConfig
 from train.initialise import check_options, head_config, parameters
@@ -55,10 +55,25 @@ def settings(config: RunConfig) -> None:
             raise UserError(f"{section}.temperatures must be distinct, and at least one")
         for temperature in values.temperatures:
             Sampling(temperature)
+    if config.target.server:
+        _server(config)
     if not 0 <= config.seed < 2**32:
         raise UserError("seed must be in 0..4294967295")
     if config.eval.max_new_tokens < 2:
         raise UserError("eval.max_new_tokens must be at least 2: the first new token comes from the prefill")
+
+
+def _server(config: RunConfig) -> None:
+    """Refuse settings of a target that runs here."""
+    target = config.target
+    refuse(
+        (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
+        (target.adapter, "target.server: servers run merged weights; merge the adapter"),
+        (
+            config.stage2.max_steps and config.stage2.rejected_token_weight is not None,
+            "stage2.rejected_token_weight needs text that is decoded here, not by target.server",
+        ),
+    )
 
 
 def warnings(config: RunConfig) -> list[str]:

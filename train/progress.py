@@ -102,8 +102,12 @@ class ProgressLine(ProgressCallback):
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     """One line of at most 120 characters about some training steps, or about an evaluation."""
     if "eval_loss" in logs:
-        greedy, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
-        lengths = f"acceptance length {greedy:.2f} greedy, {sampled:.2f} sampled (plain decoding: 1)"
+        if "eval_acceptance_length" in logs:
+            greedy, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
+            lengths = f"acceptance length {greedy:.2f} greedy, {sampled:.2f} sampled (plain decoding: 1)"
+        else:  # the target can't decode here
+            forecast = logs["eval_teacher_forced_acceptance_length"]
+            lengths = f"forecast of the acceptance length {forecast:.2f} (teacher-forced; plain decoding: 1)"
         return f"evaluation at step {step}: loss {logs['eval_loss']:.2f}, {lengths}"
     first = next(value for name, value in logs.items() if name.endswith("/accuracy"))
     parts = [
@@ -112,6 +116,7 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
         f"lr {logs['learning_rate']:.1e}",
         f"{logs['tokens_per_second']:,.0f} tokens/s",
         *([f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []),
+        *([f"{logs['waiting_for_servers']:.0%} waiting"] if "waiting_for_servers" in logs else []),
         f"{timedelta(seconds=round(logs['seconds_left']))} left",
     ]
     return ", ".join(parts)

@@ -7,8 +7,9 @@ import gc
 import json
 import os
 import shlex
+import shutil
 import time
-from contextlib import nullcontext, redirect_stderr
+from contextlib import closing, nullcontext, redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -27,6 +28,7 @@ from data.prompts import Room, conversations
 from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate, render
+from eval.serving import FORECAST, commands_for_server
 from eval.suites import Suite, from_text
 from eval.tune import write_tuning
 from speculator import HeadDrafter
@@ -41,6 +43,7 @@ from speculator.errors import run_command
 from speculator.files import cache_folder
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.target.server import ServerTarget
 from speculator.terminal import library_bars, log, phase, quiet_libraries
 from speculator.verdict import headlines
 from train import checks
@@ -52,6 +55,7 @@ from train.initialise import for_rows, new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
+from train.server_command import needed_of_server
 from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
 from train.stages import is_published, publish, start_tracking, train_stage
 
@@ -125,8 +129,10 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
-    if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
-        if state.is_main_process and not (folder / "speculator" / CARD).exists():
+    card = folder / "speculator" / CARD
+    measured = report.exists() and report.with_suffix(".md").exists()
+    if (measured or (config.target.server and card.exists())) and not config.overwrite_output_dir:
+        if state.is_main_process and not card.exists():
             write_card(folder / "speculator")  # the run was killed just before
         state.print(
             f"{folder} is done; another --output_dir starts another run, --overwrite_output_dir replaces this one"
@@ -141,11 +147,20 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it in its first product
         torch.use_deterministic_algorithms(True, warn_only=True)
-    refuse_too_large(config, state.num_processes)
+    if not config.target.server:
+        refuse_too_large(config, state.num_processes)
     announce(config, _LOAD)
     target = load_target(config)
+    with closing(target) if isinstance(target, ServerTarget) else nullcontext():
+        _run_with(target, config, shorten)
+
+
+def _run_with(target: Target, config: RunConfig, shorten: bool) -> None:
+    state, folder = PartialState(), Path(config.output_dir)
     announce(config, _PREPARE)
     checks.fits_target(config, target)
+    if isinstance(target, ServerTarget):
+        target.check(*needed_of_server(config, target.config, target.context_length), state.num_processes)
     asked, read = config, with_self_written(config, target)
     if shorten:
         read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
@@ -212,12 +227,15 @@ def _train(
             )
         if state.is_main_process:
             publish(load_any(best), head_folder)
+            if (best / FORECAST).exists():
+                shutil.copyfile(best / FORECAST, head_folder / FORECAST)
     state.wait_for_everyone()
     announce(config, _MEASURE)
     if state.is_main_process:
         if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
-        _measure(config, target, suites, folder)
+        if not config.target.server:  # else the exported head's server measures
+            _measure(config, target, suites, folder)
         tracking.stop()
         write_card(head_folder)
         print(summary(config))
@@ -233,6 +251,8 @@ def _train(
 def summary(config: RunConfig) -> str:
     """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
+    if config.target.server:
+        return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
     report = json.loads((folder / "eval" / "report.json").read_text())
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
     for flag in ("revision", "adapter"):
@@ -274,11 +294,15 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder
 
 
 def load_target(config: RunConfig) -> Target:
-    """Load the configured target."""
+    """Load the configured target, or what is outside its layers if servers run it."""
     given = dataclasses.asdict(config.target)
-    variables = given.pop("chat_template_kwargs")
+    variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
     with library_bars():
-        target = Target.load(given.pop("name_or_path"), **given)
+        if urls:
+            own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
+            target: Target = ServerTarget.connect(name, urls, **own)
+        else:
+            target = Target.load(name, **given)
     set_template_variables(target.tokenizer, variables)
     return target
 
@@ -376,6 +400,27 @@ def own_prompts_of(config: RunConfig, target: Target) -> list[Conversation]:
     )
 
 
+def _text_by_servers(
+    config: RunConfig, target: ServerTarget, own_prompts: list[Conversation] | None, folder: Path
+) -> datasets.Dataset:
+    from data.client import fetch_rows  # imports openai, for a second
+
+    if own_prompts is None:
+        return fresh_rows(config, target, None, folder)
+    settings = config.stage2.generate
+    return fetch_rows(
+        target.urls,
+        target.name,
+        target.tokenizer,
+        own_prompts,
+        folder,
+        sampling=checks.own_sampling(settings),
+        max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=config.data.seq_length,
+        seed=config.seed,
+    )
+
+
 def generate_own_text(
     config: RunConfig, target: Target, head_folder: Path, own_prompts: list[Conversation] | None
 ) -> datasets.Dataset:
@@ -384,6 +429,8 @@ def generate_own_text(
     Without prompts the target writes the prompts as well.
     """
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
+    if isinstance(target, ServerTarget):
+        return _text_by_servers(config, target, own_prompts, folder)
     fixed, sampling = settings.num_speculative_tokens, checks.own_sampling(settings)
     drafter = (
         HeadDrafter(load_head(head_folder, target), fixed)

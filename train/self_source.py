@@ -57,7 +57,7 @@ def folder_of(config: RunConfig, target: Target) -> Path:
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
-def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path) -> Dataset:
+def fresh_rows(config: RunConfig, target: Target, drafter: Drafter | None, folder: Path) -> Dataset:
     """Write chats for stage 2 by the settings of `stage2.generate`, different from those of stage 1."""
     settings = config.stage2.generate
     made = self_rows(

@@ -19,6 +19,7 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
+from eval.serving import write_forecast
 from eval.suites import Suite
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
@@ -26,6 +27,7 @@ from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.target.server import ServerTarget
 from speculator.terminal import log
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
@@ -75,13 +77,15 @@ def train_stage(
     def decode(head: Speculator) -> dict[str, float]:
         return real_acceptance(target, head, suite, config.seed, max_positions=positions)
 
+    remote = isinstance(target, ServerTarget)
+
     head = start()
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
-        token_at_peak=token_at_peak(config, name, state.num_processes),
+        token_at_peak=None if remote else token_at_peak(config, name, state.num_processes),
         loss=config.loss,
-        decode=decode,
+        decode=None if remote else decode,
         keep=settings.save_total_limit,
         patience=settings.patience,
         title=name.replace("stage", "stage "),
@@ -94,7 +98,7 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(head.config, settings.rejected_token_weight),
+        data_collator=Collator(head.config, settings.rejected_token_weight, for_servers=remote),
         train_dataset=train_rows,
         eval_dataset=filled(validation_rows, batch * state.num_processes),
     )
@@ -124,12 +128,17 @@ def train_stage(
         if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
             _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
-        best, passed_over = checkpoint.best(folder, done["log_history"], settings.save_steps, settings.max_steps)
+        metric = checkpoint.FORECAST if remote else checkpoint.METRIC
+        history = done["log_history"]
+        best, passed_over = checkpoint.best(folder, history, settings.save_steps, settings.max_steps, metric)
         for line in passed_over:
             log(line)
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
+        if remote:
+            step = int(best.name.removeprefix("checkpoint-"))
+            write_forecast(best_head, next(entry for entry in history if entry["step"] == step and metric in entry))
     state.wait_for_everyone()
     return best_head
 

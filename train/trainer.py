@@ -23,10 +23,12 @@ from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
+from speculator.target.server import ServerTarget
 from train import interrupts
-from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
+from train.checkpoint import FORECAST, METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
+from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookingAhead
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.progress import Pace, ProgressLine
 from train.sharded_adam import ShardedAdam
@@ -44,13 +46,14 @@ class Collator:
     Args:
         config: config of the head.
         rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
+        for_servers: add the `Documents` that servers read.
 
     Attributes:
         epoch: number of times that the rows were read before.
     """
 
-    def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None):
-        self.config, self.rejected_token_weight = config, rejected_token_weight
+    def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None, for_servers: bool = False):
+        self.config, self.rejected_token_weight, self.for_servers = config, rejected_token_weight, for_servers
         self.epoch = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -68,11 +71,13 @@ class Collator:
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
+        if self.for_servers:
+            batch[DOCUMENTS] = Documents(rows)
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights")
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -87,7 +92,8 @@ class SpeculatorTrainer(Trainer):
         target: the model to draft for.
         token_at_peak: seconds that a token's operations take at the device's peak rate; None if unknown.
         loss: weights of the losses.
-        decode: decodes with the current head and returns figures; called at each evaluation.
+        decode: decodes with the current head and returns figures; called at each evaluation. None if the target can't
+            decode here: a forecast then selects the best checkpoint.
         keep: number of checkpoints to keep, the best among them; None keeps all.
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
@@ -100,7 +106,7 @@ class SpeculatorTrainer(Trainer):
         target: Target,
         token_at_peak: float | None = None,
         loss: LossConfig,
-        decode: Callable[[Speculator], dict[str, float]],
+        decode: Callable[[Speculator], dict[str, float]] | None,
         keep: int | None = None,
         patience: int | None = None,
         shard_optimizer: bool = False,
@@ -108,6 +114,7 @@ class SpeculatorTrainer(Trainer):
         **kwargs: Any,
     ):
         self.shard_optimizer = shard_optimizer
+        kwargs["args"].metric_for_best_model = FORECAST if decode is None else METRIC
         super().__init__(**kwargs)
         if self.accelerator.ddp_handler is not None:  # gradients lie in the buckets that are reduced, not beside them
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -115,6 +122,7 @@ class SpeculatorTrainer(Trainer):
             self.remove_callback(callback)
         self.add_callback(ProgressLine(title))
         self.target, self.decode, self.keep = target, decode, keep
+        self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
@@ -156,11 +164,8 @@ class SpeculatorTrainer(Trainer):
         input_ids = inputs["input_ids"]
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
-        with (
-            self.pace.of_target(input_ids) if model.training else nullcontext(),
-            self.target.aux_layers.recorded(self._aux_layers) as states,
-        ):
-            hidden = self.target.hidden(input_ids, inputs["document_ids"])
+        with self.pace.of_target(input_ids) if model.training else nullcontext():
+            hidden, states = self._states(inputs)
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
@@ -168,7 +173,7 @@ class SpeculatorTrainer(Trainer):
             inputs["document_ids"],
             hidden,
             # float32, because heads are trained in it whatever the target's dtype is.
-            states(hidden).float(),
+            states.float(),
             {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
             # An evaluation counts every token once, so that its loss is comparable between runs.
             inputs.get("token_weights") if model.training else None,
@@ -193,6 +198,19 @@ class SpeculatorTrainer(Trainer):
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
         loss = objective * scale / items.clamp_min(1)
         return (loss, metrics) if return_outputs else loss
+
+    def _states(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:  # [B, L, D], [B, L, nD]
+        """Return the target's last hidden states, and those that the head reads."""
+        if self.look_ahead is not None:
+            return self.look_ahead.take(inputs)
+        with self.target.aux_layers.recorded(self._aux_layers) as states:
+            hidden = self.target.hidden(inputs["input_ids"], inputs["document_ids"])
+        return hidden, states(hidden)
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.look_ahead is not None:
+            epoch_iterator = self.look_ahead.continued(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
         """Check a figure that is on the host already: reading one in every step would stall the device."""
@@ -223,6 +241,8 @@ class SpeculatorTrainer(Trainer):
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
             logs |= self.pace.figures(self.state, self.args.world_size)
+            if self.look_ahead is not None:
+                logs["waiting_for_servers"] = self.look_ahead.share_waited()
         # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.
         with suppress(Exception) if interrupts.stop_asked() else nullcontext():
             tracking.at_step(self.state.global_step)
@@ -234,15 +254,18 @@ class SpeculatorTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         collator: Any = self.data_collator
         epoch, collator.epoch = collator.epoch, 0  # the same training positions in every evaluation
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.look_ahead is not None:
+            dataloader = LookingAhead(dataloader, self.look_ahead)
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         collator.epoch = epoch
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")
         self._refuse_unless_finite("the loss", figures["loss"])
-        figures |= self.decode(head)
+        if self.decode is not None:
+            figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
@@ -362,7 +385,6 @@ def arguments(**fields: Any) -> TrainingArguments:
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
-        metric_for_best_model=METRIC,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],
