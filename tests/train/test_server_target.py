@@ -1,22 +1,28 @@
 """Training with a target that servers run: the same losses and gradients, and what happens when a server fails."""
 
+import json
+import shlex
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
 from conftest import CONFIGS, save_tiny, tiny_block_head
+from datasets import load_from_disk
 from hidden_state_server import StandIn
-from transformers import AutoModelForCausalLM, TrainerCallback
+from server_training import STEPS, apart, trained
+from transformers import AutoModelForCausalLM
 
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
+from speculator.files import read_json
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
 from speculator.target import hidden_state_servers
 from speculator.target.server import ServerTarget
-from train.config import LossConfig
-from train.trainer import Collator, SpeculatorTrainer, arguments
+from train import run, server_command
+from train.command_line import parse
 
-STEPS, LENGTH = 10, 24
+LENGTH = 24
 AUX = {"mlp": [], "eagle3": [0, 1], "dspark": [0, 1]}
 SERVED = [family for family in CONFIGS if family not in ("gemma3n", "gemma4", "gpt2", "gpt_neox")]
 
@@ -65,75 +71,30 @@ def head_of(kind: str, target: Target):
     return bind(head_class(config_class.for_target(target.config, **shape)), target)
 
 
-class Noting(TrainerCallback):
-    """Keeps the gradients of every step; `at` maps steps to calls."""
-
-    def __init__(self, head, at):
-        self.head, self.at, self.gradients = head, at, []
-
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.head.parameters() if p.grad is not None]))
-
-    def on_step_end(self, args, state, *rest, **kwargs):
-        self.at.get(state.global_step, lambda: None)()
-
-
-def trained(target: Target, kind: str, tmp_path, at=None) -> tuple[list[float], list[torch.Tensor], list[dict]]:
-    """Losses and gradients of ten steps on packed rows, and the log."""
-    head = head_of(kind, target)
-    rows = []
+def rows() -> list[dict]:
+    """Rows of two documents and of several lengths."""
+    made = []
     for i in range(8):
-        cut = 5 + i
-        rows.append(
-            {
-                "input_ids": [(11 * i + 7 * j) % 300 for j in range(LENGTH - i)],
-                "document_ids": [0] * cut + [1] * (LENGTH - i - cut),
-            }
-        )
-    trainer = SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=LossConfig(cross_entropy=0.1),
-        decode=None,
-        args=arguments(
-            output_dir=str(tmp_path / kind),
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            logging_steps=1,
-            eval_steps=STEPS,
-            save_steps=STEPS,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            report_to="none",
-        ),
-        data_collator=Collator(head.config, for_servers=isinstance(target, ServerTarget)),
-        train_dataset=rows,
-        eval_dataset=rows[:4],
-    )
-    noting = Noting(head, at or {})
-    trainer.add_callback(noting)
-    trainer.train()
-    log = trainer.state.log_history
-    losses = [entry["loss"] for entry in log if "loss" in entry] + [log[-2]["eval_loss"]]
-    return losses, noting.gradients, log
+        length, cut = LENGTH - i, 5 + i
+        tokens = [(11 * i + 7 * j) % 300 for j in range(length)]
+        made.append({"input_ids": tokens, "document_ids": [0] * cut + [1] * (length - cut)})
+    return made
 
 
 @pytest.mark.parametrize("kind", AUX)
 def test_ten_steps_with_servers_are_those_of_the_target_here(kind, folder, local, serve, tmp_path):
     """One server is slow; the other dies at step 3 and is back at step 6."""
-    expected, gradients, _ = trained(local, kind, tmp_path / "local")
+    expected, gradients, _ = trained(local, head_of(kind, local), rows(), tmp_path / "local")
     layers = [*AUX[kind], local.config.num_hidden_layers]
     slow, mortal = serve(layers, delay=0.02), serve(layers)
     target = connected(folder, [slow, mortal], AUX[kind])
     port = mortal.server_port
     at = {3: mortal.die, 6: lambda: serve(layers, port=port)}
-    losses, found, log = trained(target, kind, tmp_path / "servers", at)
+    losses, found, log = trained(target, head_of(kind, target), rows(), tmp_path / "servers", at)
     target.close()
     assert losses == pytest.approx(expected, abs=1e-4)
     assert len(found) == STEPS
-    for ours, theirs in zip(found, gradients, strict=True):
-        assert (ours - theirs).norm() < 1e-3 * theirs.norm()
+    assert apart(found, gradients) < 1e-3
     assert all(0 <= entry["waiting_for_servers"] <= 1 for entry in log if "loss" in entry)
     assert mortal.asked < slow.asked + 40
 
@@ -210,3 +171,70 @@ def test_the_disk_holds_no_more_than_its_part(folder, serve, monkeypatch):
     assert hidden.shape == (8, LENGTH, 32)
     assert 1 <= server.most <= 2
     target.close()
+
+
+RUN = {
+    "data.seq_length": LENGTH,
+    "data.max_tokens": 4000,
+    "eval.validation_rows": 4,
+    "eval.validation_prompts": 2,
+    "eval.prompt_tokens": 8,
+    "eval.max_prompts": 2,
+    "eval.max_new_tokens": 8,
+    "stage2.generate.max_rows": 12,
+    "stage2.generate.prompt_tokens": 8,
+    "stage2.generate.max_new_tokens": 12,
+    "speculator.n_predict": 2,
+    "report_to": "none",
+} | {
+    f"{stage}.{name}": value
+    for stage in ("stage1", "stage2")
+    for name, value in {"max_steps": 4, "per_device_train_batch_size": 4, "warmup_steps": 1, "eval_steps": 2}.items()
+}
+
+
+def test_a_run_trains_both_stages_and_says_how_to_serve_the_head(serve, tmp_path, monkeypatch, capfd, text_file, local):
+    """Text and hidden states come from the server; the forecast selects the checkpoint; the same command resumes."""
+    server = serve([local.config.num_hidden_layers])
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    flags = {**RUN, "config": "tests/plain.yaml", "target.name_or_path": local.name, "data.sources": f"[{text_file}]"}
+    flags |= {"target.server": server.url, "output_dir": tmp_path / "run"}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    assert server_command.main([*argv, "--check"]) == 0
+    assert run.main(parse(argv)) == 0
+    said = capfd.readouterr()
+    assert f"serves {local.name}, with layers 2" in said.out
+    assert "forecast of the acceptance length" in said.err
+    head = tmp_path / "run" / "speculator"
+    forecast = read_json(head / "forecast.json")
+    assert forecast["acceptance_length"] == pytest.approx(1 + sum(forecast["accepted_per_draft"]))
+    assert f"{forecast['acceptance_length']:.2f} (teacher-forced" in said.out
+    rows = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
+    assert len(rows) == 12
+    assert run.main(parse(argv)) == 0  # nothing is left to do
+    asked = server.asked
+    assert "is done" in capfd.readouterr().out
+
+    shutil.rmtree(head)
+    shutil.rmtree(tmp_path / "run" / "stage2" / "speculator")
+    (tmp_path / "run" / "stage2" / "checkpoint-4" / "model.safetensors").unlink()
+    assert run.main(parse(argv)) == 0  # from the checkpoint before
+    assert server.asked > asked
+    assert "resuming from" in capfd.readouterr().err
+    assert read_json(head / "forecast.json") == forecast
+
+
+def test_the_printed_line_starts_a_server_for_the_head(capsys, local):
+    flags = ["--config", "tests/plain.yaml", "--target.name_or_path", local.name, "--data.seq_length", "64"]
+    flags += ["--speculator.architecture", "eagle3", "--speculator.options", "{aux_layers: [0, 1]}"]
+    flags += ["--eval.max_new_tokens", "16", "--stage2.generate.max_new_tokens", "32"]
+    assert server_command.main([*flags, "--storage", "/mnt/ram", "--", "--tensor-parallel-size", "4"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    given = dict(pairwise(words))
+    speculative, connector = (json.loads(given[f"--{name}-config"]) for name in ("speculative", "kv-transfer"))
+    hf_config = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    assert words[:3] == ["vllm", "serve", local.name]
+    assert speculative["draft_model_config"]["hf_config"] == hf_config
+    assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/mnt/ram/layers-0-1-2"}
+    assert int(given["--max-model-len"]) == 64 + 32 + 1
+    assert words[-2:] == ["--tensor-parallel-size", "4"]
