@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -11,19 +12,30 @@ from contextlib import closing
 from transformers import PreTrainedConfig
 
 from data.magpie import names_self
-from speculator.errors import refuse, run_command
+from speculator.errors import OneLineParser, refuse, run_command
 from speculator.target.server import STORAGE, ServerTarget, layers_folder
 from train.command_line import parse
 from train.config import RunConfig
 
-HELP = """usage: speculator server-command [--check] [FLAGS OF train] [-- FLAGS OF vllm serve]
+HELP = """print the `vllm serve` line with which a server runs the target of a recipe and gives its hidden states; also
+takes the settings of a run, as train.py does, and after -- flags that are added to the line"""
 
-Print the `vllm serve` line with which servers run the target of a config and give its hidden states. Flags after --
-are added to the line: parallel sizes, --port, --quantization.
 
-  --check           ask every server of target.server for one text, and compare the answer with what the config expects
-  --storage FOLDER  RAM disk that server and training see at the same path (default: {storage})
-"""
+def build_parser() -> OneLineParser:
+    """Define the command's own flags."""
+    parser = OneLineParser(prog="speculator server-command", description=HELP)
+    check = "send a text to every server of target.server, and compare the answers with what the recipe expects"
+    parser.add_argument("--check", action="store_true", help=check)
+    storage = f"RAM disk that server and trainer see at the same path (default: {STORAGE})"
+    parser.add_argument("--storage", metavar="FOLDER", default=STORAGE, help=storage)
+    return parser
+
+
+def split(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the command's own flags, the settings of the run, and the flags for vLLM."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, settings = build_parser().parse_known_args(argv[:at])
+    return own, settings, argv[at + 1 :]
 
 
 def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) -> tuple[tuple[int, ...], int]:
@@ -75,19 +87,9 @@ def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in argv or "-h" in argv:
-        print(HELP.format(storage=STORAGE), end="")
-        return 0
-    argv, more = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    check, storage = "--check" in argv, STORAGE
-    argv = [word for word in argv if word != "--check"]
-    if "--storage" in argv[:-1]:
-        at = argv.index("--storage")
-        storage = argv[at + 1]
-        del argv[at : at + 2]
-    config = parse(argv)
-    return run_command("speculator server-command", lambda: run(config, check, storage, more))
+    own, settings, more = split(list(sys.argv[1:] if argv is None else argv))
+    config = parse(settings)
+    return run_command("speculator server-command", lambda: run(config, own.check, own.storage, more))
 
 
 def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
