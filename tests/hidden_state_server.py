@@ -19,6 +19,11 @@ from speculator import Sampling, Target
 from speculator.decoding.engine import Engine
 from speculator.target.server import layers_folder
 
+METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="served"}} {}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="served",position="0"}} {}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="served",position="1"}} {}.0
+"""
 _numbers = count()
 _computing = threading.Lock()  # servers share a target, and hooks see every pass
 
@@ -87,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def reply(self, content) -> None:
-        raw = json.dumps(content).encode()
+        raw = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))
@@ -95,6 +100,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def do_GET(self):
+        if self.path == "/metrics":  # as if each request had 4 drafts of 2 tokens, of which 3 and 1 are accepted
+            return self.reply(METRICS.format(*(self.server.asked * count for count in (4, 3, 1))))
         self.reply({"data": [{"id": "served", "max_model_len": self.server.target.context_length}]})
 
     def do_POST(self):
