@@ -14,8 +14,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -37,6 +36,7 @@ from speculator.errors import OneLineParser, run_command
 from speculator.files import write_text
 from speculator.heads import MLPSpeculatorConfig, Speculator
 from speculator.tables import markdown_table
+from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
 from train.checks import own_sampling
 from train.config import GenerateConfig, HeadOptions, LossConfig, RunConfig
@@ -153,31 +153,29 @@ class BF16AdamW(torch.optim.AdamW):
         self._show()
 
 
-class CachedTarget:
-    """Wraps a target and caches the hidden states of every row, with the auxiliary layers requested last."""
+class CachedTarget(InProcessTarget):
+    """The training half of a target that caches the states of every row, with the auxiliary layers requested last."""
 
     def __init__(self, target: Target):
-        self.target, self.aux_layers = target, self
-        self.logits, self.vocab_size, self.device = target.logits, target.vocab_size, target.device
+        vars(self).update(vars(target))  # no second probe
         self._wanted: tuple[int, ...] = ()
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
 
-    @contextmanager
-    def recorded(self, wanted: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Stand in for `AuxLayers.recorded`."""
-        if tuple(wanted) != self._wanted:
-            self._wanted, self._kept = tuple(wanted), {}
-        yield lambda last: self._read if wanted else last
-
-    def hidden(self, tokens: Tensor, documents: Tensor) -> Tensor:  # [B, S], [B, S] all the same -> [B, S, D]
+    def training_states(
+        self,
+        tokens: Tensor,  # [B, S]
+        documents: Tensor,  # [B, S] all the same
+        aux_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
+        if tuple(aux_layers) != self._wanted:
+            self._wanted, self._kept = tuple(aux_layers), {}
         keys = [row.numpy().tobytes() for row in tokens]
         for key, row in zip(keys, tokens, strict=True):
             if key not in self._kept:
-                with self.target.aux_layers.recorded(self._wanted) as read:
-                    last = self.target.hidden(row[None])
-                self._kept[key] = last[0], read(last)[0]
-        last, self._read = (torch.stack(states) for states in zip(*map(self._kept.__getitem__, keys), strict=True))
-        return last
+                last, states = super().training_states(row[None], None, aux_layers)
+                self._kept[key] = last[0], states[0]
+        last, states = (torch.stack(each) for each in zip(*map(self._kept.__getitem__, keys), strict=True))
+        return last, states
 
 
 def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator:

@@ -18,7 +18,6 @@ from torch import accelerator
 
 from speculator.errors import UserError
 from speculator.files import acquire, make_folder, new_folder, read_json, sha256, write_text
-from speculator.target.sharding import Group, share
 from speculator.terminal import Progress
 
 _FEATURES = {
@@ -53,12 +52,10 @@ def begun(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def awaited(folder: Path, group: Group | None) -> dict[str, Any] | None:
-    """Return `begun(folder)`; processes other than the first, or the first group, wait until the work has begun."""
+def awaited(folder: Path) -> dict[str, Any] | None:
+    """Return `begun(folder)`; processes other than the first wait until the work has begun."""
     record = begun(folder)
-    if share(group, state().process_index, state().num_processes)[0] == 0:
-        return record if group is None else group.broadcast_object(record)
-    while record is None:
+    while record is None and not state().is_main_process:
         time.sleep(_POLL_SECONDS)
         record = begun(folder)
     return record
@@ -81,7 +78,6 @@ class Batches:
         rows: prompts of each batch, by their number.
         progress: show a progress bar over the main process's batches.
         title: title of the bar.
-        group: processes that make the same batches because they share one target; the first of them writes.
         notes: more facts for the record and the manifest.
 
     Raises:
@@ -95,11 +91,9 @@ class Batches:
         rows: list[list[int]],
         progress: bool = True,
         title: str = "generating",
-        group: Group | None = None,
         notes: dict[str, Any] | None = None,
     ):
-        self._group, self._notes = group, notes or {}
-        self.folder, self.record, self.rows = folder, record, rows
+        self.folder, self.record, self.rows, self._notes = folder, record, rows, notes or {}
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
         self._lock = FileLock(self._work / "lock")
@@ -130,15 +124,9 @@ class Batches:
 
     def todo(self) -> list[int]:
         """Return the unfinished batches of this process."""
-        group = self._group
-        first, step = share(group, state().process_index, state().num_processes)
-        assigned = range(first, len(self.rows), step)
-        left: list[int] = []
-        if (group is None or group.leads) and not self.finished:
-            # A file is written under another name and then renamed, so a batch either exists as a whole or not at all.
-            left = [batch for batch in assigned if not self._file(batch).exists()]
-        if group is not None:
-            left = group.broadcast_object(left)
+        assigned = range(state().process_index, len(self.rows), state().num_processes)
+        # A file is written under another name and then renamed, so a batch either exists as a whole or not at all.
+        left = [] if self.finished else [batch for batch in assigned if not self._file(batch).exists()]
         total = sum(len(self.rows[batch]) for batch in assigned)
         self._bar.reset(total)
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
@@ -146,8 +134,6 @@ class Batches:
 
     def write(self, batch: int, rows: list[list[dict[str, list[int]]]], **facts: Any) -> None:
         """Store the rows that each prompt of a batch gave, in the order of the prompts, and facts for the manifest."""
-        if self._group is not None and not self._group.leads:
-            return
         self.begin()
         write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
         self._tokens += sum(sum(row["loss_mask"]) for made in rows for row in made)

@@ -25,6 +25,7 @@ from speculator.errors import UserError, refuse
 from speculator.files import read_json
 from speculator.target.model import Target
 from speculator.target.server import ServerTarget
+from speculator.target.training import TrainingTarget
 
 SELF = "self"
 """Name of the source."""
@@ -54,7 +55,7 @@ def prompt_sampling_of(temperature: float, top_p: float, prefix: str) -> Samplin
 
 
 def self_rows(
-    target: Target,
+    target: TrainingTarget,
     drafter: Drafter | None,
     folder: str | Path,
     *,
@@ -125,7 +126,7 @@ def self_rows(
         **({"after": seen} if seen else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
-    if target.broadcast_object(work.finished):
+    if work.finished:
         return work.conclude(lambda: ([], {}))
     passes: list[dict[str, Any]] = []
 
@@ -146,6 +147,7 @@ def self_rows(
             chats = [Conversation(each) for each in prompts]
             generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
         else:
+            assert isinstance(target, Target)
             options |= {"batch_size": batch_size, "mark_rejected": marked, "title": what}
             generated = generate_rows(target, drafter, prompts, output, **options)
         manifest = read_json(output / "manifest.json")

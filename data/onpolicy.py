@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from data.batches import Batches, awaited
 from data.conversations import Answering, Conversation
@@ -24,7 +21,6 @@ from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entry_from_json, entry_to_json
-from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target.model import Target
 
@@ -70,7 +66,7 @@ def generate_rows(
     finished one.
 
     Args:
-        target: the model. Processes that share one sharded target generate the same pieces.
+        target: the model.
         drafter: proposes tokens; None: plain decoding. An adaptive one uses the step costs that the folder records, so
             that a resumed run gives the same rows. With `mark_rejected` it always drafts, in its fastest shape.
         prompts: token ids, or conversations, of which every answer is made, each after the answers before it. The
@@ -95,11 +91,8 @@ def generate_rows(
         see `decoding.json`.
 
     Raises:
-        UserError: no prompt, an empty prompt, or one that fills the context; a folder made with other settings; or a
-            target that was not sharded by `Target.load`.
+        UserError: no prompt, an empty prompt, or one that fills the context; or a folder made with other settings.
     """
-    if target.group is None and _is_sharded(target.model):
-        raise UserError(f"{target.name} is sharded: load it with Target.load, which knows the processes that share it")
     chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
     check_prompts(target, [chat.ids for chat in chats])
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
@@ -118,7 +111,7 @@ def generate_rows(
 
     if isinstance(drafter, AdaptiveDrafter):
         # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
-        stored = awaited(Path(folder), target.group) or {}
+        stored = awaited(Path(folder)) or {}
         cost: Any = drafter.cost  # a `CostTable`
         notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in cost.entries]}
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
@@ -149,7 +142,7 @@ def generate_rows(
         made = engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
         return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
 
-    with Batches(Path(folder), record, pieces, progress, title, target.group, notes) as work:
+    with Batches(Path(folder), record, pieces, progress, title, notes) as work:
         if notes and not work.finished:
             work.begin()  # other processes wait for the costs
         for piece in work.todo():
@@ -263,10 +256,3 @@ def _summary(batches: list[dict]) -> dict[str, Any]:
         "seconds": sum(batch["seconds"] for batch in batches),
         "answers": sum(batch["answers"] for batch in batches),
     }
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Return whether a forward pass needs other processes, which may decode other rows at another pace."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()
-    )

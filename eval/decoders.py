@@ -95,9 +95,7 @@ def decoders(
     for key, kwargs in options.items():
         if key != "hf_generate" and key not in baselines:
             continue
-        if target.group is not None and target.group.count > 1 and target.group.parallel == "fsdp":
-            not_run[key] = "transformers would wait for processes that hold other copies of the target"
-        elif batch_size > 1 and key in _ONE_PROMPT:
+        if batch_size > 1 and key in _ONE_PROMPT:
             not_run[key] = "transformers supports it at batch size 1 only"
         else:
             table.append(_transformers_decoder(target, key, kwargs))

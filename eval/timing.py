@@ -168,8 +168,6 @@ def time_transformers(
     how: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
-    if target.group is not None:  # all processes sample the same token
-        how["logits_processor"] = [lambda _, scores: target.broadcast(scores)[0]]
     if stop_at:
         how["eos_token_id"] = list(stop_at)
     streamer = _FirstToken()

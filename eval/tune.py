@@ -122,7 +122,7 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
             for choice in choices
             if greedy in choice.acceptance
         }
-        best = target.broadcast_object(max(range(len(speeds)), key=list(speeds.values()).__getitem__))
+        best = max(range(len(speeds)), key=list(speeds.values()).__getitem__)
         for number, (choice, speed) in enumerate(speeds.items()):
             tokens, price = expected_tokens(choice.acceptance[greedy]), cost(choice.shape, greedy, 1)
             figures = {"tokens": tokens, "cost": price, "speedup": speed, "best": number == best}

@@ -12,7 +12,6 @@ from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, Target, generate
 from speculator.decoding.request import Step
 from speculator.heads import Speculator
-from speculator.target.sharding import share
 
 NEW_TOKENS = 64
 """New tokens per validation prompt."""
@@ -28,7 +27,7 @@ def real_acceptance(
 ) -> dict[str, float]:
     """Acceptance lengths of a head on a suite's first turns, greedy and sampled, measured with the real engine.
 
-    Chat answers end at EOS, as in a report. The processes split the prompts; those that shard one target share a part.
+    Chat answers end at EOS, as in a report. The processes split the prompts.
 
     Args:
         max_positions: KV cache positions per process (exceeded only by a single longer prompt).
@@ -37,9 +36,8 @@ def real_acceptance(
     was_training = head.training
     drafter = HeadDrafter(head)  # sets the head to eval mode
     prompts, eos = suite.prompts, None if suite.chat else ()
-    index, count = share(target.group, state.process_index, state.num_processes)
     # Process k of n takes prompts n k // count on: shares differ by at most one, and none is left out.
-    start, stop = (len(prompts) * k // count for k in (index, index + 1))
+    start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
     mine = prompts[start:stop]
     figures = {}
     for name, temperature in (("acceptance_length", 0.0), ("acceptance_length_sampled", 1.0)):

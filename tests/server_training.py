@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from speculator import Target
 from speculator.heads import Speculator
 from speculator.target.server import ServerTarget
+from train.checkpoint import FORECAST
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
@@ -35,8 +36,9 @@ def trained(
         model=head,
         target=target,
         loss=LossConfig(cross_entropy=0.1),
-        decode=None,
+        decode=lambda head: {},
         args=arguments(
+            metric=FORECAST,
             output_dir=str(folder),
             max_steps=STEPS,
             learning_rate=1e-3,

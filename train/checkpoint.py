@@ -17,7 +17,7 @@ from speculator.files import manifest_error
 
 METRIC = "eval_acceptance_length"
 FORECAST = "eval_teacher_forced_acceptance_length"
-"""What selects the best checkpoint: measured by decoding, or a forecast where the target can't decode here."""
+"""Stands in for `METRIC` if the target is not decoded during training."""
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

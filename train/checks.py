@@ -15,7 +15,8 @@ from data.magpie import SELF, names_self, only_self, prompt_sampling_of
 from data.sources import parse
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
-from speculator.target.model import Target
+from speculator.target.sharding import SHARDED
+from speculator.target.training import TrainingTarget
 from train.config import GenerateConfig, RunConfig, StageConfig
 from train.initialise import check_options, head_config, parameters
 
@@ -46,6 +47,10 @@ def settings(config: RunConfig) -> None:
         raise UserError(f"data.sources names {SELF} twice")
     own = config.data.self_source
     prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
+    if config.target.server:
+        _server(config)
+    elif config.target.parallel in SHARDED:
+        writes_nothing(config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map")
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
@@ -55,8 +60,6 @@ def settings(config: RunConfig) -> None:
             raise UserError(f"{section}.temperatures must be distinct, and at least one")
         for temperature in values.temperatures:
             Sampling(temperature)
-    if config.target.server:
-        _server(config)
     if not 0 <= config.seed < 2**32:
         raise UserError("seed must be in 0..4294967295")
     if config.eval.max_new_tokens < 2:
@@ -74,6 +77,17 @@ def _server(config: RunConfig) -> None:
             "stage2.rejected_token_weight needs text that is decoded here, not by target.server",
         ),
     )
+
+
+def writes_nothing(config: RunConfig, why: str, instead: str = "") -> None:
+    """Raise a UserError if a target that is not decoded, for the reason `why`, would write text."""
+    wanted = (f"the source {SELF}", names_self(config.data.sources)), ("stage 2", bool(config.stage2.max_steps))
+    for what in (name for name, asked in wanted if asked):
+        raise UserError(
+            f"{why}: the target trains and writes no text, so there is no {what}; let a server that runs it, such as "
+            "vLLM, write the text beforehand (python -m data generate --server URL), name its folder in data.sources, "
+            f"and set --stage2.max_steps 0{instead}"
+        )
 
 
 def warnings(config: RunConfig) -> list[str]:
@@ -107,7 +121,7 @@ def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
         _fits_context(config, name, context)
 
 
-def fits_target(config: RunConfig, target: Target) -> None:
+def fits_target(config: RunConfig, target: TrainingTarget) -> None:
     """Check the config against the loaded target."""
     head = config.speculator
     head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
@@ -142,7 +156,7 @@ def _fits_context(config: RunConfig, target: str, context: int) -> None:
             raise UserError(f"{name} is {length}, but {target} has a context of {context}")
 
 
-def _fits_memory(config: RunConfig, target: Target) -> None:
+def _fits_memory(config: RunConfig, target: TrainingTarget) -> None:
     """Refuse a head that can't be trained on its own: float32 weights, their gradients and Adam's two moments."""
     weights = parameters(config.speculator, target.config)
     if target.device.type == "cuda":
@@ -163,7 +177,7 @@ def own_sampling(generate: GenerateConfig) -> list[Sampling]:
 
 def rows(
     config: RunConfig,
-    target: Target,
+    target: TrainingTarget,
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
     processes: int,

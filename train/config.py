@@ -30,8 +30,8 @@ class TargetConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the target."""
     parallel: Literal["none", "tp", "fsdp", "device_map"] = "none"
-    """Sharding of a target that is too large for one GPU: tp (tensor parallel) or fsdp over processes, device_map over
-    the GPUs of one process."""
+    """Sharding of a target that is too large for one GPU: tp (tensor parallel) or fsdp over processes, to train
+    without decoding; device_map over the GPUs of one process."""
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
     server: list[str] | str = field(default_factory=list)

@@ -18,8 +18,8 @@ from speculator.checkpoints import load_any, recognise
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
-from speculator.target.model import Target
 from speculator.target.sharding import whole
+from speculator.target.training import TrainingTarget
 from train.config import HeadOptions, RunConfig
 from train.vocabulary import count_tokens, most_frequent, unused_token
 
@@ -55,7 +55,7 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own))
 
 
-def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Speculator:
+def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
     """Create the configured head with float32 weights, whatever the target's dtype.
 
     Args:
@@ -81,12 +81,11 @@ def new_head(config: RunConfig, target: Target, rows: datasets.Dataset) -> Specu
     if start is not None:
         copy_weights(head, start, options)
     elif head.config.starts_from_target(options.initialise == "target"):
-        model = target.model
-        head.initialise_from(whole(model.get_input_embeddings().weight), whole(model.get_output_embeddings().weight))
+        head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
     return bind(head, target)
 
 
-def for_rows(head: Speculator, target: Target, rows: datasets.Dataset) -> Speculator:
+def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
     """Prepare a trained head for further training on rows that may be longer than those before."""
     tables = rows.with_format("arrow").iter(batch_size=1000)
     longest = max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from math import ceil
 from typing import Any
 
 from torch import Tensor
 
-from speculator.target.server import ServerTarget
+from speculator.target.server import ServerTarget, split
 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
 DOCUMENTS, STATES = "documents", "hidden_states"
@@ -22,13 +21,9 @@ class Documents:
     """The documents of a batch's rows, without padding, as servers read them: they are never moved to a device."""
 
     def __init__(self, rows: list[dict[str, Any]]):
-        self.rows = [_documents(row["input_ids"], row.get("document_ids")) for row in rows]
-
-
-def _documents(tokens: list[int], numbers: list[int] | None) -> list[list[int]]:
-    """Split a row: tokens 5 6 7 8 of the documents 0 0 1 1 are [5, 6] and [7, 8]."""
-    pairs = zip(numbers or [0] * len(tokens), tokens, strict=True)
-    return [[token for _, token in group] for _, group in groupby(pairs, key=lambda pair: pair[0])]
+        tokens = [row["input_ids"] for row in rows]
+        numbers = [row.get("document_ids") or [0] * len(row["input_ids"]) for row in rows]
+        self.rows = [split(*pair) for pair in zip(tokens, numbers, strict=True)]
 
 
 class LookAhead:

@@ -162,7 +162,6 @@ class Plan:
         self.config, self.place, self.text = config, place, target.get_text_config()
         sharded = config.target.parallel != "none"
         self.shards = divided(place.processes, config.target.parallel_size) if sharded else 1
-        self.copies = place.processes // self.shards
         self.head = head_config(config.speculator, self.text)
         try:
             with torch.device("meta"):
@@ -255,8 +254,6 @@ class Plan:
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         per_position = 2 * text.num_hidden_layers * kv_heads * head_dim * self.size
-        if self.config.target.parallel == "tp":
-            per_position //= self.shards
         # The prompt and the new tokens that a slot reserves, then the spare positions of two steps.
         longest = min(own.length, own.length - own.new + RESERVED_NEW_TOKENS) + 2 * (1 + own.depth)
         positions = own.batch_size * (ceil(longest / bucket) + 1) * bucket
@@ -312,8 +309,8 @@ class Plan:
             return self.tokens()[name] / self.place.processes * self.seconds_per_token(name)
         own = self.writings[name]
         # At best every draft is accepted as a whole: 1 + G tokens per step.
-        steps = ceil(own.rows / own.batch_size / self.copies) * ceil(own.new / (1 + own.depth))
-        return steps * self.weights * self.size / self.shards / self.place.gpu.bandwidth / 1e12
+        steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
+        return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 
     def disk(self) -> dict[str, int]:
         """Bytes that the run leaves on disk."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
 from speculator.terminal import Progress, log
+from train.checkpoint import FORECAST, METRIC
 from train.timing import Stopwatch
 
 _TIMED = 3
@@ -102,12 +103,11 @@ class ProgressLine(ProgressCallback):
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     """One line of at most 120 characters about some training steps, or about an evaluation."""
     if "eval_loss" in logs:
-        if "eval_acceptance_length" in logs:
-            greedy, sampled = logs["eval_acceptance_length"], logs["eval_acceptance_length_sampled"]
-            lengths = f"acceptance length {greedy:.2f} greedy, {sampled:.2f} sampled (plain decoding: 1)"
-        else:  # the target can't decode here
-            forecast = logs["eval_teacher_forced_acceptance_length"]
-            lengths = f"forecast of the acceptance length {forecast:.2f} (teacher-forced; plain decoding: 1)"
+        if METRIC in logs:
+            lengths = f"acceptance length {logs[METRIC]:.2f} greedy, {logs[f'{METRIC}_sampled']:.2f} sampled"
+        else:
+            lengths = f"forecast of the acceptance length {logs[FORECAST]:.2f} (teacher-forced)"
+        lengths += " (plain decoding: 1)"
         return f"evaluation at step {step}: loss {logs['eval_loss']:.2f}, {lengths}"
     first = next(value for name, value in logs.items() if name.endswith("/accuracy"))
     parts = [

@@ -9,11 +9,9 @@ import os
 import shlex
 import shutil
 import time
-from contextlib import closing, nullcontext, redirect_stderr
+from contextlib import closing, nullcontext
 from functools import partial
-from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
 import torch
@@ -39,11 +37,14 @@ from speculator.checkpoints.card import write_card
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.device import cores
 from speculator.drafters.tuning import TUNED
-from speculator.errors import run_command
+from speculator.errors import UserError, run_command
 from speculator.files import cache_folder
 from speculator.heads import Speculator
+from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
 from speculator.target.server import ServerTarget
+from speculator.target.sharding import SHARDED
+from speculator.target.training import TrainingTarget
 from speculator.terminal import library_bars, log, phase, quiet_libraries
 from speculator.verdict import headlines
 from train import checks
@@ -155,7 +156,8 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
         _run_with(target, config, shorten)
 
 
-def _run_with(target: Target, config: RunConfig, shorten: bool) -> None:
+def _run_with(target: TrainingTarget, config: RunConfig, shorten: bool) -> None:
+    """Run everything with a loaded target."""
     state, folder = PartialState(), Path(config.output_dir)
     announce(config, _PREPARE)
     checks.fits_target(config, target)
@@ -193,7 +195,7 @@ def _run_with(target: Target, config: RunConfig, shorten: bool) -> None:
 
 def _train(
     config: RunConfig,
-    target: Target,
+    target: TrainingTarget,
     heads: list[Speculator],
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
@@ -234,16 +236,14 @@ def _train(
     if state.is_main_process:
         if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
-        if not config.target.server:  # else the exported head's server measures
-            _measure(config, target, suites, folder)
+        if isinstance(target, Target):
+            _measure(config, target, suites)
+        else:
+            log(f"{target.name} only trains, so the head is not tuned and not measured")
         tracking.stop()
         write_card(head_folder)
         print(summary(config))
         return
-    # The main process measures with all processes that hold a part of its target: they run the same passes.
-    if target.group is not None and target.group.index == 0:
-        with TemporaryDirectory() as scratch, redirect_stderr(StringIO()):
-            _measure(config, target, suites, Path(scratch))
     while not (head_folder / CARD).exists():  # not in a collective, which would time out
         time.sleep(_POLL_SECONDS)
 
@@ -251,15 +251,15 @@ def _train(
 def summary(config: RunConfig) -> str:
     """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
-    if config.target.server:
-        return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
-    report = json.loads((folder / "eval" / "report.json").read_text())
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
     for flag in ("revision", "adapter"):
         how += f" --{flag} {shlex.quote(value)}" if (value := getattr(config.target, flag)) else ""
     how += " --trust_remote_code" if config.target.trust_remote_code else ""
     if variables := config.target.chat_template_kwargs:
         how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
+    if not (folder / "eval" / "report.json").exists():  # the target only trains
+        return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
+    report = json.loads((folder / "eval" / "report.json").read_text())
     trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
     lines = [
         *headlines(report),
@@ -271,44 +271,45 @@ def summary(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _measure(config: RunConfig, target: Target, suites: dict[str, Suite], folder: Path) -> None:
-    """Tune the published head and write the report.
-
-    Processes that share a sharded target with the main one run this too, and discard what they write.
-    """
-    head_folder = Path(config.output_dir) / "speculator"
+def _measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None:
+    """Tune the published head and write the report."""
+    folder = Path(config.output_dir)
+    head_folder, report = folder / "speculator", folder / "eval"
     head = load_head(head_folder, target)
     how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
-    if config.eval.tune_prompts and not target.broadcast_object((head_folder / TUNED).exists()):
+    if config.eval.tune_prompts and not (head_folder / TUNED).exists():
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
-        place = head_folder if folder == Path(config.output_dir) else folder
-        write_tuning(target, head, suite, place / TUNED, config.eval.max_new_tokens, config.seed)
-        target.broadcast_object(None)  # the file exists now
-    report = folder / "eval"
-    measured = target.broadcast_object((Path(config.output_dir) / "eval" / "report.json").exists())
-    if measured:  # the run was killed between report.json and report.md
-        if folder == Path(config.output_dir):
-            render(json.loads((report / "report.json").read_text()), [], report)
+        write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, config.seed)
+    if (report / "report.json").exists():  # the run was killed between report.json and report.md
+        render(json.loads((report / "report.json").read_text()), [], report)
         return
     evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
 
 
-def load_target(config: RunConfig) -> Target:
-    """Load the configured target, or what is outside its layers if servers run it."""
+def load_target(config: RunConfig) -> TrainingTarget:
+    """Load the configured target: a `Target`, its training half if it can't be decoded, or one that servers run."""
     given = dataclasses.asdict(config.target)
     variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
+    if urls:
+        own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
+        served = ServerTarget.connect(name, urls, **own)
+        set_template_variables(served.tokenizer, variables)
+        return served
     with library_bars():
-        if urls:
-            own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
-            target: Target = ServerTarget.connect(name, urls, **own)
-        else:
-            target = Target.load(name, **given)
+        target = InProcessTarget.load(name, **given)
     set_template_variables(target.tokenizer, variables)
-    return target
+    if config.target.parallel in SHARDED:
+        return target
+    try:
+        return Target.of(target)
+    except UserError as error:
+        checks.writes_nothing(config, str(error))
+        log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
+        return target
 
 
 def fingerprints(
-    target: Target, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, suites: dict[str, Suite]
+    target: TrainingTarget, train_rows: datasets.Dataset, validation_rows: datasets.Dataset, suites: dict[str, Suite]
 ) -> dict[str, str]:
     """Fingerprints of a run's inputs; a resumed run must have the same."""
     rows = {"training": train_rows, "validation": validation_rows}
@@ -348,7 +349,7 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
+def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
     """Packed rows of one split; of validation only as many as are evaluated."""
     with reporting_full_disk(cache_folder()):
         return token_rows(
@@ -364,7 +365,7 @@ def rows(config: RunConfig, target: Target, split: str) -> datasets.Dataset:
         )
 
 
-def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Suite:
+def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int) -> Suite:
     """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
     # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
@@ -383,7 +384,7 @@ def prompts_of(config: RunConfig, target: Target, split: str, count: int) -> Sui
     return suite
 
 
-def own_prompts_of(config: RunConfig, target: Target) -> list[Conversation]:
+def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
     """Prompts and chats of the training split that the target will answer for stage 2."""
     settings = config.stage2.generate
     return conversations(
@@ -422,7 +423,7 @@ def _text_by_servers(
 
 
 def generate_own_text(
-    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[Conversation] | None
+    config: RunConfig, target: TrainingTarget, head_folder: Path, own_prompts: list[Conversation] | None
 ) -> datasets.Dataset:
     """Let the target continue prompts from the training text, with the head drafting.
 
@@ -431,6 +432,7 @@ def generate_own_text(
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
     if isinstance(target, ServerTarget):
         return _text_by_servers(config, target, own_prompts, folder)
+    assert isinstance(target, Target)  # see `checks.writes_nothing`
     fixed, sampling = settings.num_speculative_tokens, checks.own_sampling(settings)
     drafter = (
         HeadDrafter(load_head(head_folder, target), fixed)

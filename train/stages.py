@@ -28,6 +28,7 @@ from speculator.files import manifest_error, new_folder, read_text, write_manife
 from speculator.heads import Speculator
 from speculator.target.model import Target
 from speculator.target.server import ServerTarget
+from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train import checkpoint, interrupts
 from train.config import RunConfig, StageConfig
@@ -41,7 +42,7 @@ _WANDB_ID = re.compile(rb"[0-9a-f]{8}")
 def train_stage(
     name: str,
     config: RunConfig,
-    target: Target,
+    target: TrainingTarget,
     start: Callable[[], Speculator],
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
@@ -52,7 +53,8 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
-        suite: prompts to decode at each evaluation, for the acceptance length.
+        suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes
+            none: the teacher-forced acceptance length then chooses the best checkpoint.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -74,10 +76,13 @@ def train_stage(
     # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
-    def decode(head: Speculator) -> dict[str, float]:
-        return real_acceptance(target, head, suite, config.seed, max_positions=positions)
-
     remote = isinstance(target, ServerTarget)
+    metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST
+
+    def decode(head: Speculator) -> dict[str, float]:
+        if isinstance(target, Target):
+            return real_acceptance(target, head, suite, config.seed, max_positions=positions)
+        return {}
 
     head = start()
     trainer = SpeculatorTrainer(
@@ -85,12 +90,13 @@ def train_stage(
         target=target,
         token_at_peak=None if remote else token_at_peak(config, name, state.num_processes),
         loss=config.loss,
-        decode=None if remote else decode,
+        decode=decode,
         keep=settings.save_total_limit,
         patience=settings.patience,
         title=name.replace("stage", "stage "),
         shard_optimizer=config.shard_optimizer,
         args=arguments(
+            metric=metric,
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",
             report_to=config.report_to,
@@ -128,17 +134,17 @@ def train_stage(
         if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
             _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
-        metric = checkpoint.FORECAST if remote else checkpoint.METRIC
-        history = done["log_history"]
-        best, passed_over = checkpoint.best(folder, history, settings.save_steps, settings.max_steps, metric)
+        steps = settings.save_steps, settings.max_steps
+        best, passed_over = checkpoint.best(folder, done["log_history"], *steps, metric)
         for line in passed_over:
             log(line)
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
-        if remote:
+        if metric == checkpoint.FORECAST:
             step = int(best.name.removeprefix("checkpoint-"))
-            write_forecast(best_head, next(entry for entry in history if entry["step"] == step and metric in entry))
+            logged = (entry for entry in done["log_history"] if entry["step"] == step and metric in entry)
+            write_forecast(best_head, next(logged))
     state.wait_for_everyone()
     return best_head
 

@@ -21,11 +21,11 @@ from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
-from speculator.target.model import Target
 from speculator.target.probe import not_finite
 from speculator.target.server import ServerTarget
+from speculator.target.training import TrainingTarget
 from train import interrupts
-from train.checkpoint import FORECAST, METRIC, planned, reporting_full_disk, rotate
+from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookingAhead
@@ -92,8 +92,7 @@ class SpeculatorTrainer(Trainer):
         target: the model to draft for.
         token_at_peak: seconds that a token's operations take at the device's peak rate; None if unknown.
         loss: weights of the losses.
-        decode: decodes with the current head and returns figures; called at each evaluation. None if the target can't
-            decode here: a forecast then selects the best checkpoint.
+        decode: decodes with the current head and returns figures; called at each evaluation.
         keep: number of checkpoints to keep, the best among them; None keeps all.
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
@@ -103,10 +102,10 @@ class SpeculatorTrainer(Trainer):
     def __init__(
         self,
         *,
-        target: Target,
+        target: TrainingTarget,
         token_at_peak: float | None = None,
         loss: LossConfig,
-        decode: Callable[[Speculator], dict[str, float]] | None,
+        decode: Callable[[Speculator], dict[str, float]],
         keep: int | None = None,
         patience: int | None = None,
         shard_optimizer: bool = False,
@@ -114,7 +113,6 @@ class SpeculatorTrainer(Trainer):
         **kwargs: Any,
     ):
         self.shard_optimizer = shard_optimizer
-        kwargs["args"].metric_for_best_model = FORECAST if decode is None else METRIC
         super().__init__(**kwargs)
         if self.accelerator.ddp_handler is not None:  # gradients lie in the buckets that are reduced, not beside them
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -165,7 +163,10 @@ class SpeculatorTrainer(Trainer):
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
         with self.pace.of_target(input_ids) if model.training else nullcontext():
-            hidden, states = self._states(inputs)
+            if self.look_ahead is not None:
+                hidden, states = self.look_ahead.take(inputs)
+            else:
+                hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
@@ -198,14 +199,6 @@ class SpeculatorTrainer(Trainer):
         scale = self.accelerator.num_processes if num_items_in_batch is not None else 1
         loss = objective * scale / items.clamp_min(1)
         return (loss, metrics) if return_outputs else loss
-
-    def _states(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:  # [B, L, D], [B, L, nD]
-        """Return the target's last hidden states, and those that the head reads."""
-        if self.look_ahead is not None:
-            return self.look_ahead.take(inputs)
-        with self.target.aux_layers.recorded(self._aux_layers) as states:
-            hidden = self.target.hidden(inputs["input_ids"], inputs["document_ids"])
-        return hidden, states(hidden)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         if self.look_ahead is not None:
@@ -264,8 +257,7 @@ class SpeculatorTrainer(Trainer):
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")
         self._refuse_unless_finite("the loss", figures["loss"])
-        if self.decode is not None:
-            figures |= self.decode(head)
+        figures |= self.decode(head)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
@@ -380,11 +372,12 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
     return arguments
 
 
-def arguments(**fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share."""
+def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
+    """Build the TrainingArguments that all stages share; `metric` chooses the best checkpoint."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
+        metric_for_best_model=metric,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],

@@ -15,7 +15,7 @@ from speculator.heads.base import Speculator
 from speculator.target.fingerprint import same_target
 from speculator.target.linear import pack_linears
 from speculator.target.model import Target
-from speculator.target.sharding import whole
+from speculator.target.training import TrainingTarget
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def load_drafter(
     return adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size, memory=memory)
 
 
-def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator:
+def bind(head: Speculator, target: TrainingTarget, name: str = "the head") -> Speculator:
     """Give a head its target's matrices and default auxiliary layers, after a check of the sizes; return the head."""
     config = head.config
     if config.emb_dim != target.hidden_size:
@@ -81,7 +81,6 @@ def bind(head: Speculator, target: Target, name: str = "the head") -> Speculator
             f"{name} is for a vocabulary of {config.vocab_size} tokens, but {target.name} has {target.vocab_size}"
         )
 
-    model = target.model
-    head.bind(target.config, whole(model.get_input_embeddings().weight), model.get_output_embeddings())
-    target.aux_layers.check(head.aux_layers, target.name)
+    head.bind(target.config, target.embedding_matrix(), target.output_layer())
+    target.check_aux_layers(head.aux_layers)
     return head

@@ -315,8 +315,6 @@ class Engine:
         Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
         after it. The accepted path ends at position `last`; its keys and values move to the front of the draft's.
         """
-        # Processes that share a target must run the same forward pass. Their drafts could differ by rounding.
-        draft.tokens, draft.parents, draft.lengths = self.target.broadcast(draft.tokens, draft.parents, draft.lengths)
         tokens = torch.cat([self.selected_pending[:, None], draft.tokens], dim=1)
         # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
         # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary.
@@ -345,7 +343,6 @@ class Engine:
             u = noise.uniforms(2 * nodes + 1)
             last, residual = REJECTION_RULES[self.rule](self.sampling.probs(allowed), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
-        last, next_token = self.target.broadcast(last, next_token)
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
         if present is None:
             finite = allowed[torch.arange(len(last), device=last.device), last, next_token].isfinite()
@@ -593,14 +590,12 @@ class Engine:
 
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
-    """Raise a UserError if a drafter does not fit the accept rule or a sharded target."""
+    """Raise a UserError if a drafter does not fit the accept rule."""
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
     if rule is not None and rule not in allowed:
         raise UserError(f"the rule {rule!r} does not fit all drafts of this drafter: choose {', '.join(allowed)}")
-    if target.group is not None and drafter and drafter.shape and not drafter.shape.capturable:
-        raise UserError("min_confidence is not supported for a sharded target: its processes could draft differently")
 
 
 @cache  # once in a process

@@ -77,7 +77,7 @@ def first_tokens(
     allowed = logits[:, None]
     if early := held_back(requests):
         allowed = without_held_back(allowed, early, torch.zeros_like(lengths)[:, None])
-    (first,) = target.broadcast(noise.samples(allowed, Draft.none(lengths))[:, 0])
+    first = noise.samples(allowed, Draft.none(lengths))[:, 0]
     refuse((not logits.gather(1, first[:, None]).isfinite().all(), not_finite(target)))
     num_top = max_logprobs(requests)
     return first, None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)

@@ -316,9 +316,7 @@ def _step_seconds(engine: Engine, shape: Shape | None, greedy: bool, deadline: f
     requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for prompt in prompts]
     warm_up = 1 + (_CAPTURE_STEPS if engine.capturing else 0)
     for number in range(warm_up + _TIMED_STEPS):
-        if target.broadcast_object(time.perf_counter() > deadline) or any(
-            request.finish_reason for request in requests
-        ):
+        if time.perf_counter() > deadline or any(request.finish_reason for request in requests):
             break
         prepared = Captured.prepared
         took, _ = clock(engine.step)

@@ -54,7 +54,6 @@ class EarlyExitDrafter(Drafter, LogitsSource):
         return self._logits(pending[:, None], None, 0)
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        tokens, parents = self.target.broadcast(tokens, parents)
         if isinstance(self.shape, Chain):
             return self._logits(tokens, None, level)
         base = 1 + self._read.tokens.shape[1]

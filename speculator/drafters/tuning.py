@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -95,7 +95,7 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
 def measured_on(target: Target) -> dict[str, str]:
     """Identify what step costs depend on: the processor and the dtype, but not the number of threads."""
     device = hardware(target.device) if target.device.type == "cuda" else processor()
-    return _place_of(target.broadcast_object({"processor": device, "dtype": dtype_name(target.dtype)}))
+    return {"processor": device, "dtype": dtype_name(target.dtype)}
 
 
 def _place_of(read: dict[str, Any]) -> dict[str, str]:
@@ -188,18 +188,13 @@ def _costs_here(
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
     facts += f"{torch.__version__} {[shape_to_json(shape) for shape in shapes]}"
     name = f"{place['processor']} {place['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    storing: AbstractContextManager[dict[str, Any]] = cached_object("costs", name)
-    if target.group is not None and not target.group.leads:  # it would wait for the first process's lock
-        storing = nullcontext({})
-    with storing as stored:
-        found = target.broadcast_object(stored.get("entries"))
+    with cached_object("costs", name) as stored:
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
-            return [entry_from_json(entry) for entry in found]
+            return [entry_from_json(entry) for entry in stored["entries"]]
         log(f"measuring which drafts are fastest on this machine: {SECONDS:g} s at most, and only once")
         entries = measure_costs(target, head, shapes, sizes, SECONDS)
-        found = target.broadcast_object([entry_to_json(entry) for entry in entries])
-        stored["entries"] = found
-    return [entry_from_json(entry) for entry in found]
+        stored["entries"] = [entry_to_json(entry) for entry in entries]
+        return [entry_from_json(entry) for entry in stored["entries"]]
 
 
 def _typical(shapes: Sequence[Shape]) -> CostEntry:

@@ -25,7 +25,7 @@ class AuxLayers:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model, self._decoder = model, model.get_decoder()
+        self._model, self._decoder = model, without_output_layer(model, model.get_decoder())
         found = {name: getattr(self._decoder, name, None) for name in ("layers", "h")}
         lists = {name: each for name, each in found.items() if isinstance(each, nn.ModuleList)}
         self._name, self.layers = next(iter(lists.items()), ("", nn.ModuleList()))
@@ -101,18 +101,23 @@ class AuxLayers:
 
     def check(self, wanted: Sequence[int], name: str) -> None:
         """Raise a UserError if the target of this name lacks one of the wanted layers."""
-        count, listed = len(self.layers), " ".join(map(str, wanted))
-        refuse(
-            (
-                bool(wanted) and not count,
-                f"{name}: its layers' inputs are not the hidden states that transformers reports; use a head that "
-                "reads the last hidden state, such as mlp or lstm",
-            ),
-            (
-                any(not 0 <= k < count for k in wanted),
-                f"aux_layers {listed}: {name} has {count} layers, so use 0 to {count - 1}",
-            ),
-        )
+        why = f"{name}: its layers' inputs are not the hidden states that transformers reports"
+        use = "use a head that reads the last hidden state, such as mlp or lstm"
+        refuse((bool(wanted) and not self.layers, f"{why}; {use}"))
+        check_layers(wanted, len(self.layers), name)
+
+
+def check_layers(wanted: Sequence[int], count: int, name: str) -> None:
+    """Raise a UserError unless all wanted layers are among those of a target of this name."""
+    listed = " ".join(map(str, wanted))
+    too_far = f"aux_layers {listed}: {name} has {count} layers, so use 0 to {count - 1}"
+    refuse((any(not 0 <= k < count for k in wanted), too_far))
+
+
+def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:
+    """Return a part of a model, or its body if transformers takes the whole model for that part, as of Llama 4."""
+    bodies = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(bodies, part) if part is model else part
 
 
 @contextmanager

@@ -18,7 +18,9 @@ from speculator.target.host_sync import has_host_sync
 from speculator.target.packed import Layout, in_one_row, in_one_row_with_bounds, masked, one_per_row, packed
 
 if TYPE_CHECKING:
+    from speculator.target.in_process import InProcessTarget
     from speculator.target.model import Target
+    from speculator.target.training import TrainingTarget
 
 _log = logging.getLogger(__name__)
 _PROBE = "speculator_probe"
@@ -30,11 +32,48 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.3, tor
 
 
 @torch.no_grad()
+def probe_training(target: InProcessTarget) -> None:
+    """Compare the logits of hidden states with the model's own, for a text alone and for documents of one row.
+
+    Sets `document_attention` and `output_matrix` of the target.
+
+    Raises:
+        UserError: the model's code needs more than hidden states for logits, or its logits differ or are not finite.
+    """
+    model, name = target.model, f"{target.name}: {type(target.model).__name__}"
+    texts, allowed = _texts(target), tolerance(target.model)
+    try:
+        own = target.aux_layers.prove(texts).logits.float()
+        hidden = target.hidden(texts)
+        logits = target.logits(hidden)
+        output = model.get_output_embeddings()
+        if output is not None and torch.equal(output(hidden), logits):
+            target.output_matrix = output
+        target.document_attention = _choose_document_attention(target, texts, allowed)
+    except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
+        raise UserError(
+            f"{name} is not supported: its code does not compute logits from hidden states alone; "
+            "docs/guides/targets.md lists the families that are"
+        ) from error
+    except (TypeError, RuntimeError, ValueError, IndexError) as error:
+        raise UserError(f"{name} can't be run: {error}") from error
+    worst = gap(logits.float(), own)
+    refuse(
+        (not own.isfinite().all(), not_finite(target)),
+        (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
+        (
+            not worst < allowed,
+            f"{name} is not supported: the logits of its hidden states differ by {worst:.2g} standard deviations",
+        ),
+    )
+
+
+@torch.no_grad()
 def probe(target: Target) -> None:
     """Compare prefill, a rejected draft and verification of two texts of unequal length with the model's own logits.
 
-    Sets `capturable`, `document_attention` and `output_matrix` of the target. So short a probe can't show sliding
-    windows and rotary factors that follow the longest text of a batch, so these are examined separately.
+    Sets `capturable` of the target. So short a probe can't show sliding windows and rotary factors that follow the
+    longest text of a batch, so these are examined separately.
 
     Raises:
         UserError: the model can't be run through a KV cache, or its logits differ.
@@ -50,7 +89,7 @@ def probe(target: Target) -> None:
 
     try:
         # The reference: the model's own forward pass, with its own attention and without our cache, once.
-        own = target.aux_layers.prove(texts).logits.float()
+        own = model(texts, use_cache=False).logits.float()
         windows = read_windows(model, target.context_length)
         WINDOWS.update(windows)
         model.set_attn_implementation(ATTENTION)
@@ -59,9 +98,6 @@ def probe(target: Target) -> None:
         hidden = target.extend(cache, texts[:, :longest], counts=lengths.tolist())
         cache.commit(lengths)
         prefill = target.logits(hidden).float()
-        output = model.get_output_embeddings()
-        if output is not None and torch.equal(output(hidden), target.logits(hidden)):
-            target.output_matrix = output
         cache.select(0, 2, longest)
         # A draft of 4 tokens, of which row 0 gets 1 right and row 1 gets 2. Its wrong tokens are the true ones plus 1.
         wrong = torch.arange(4, device=device) >= accepted[:, None]
@@ -75,16 +111,10 @@ def probe(target: Target) -> None:
         verified = target.logits(target.extend(cache, rest)).float()
         syncs = has_host_sync(lambda: target.logits(target.extend(cache, rest)), device)
         one_device = len({weight.device for weight in model.parameters()}) == 1
-        target.capturable = not syncs and one_device and target.group is None
+        target.capturable = not syncs and one_device
         # What 16 tokens can't show is examined apart: rotary factors that depend on the longest text of the batch.
         moved = neighbours_matter(model.base_model, target.context_length, device)
-        target.document_attention = _choose_document_attention(target, texts, allowed)
-    except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
-        raise UserError(
-            f"{name} is not supported: its code does not compute logits from hidden states alone; "
-            "docs/guides/targets.md lists the families that are"
-        ) from error
-    except (TypeError, RuntimeError, ValueError, IndexError) as error:
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{name} can't be run through a KV cache: {error}") from error
     worst = max(
         *(gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
@@ -93,8 +123,7 @@ def probe(target: Target) -> None:
     )
     window = getattr(target.config, "sliding_window", None)
     refuse(
-        (isnan(moved) or not own.isfinite().all(), not_finite(target)),
-        (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
+        (isnan(moved), not_finite(target)),
         (
             not worst < allowed,
             f"{name} can't be verified exactly: its logits with a preallocated cache differ by {worst:.2g} standard "
@@ -111,7 +140,7 @@ def probe(target: Target) -> None:
     )
 
 
-def not_finite(target: Target) -> str:
+def not_finite(target: TrainingTarget) -> str:
     """Return the message for a target whose states or logits are not finite."""
     if target.dtype == torch.float16:
         return (
@@ -121,7 +150,7 @@ def not_finite(target: Target) -> str:
     return f"{target.name}: its logits are not finite: the weights are damaged"
 
 
-def _texts(target: Target) -> Tensor:  # [2, _LENGTH]
+def _texts(target: InProcessTarget) -> Tensor:  # [2, _LENGTH]
     return torch.arange(2 * _LENGTH, device=target.device).view(2, -1) * 7 % target.vocab_size
 
 
@@ -137,8 +166,11 @@ def probed_logits(target: Target) -> Tensor:  # [2, 2 * _LENGTH, V]
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
-    """Return the longest sequence that can be decoded exactly; with longrope that is the original context."""
+    """Return the longest sequence that can be read exactly; with longrope that is the original context."""
     length, original = getattr(config, "max_position_embeddings", None), original_context(config)
+    # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        length = min(length or config.attention_chunk_size, config.attention_chunk_size)
     if original and (length is None or original < length):
         _log.warning(
             f"{name}: the context is limited to {original} tokens: beyond that, longrope makes a text depend on the "
@@ -218,7 +250,7 @@ def neighbours_matter(body: nn.Module, length: int, device: torch.device) -> flo
     return ((alone - batched).abs().max() / alone.std()).item()
 
 
-def _choose_document_attention(target: Target, texts: Tensor, allowed: float) -> tuple[Any, Layout] | None:
+def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: float) -> tuple[Any, Layout] | None:
     """Return the first way to read several documents in a row that gives each one's own logits."""
     half = _LENGTH // 2
     documents = torch.arange(_LENGTH, device=target.device).ge(half).expand_as(texts)
@@ -233,8 +265,7 @@ def _choose_document_attention(target: Target, texts: Tensor, allowed: float) ->
     if original == "eager" and target.device.type == "cuda":  # eager attention keeps the scores of all heads
         place = choices.index((original, packed))
         choices[place:place] = [("flex_attention", packed), ("flex_attention", masked)]
-    if target.recurrent:
-        choices.append((original, one_per_row))
+    choices.append((original, one_per_row))  # the slowest, for states that run through the row
     # The fastest first; a family that ignores the layout shows by its logits, one that lacks it by its error.
     for choice in choices:
         try:

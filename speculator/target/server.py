@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from speculator.device import resolve_device
 from speculator.errors import refuse
-from speculator.target.aux_layers import AuxLayers
+from speculator.target.aux_layers import check_layers
 from speculator.target.fingerprint import fingerprint
+from speculator.target.in_process import ModelHere
 from speculator.target.linear import pack_linears
-from speculator.target.model import Target, _GivenHidden
 from speculator.target.outside_layers import read_outside_layers
 from speculator.target.probe import context_length
 
@@ -37,7 +38,7 @@ def layers_folder(layers: Sequence[int]) -> str:
     return "-".join(["layers", *map(str, layers)])
 
 
-class ServerTarget(Target):
+class ServerTarget(ModelHere):
     """The training half of a target whose layers run elsewhere. It can't decode.
 
     Args:
@@ -50,12 +51,10 @@ class ServerTarget(Target):
         self.config: PreTrainedConfig = model.config
         self.name = model.config.name_or_path
         self.context_length = context_length(self.config, self.name)
-        self.group = None
-        self.aux_layers: Any = _Layers(self.config.num_hidden_layers)
         self.fingerprint = fingerprint(model)
         pack_linears(model)
-        self._body, self._given = model.base_model, _GivenHidden(model.base_model)
-        self.output_matrix, output = None, model.get_output_embeddings()
+        self._prepare_logits()
+        output = model.get_output_embeddings()
         hidden = torch.linspace(-1, 1, 4 * self.hidden_size, device=self.device, dtype=self.dtype).view(4, -1)
         if torch.equal(output(hidden), self.logits(hidden)):
             self.output_matrix = output
@@ -100,6 +99,16 @@ class ServerTarget(Target):
             why = f"{url}: {other} and the output matrix of {self.name}: it serves another model, or other layers"
             refuse((not abs(ours - theirs) < _TOLERANCE, why))
 
+    def check_aux_layers(self, wanted: Sequence[int]) -> None:
+        check_layers(wanted, self.config.num_hidden_layers, self.name)
+
+    def training_states(
+        self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
+        """Ask for the states and wait for them; `begin` does not wait, and knows what is padding."""
+        rows = [split(*pair) for pair in zip(tokens.tolist(), documents.tolist(), strict=True)]
+        return self.begin(rows, tokens.shape[1]).result()
+
     def begin(
         self,
         rows: Sequence[Sequence[list[int]]],  # the documents of each row
@@ -126,13 +135,10 @@ class ServerTarget(Target):
             self.servers = None
 
 
-class _Layers:
-    """The layers by number."""
-
-    check = AuxLayers.check
-
-    def __init__(self, count: int):
-        self.layers = range(count)
+def split(tokens: list[int], documents: list[int]) -> list[list[int]]:
+    """Split a row: tokens 5 6 7 8 of the documents 0 0 1 1 are [5, 6] and [7, 8]."""
+    pairs = groupby(zip(documents, tokens, strict=True), key=lambda pair: pair[0])
+    return [[token for _, token in group] for _, group in pairs]
 
 
 class PendingStates:

@@ -1,17 +1,17 @@
-"""A target that several processes share, sharded by transformers itself.
+"""A target that several processes share for training, sharded by transformers itself.
 
-The processes of a group each run the model's body equally often and in the same order: with the same rows when
-decoding, and under tensor parallelism always. The first process therefore decides for all whatever the next pass
-depends on (`Group.broadcast`). Every process holds the whole output matrix, so logits need no communication.
+The processes of a group each run the model's body equally often and in the same order; under tensor parallelism with
+the rows of all of them. Every process holds the whole output matrix, so logits need no communication. Such a target is
+not decoded: its processes would have to agree on every token.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -20,8 +20,10 @@ from speculator.errors import UserError, refuse
 
 TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective: longer than one process takes to write a checkpoint while the others wait."""
+SHARDED = ("tp", "fsdp")
+"""Values of `parallel` that shard a target over processes."""
+DECODE_INSTEAD = "decode it with a server such as vLLM, or in one process, with parallel device_map on all of its GPUs"
 _GROUPS = "dp_replicate_size"
-Value = TypeVar("Value")
 
 
 class _Replicas(DistributedConfig):
@@ -42,7 +44,6 @@ class Group:
 
     Attributes:
         count: number of groups.
-        index: number of this process's group.
         rank: number of this process in its group.
     """
 
@@ -59,15 +60,10 @@ class Group:
         )
         self.parallel, self.size = parallel, divided(world, size)
         self.count = world // self.size
-        self.index, self.rank = divmod(distributed.get_rank(), self.size)
-        self._first = self.index * self.size
+        index, self.rank = divmod(distributed.get_rank(), self.size)
         members = [[*range(i * self.size, (i + 1) * self.size)] for i in range(self.count)]
         made = [distributed.new_group(each, timeout=TIMEOUT) for each in members]  # NCCL's default is 10 minutes
-        self._processes = made[self.index]
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
+        self._processes = made[index]
 
     def config(self) -> DistributedConfig:
         """Return the config with which transformers loads this process's part of the model."""
@@ -75,19 +71,6 @@ class Group:
         if self.parallel == "fsdp":
             return DistributedConfig(fsdp_size=self.size, **more)
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
-
-    def broadcast(self, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Return integer tensors as the group's first process has them; shapes must agree, and None stays None."""
-        sent = torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
-        distributed.broadcast(sent, self._first, group=self._processes)
-        parts = iter(sent.split([tensor.numel() for tensor in tensors if tensor is not None]))
-        return tuple(None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors)
-
-    def broadcast_object(self, value: Value) -> Value:
-        """Return a picklable value as the group's first process has it."""
-        sent: list[Any] = [value]
-        distributed.broadcast_object_list(sent, self._first, group=self._processes)
-        return sent[0]
 
     def gathered(self, rows: Tensor) -> Tensor:  # [B, S] int -> [size * max B, max S]
         """Gather the rows of all processes, padded with 0 to the largest."""
@@ -99,11 +82,6 @@ class Group:
         every = rows.new_empty(self.size * most, length)
         distributed.all_gather(list(every.chunk(self.size)), filled.contiguous(), group=self._processes)
         return every
-
-
-def share(group: Group | None, process: int, processes: int) -> tuple[int, int]:
-    """Return the index and number of workers: groups of processes that share a target, or processes without a group."""
-    return (process, processes) if group is None else (group.index, group.count)
 
 
 def divided(world: int, size: int) -> int:
@@ -123,6 +101,13 @@ def check_heads(name: str, config: PreTrainedConfig, parts: int) -> None:
             f"{name}: {parts} processes can't share its {heads} key heads evenly: use another parallel_size, or "
             "parallel fsdp"
         )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a forward pass needs other processes, which may run other rows at another pace."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
 
 
 def whole(weight: Tensor) -> Tensor:

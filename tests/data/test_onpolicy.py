@@ -14,8 +14,6 @@ from conftest import tiny_head, tiny_model
 from datasets import load_from_disk
 from enumeration import chi_square_p, joint_distribution
 from filelock import FileLock
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 from data import batches, onpolicy
 from data.__main__ import main
@@ -329,18 +327,6 @@ def test_prompts_that_cannot_be_continued_write_nothing(target, tmp_path, prompt
     with pytest.raises(UserError, match=message):
         made(target, tmp_path / "out", prompts=prompts)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_target_sharded_elsewhere_is_an_error(target, tmp_path):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        layer = target.model.model.layers[0].mlp.up_proj
-        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,))), False)
-        with pytest.raises(UserError, match="sharded"):
-            made(target, tmp_path / "out")
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # ---- the distribution

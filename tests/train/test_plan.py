@@ -7,7 +7,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
-from speculator.target.model import Target
+from speculator.target.in_process import InProcessTarget
 from train import plan as planning
 from train import run
 from train.command_line import parse
@@ -97,7 +97,7 @@ def config_of(folder, *flags):
 
 
 def test_the_command_prints_a_plan_and_takes_no_folder(target_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("something was loaded"))
+    monkeypatch.setattr(InProcessTarget, "load", lambda *_, **__: pytest.fail("something was loaded"))
     only = tmp_path / "target"
     only.mkdir()
     (only / "config.json").write_bytes((target_folder / "config.json").read_bytes())
@@ -180,7 +180,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
     def load(*_, **__):
         raise UserError("loads")
 
-    monkeypatch.setattr(Target, "load", load)
+    monkeypatch.setattr(InProcessTarget, "load", load)
     config = config_of(target_folder, "--output_dir", str(tmp_path / "run"), *flags)
     place(30_000_000)
     with pytest.raises(UserError, match=setting):

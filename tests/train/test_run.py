@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import tiny_tokenizer
 from datasets import load_from_disk
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from speculator.__main__ import build_parser
 from train import checkpoint
@@ -204,6 +206,28 @@ def test_what_a_run_says_has_phases_a_summary_of_seven_lines_and_no_codes_or_dic
     assert not set("\r\x1b{") & set(said)
     assert all(len(line) <= 120 for line in said.splitlines() if line.startswith(("step ", "evaluation ")))
     assert "metadata block" not in said
+
+
+def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
+    """Llama 4's chunked attention can't be rolled back."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 1}
+    config = Llama4TextConfig(vocab_size=300, attention_chunk_size=64, **sizes, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    given = {"target.name_or_path": tmp_path / "target", "stage1.max_steps": 10}
+    refused = run(command(tmp_path / "run", **given))
+    assert refused.returncode == 2
+    line = refused.stderr.splitlines()[-1]
+    assert all(word in line for word in ("chunked_attention", "--server", "stage2.max_steps 0"))
+    done = run(command(tmp_path / "run", **given, **{"stage2.max_steps": 0}))
+    assert done.returncode == 0, done.stderr
+    assert "speculator inspect" in done.stdout
+    assert (tmp_path / "run" / "speculator" / "README.md").exists()
+    state = json.loads((tmp_path / "run" / "stage1" / "checkpoint-10" / "trainer_state.json").read_text())
+    figures = {entry["step"]: entry[checkpoint.FORECAST] for entry in state["log_history"] if "eval_loss" in entry}
+    assert state["best_global_step"] == max(figures, key=figures.__getitem__)
 
 
 def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):

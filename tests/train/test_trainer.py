@@ -1,9 +1,13 @@
-"""What the trainer reports about the loss."""
+"""What the trainer reports about the loss, and what it needs of a target."""
 
 import pytest
-from conftest import tiny_block_head, tiny_model
+import torch
+from conftest import tiny_block_head, tiny_head, tiny_model
 
 from speculator import Target
+from speculator.checkpoints.loading import bind
+from speculator.target.training import TrainingTarget
+from train.checkpoint import FORECAST
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
@@ -37,3 +41,51 @@ def test_an_evaluation_of_the_training_rows_reports_the_loss_of_the_first_traini
     trainer.train()
     trained = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trained, rel=1e-3)
+
+
+class Elsewhere(TrainingTarget):
+    """Has the members of the interface alone, computed by another target."""
+
+    device, dtype, generation_config = torch.device("cpu"), torch.float32, None
+
+    def __init__(self, inner: Target):
+        self._inner, self.name, self.config, self.tokenizer = inner, inner.name, inner.config, None
+        self.fingerprint, self.context_length = inner.fingerprint, inner.context_length
+
+    def training_states(self, tokens, documents, aux_layers):
+        return self._inner.training_states(tokens, documents, aux_layers)
+
+    def logits(self, hidden):
+        return self._inner.logits(hidden)
+
+    def embedding_matrix(self):
+        return self._inner.embedding_matrix()
+
+    def output_layer(self):
+        return self._inner.output_layer()
+
+    def check_aux_layers(self, wanted):
+        self._inner.check_aux_layers(wanted)
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
+def test_a_target_that_only_gives_states_trains_the_same_head(tmp_path, architecture):
+    inner, trained = Target(tiny_model(), tokenizer=None), []
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": row} for row in torch.randint(32, (8, 20), generator=generator).tolist()]
+    for target in (inner, Elsewhere(inner)):
+        torch.manual_seed(0)
+        head = tiny_block_head(inner).float() if architecture == "dspark" else tiny_head(architecture=architecture)
+        trainer = SpeculatorTrainer(
+            model=bind(head, target),
+            target=target,
+            loss=LossConfig(),
+            decode=lambda head: {},
+            args=arguments(FORECAST, output_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, report_to="none"),
+            data_collator=Collator(head.config),
+            train_dataset=rows,
+            eval_dataset=rows,
+        )
+        trainer.train()
+        trained.append([weight.detach().clone() for weight in head.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))

@@ -49,7 +49,7 @@ def test_a_revision_is_passed_on_and_named(folder, monkeypatch):
         asked.append((name, revision))
         return read_target(str(folder), None, *rest)
 
-    monkeypatch.setattr("speculator.target.model.read_target", read)
+    monkeypatch.setattr("speculator.target.in_process.read_target", read)
     assert Target.load("org/name", revision="v2").name == "org/name --revision v2"
     assert asked == [("org/name", "v2")]
 

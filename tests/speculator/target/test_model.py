@@ -22,6 +22,7 @@ from speculator import Target, UserError
 from speculator.target import attention
 from speculator.target import packed as documents
 from speculator.target.attention import VARLEN
+from speculator.target.in_process import InProcessTarget
 
 TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -85,17 +86,17 @@ def test_all_document_layouts_give_the_same_hidden_states(target, layout):
     torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_documents_that_cannot_be_separated_are_refused(monkeypatch):
-    """A family whose masks ignore positions and attention_mask; it still decodes."""
+def test_documents_that_masks_cannot_separate_have_rows_of_their_own(monkeypatch):
+    """A family whose masks ignore positions and attention_mask."""
 
     def blind(position_ids, attention_mask, **given):
         return create_causal_mask(attention_mask=None, **given)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", blind)
     target = Target(tiny_model(), tokenizer=None)
-    target.hidden(TOKENS)
-    with pytest.raises(UserError, match="documents"):
-        target.hidden(TOKENS, torch.zeros_like(TOKENS))
+    assert target.document_attention[1] is documents.one_per_row
+    halves = target.hidden(TOKENS, (torch.arange(20) >= 10).long().expand(2, -1))
+    torch.testing.assert_close(halves, target.hidden(TOKENS.view(4, 10)).view_as(halves))
 
 
 def test_a_deep_model_in_bfloat16_passes_the_probe():
@@ -115,10 +116,20 @@ def test_logit_scaling_is_honoured():
     torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected)
 
 
-def test_layers_that_cannot_be_rolled_back_are_refused():
+def test_layers_that_cannot_be_rolled_back_train_and_do_not_decode():
     config = Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=1, attention_chunk_size=8)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        expected = model(TOKENS[:, :8]).logits
+    half = InProcessTarget(model, tokenizer=None)
     with pytest.raises(UserError, match="chunked_attention"):
-        Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
+        Target.of(half)
+    assert half.context_length == 8
+    split = torch.tensor([[0] * 3 + [1] * 5] * 2)
+    hidden, aux = half.training_states(TOKENS[:, :8], split, [0, 1])
+    assert aux.shape == (2, 8, 2 * half.hidden_size)
+    torch.testing.assert_close(half.logits(hidden[:, :3]), expected[:, :3])
+    torch.testing.assert_close(hidden[:, 3:], half.hidden(TOKENS[:, 3:8]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,253 @@
+"""The training half of a target in this process: hidden states and logits by the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
+
+from speculator.device import resolve_device
+from speculator.errors import UserError, refuse
+from speculator.target.attention import original_attention, using_attention
+from speculator.target.aux_layers import AuxLayers, without_output_layer
+from speculator.target.fingerprint import fingerprint
+from speculator.target.gguf import is_gguf
+from speculator.target.linear import pack_linears
+from speculator.target.loading import add_adapter, drop_vision_tower, read_target
+from speculator.target.packed import Layout, one_per_row, packed, places
+from speculator.target.probe import context_length, probe_training
+from speculator.target.sharding import DECODE_INSTEAD, SHARDED, Group, make_whole, whole
+from speculator.target.training import TrainingTarget
+from speculator.terminal import log
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass
+class _BodyOutput(ModelOutput):
+    """Output of `_GivenHidden`; every other field that a family's forward pass reads is None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _GivenHidden(nn.Module):
+    """Stands in for a model's body, whose other attributes it has, and returns hidden states computed before."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.hidden: Tensor | None = None
+        self._attribute_of_body = body.__getattribute__
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attribute_of_body(name)
+
+    def forward(self, *args, **kwargs) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=self.hidden)
+
+
+class ModelHere(TrainingTarget):
+    """A training target that holds a transformers model, whole or without its layers: it computes the logits.
+
+    Attributes:
+        output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
+    """
+
+    model: PreTrainedModel
+    output_matrix: nn.Module | None
+
+    def _prepare_logits(self) -> None:
+        self.output_matrix = None
+        self._body = without_output_layer(self.model, self.model.base_model)
+        self._prefix = next((name for name, part in self.model.named_children() if part is self._body), "")
+        self._given = _GivenHidden(self._body)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        return self.model.generation_config
+
+    def embedding_matrix(self) -> Tensor:  # [V, D]
+        return whole(self.model.get_input_embeddings().weight)
+
+    def output_layer(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
+        """Compute the model's own logits of hidden states.
+
+        Without an `output_matrix`, the model's forward pass runs with its body replaced by the hidden states, which
+        keeps logit scaling and soft-capping.
+        """
+        if self.output_matrix is not None:
+            return self.output_matrix(hidden).to(hidden.device)
+        # As one row of a batch: a token's logits depend on its own state alone.
+        self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
+        setattr(self.model, self._prefix, self._given)
+        try:
+            logits = self.model(inputs_embeds=self._given.hidden, use_cache=False).logits
+        finally:
+            setattr(self.model, self._prefix, self._body)
+        return logits.view(*hidden.shape[:-1], -1).to(hidden.device)
+
+
+class InProcessTarget(ModelHere):
+    """A causal LM whose hidden states this process computes, alone or with the other processes of a group.
+
+    `hidden` is always the state after the final norm, [B, T, D]: the input of the lm_head. The model's own code
+    computes everything, logit scaling and soft-capping included.
+
+    The model is modified: it is frozen, in eval mode, and uses `speculator.target.linear` for few rows.
+
+    Args:
+        model: a transformers causal LM.
+        tokenizer: its tokenizer.
+        group: the processes that share it; None if this process holds the whole model.
+
+    Attributes:
+        original_attention: the model's attention implementation before, for `set_attn_implementation`.
+        document_attention: attention and layout that read several documents in a row exactly; None if none does.
+        aux_layers: the auxiliary hidden states between its layers.
+
+    Raises:
+        UserError: its logits are not those of its hidden states, or not finite.
+    """
+
+    sharding: ClassVar[bool] = True
+    """Processes may share one model."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: Group | None = None):
+        self.model, self.tokenizer, self.group = model.eval().requires_grad_(False), tokenizer, group
+        self.config = model.config.get_text_config()
+        self.name = model.config.name_or_path or type(model).__name__
+        self.original_attention = original_attention(model)
+        if self.device.type == "cuda":
+            # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
+            # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        self.context_length = context_length(self.config, self.name)
+        if group is not None and group.parallel == "tp":
+            make_whole(model.get_output_embeddings())
+        pack_linears(self.model)
+        self.aux_layers = AuxLayers(model)
+        self.document_attention: tuple[Any, Layout] | None = None
+        self._prepare_logits()
+        probe_training(self)
+        self.fingerprint = fingerprint(model)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        adapter: str | None = None,
+        trust_remote_code: bool = False,
+        parallel: str = "none",
+        parallel_size: int = 0,
+    ) -> Self:
+        """Load a model; a quantised checkpoint needs the package that its config names.
+
+        Args:
+            name: hub id, local folder, or GGUF file, whose weights are dequantised.
+            revision: hub branch, tag or commit.
+            dtype: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16" or "float16".
+            device: default: the accelerator if there is one, else the CPU.
+            adapter: hub id or folder of a PEFT adapter, which is not merged into the weights.
+            trust_remote_code: run the Python code that comes with the model.
+            parallel: "none"; "device_map", layer by layer over the devices of this process; or, for training only, "tp"
+                or "fsdp", sharded over processes, all of which must call this (see `Group`).
+            parallel_size: processes per copy of the model; 0: all.
+        """
+        refuse(
+            (parallel in SHARDED and not cls.sharding, f"parallel {parallel} is for training only: {DECODE_INSTEAD}")
+        )
+        group = Group(parallel, parallel_size) if parallel in SHARDED else None
+        refuse(
+            (parallel_size and group is None, f"parallel_size {parallel_size} needs parallel tp or fsdp"),
+            (group and adapter is not None, f"parallel {parallel}: merge the adapter into the weights first"),
+            (group and is_gguf(name), f"parallel {parallel}: each process reads a GGUF file whole"),
+        )
+        place = resolve_device(device)
+        if dtype == "auto" and place.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
+            dtype = "float32"
+        where: Any = "auto" if parallel == "device_map" else group or place
+        tokenizer, model = read_target(name, revision, dtype, where, trust_remote_code)
+        if adapter is not None:
+            add_adapter(model, adapter)
+        drop_vision_tower(model)
+        flags = {"revision": revision, "adapter": adapter}
+        model.config.name_or_path = " ".join([name, *(f"--{flag} {value}" for flag, value in flags.items() if value)])
+        target = InProcessTarget(model, tokenizer, group)
+        if missing := target.eos_token_ids - target._configured_ends:
+            names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(missing))))
+            log(f"{target.name}: a text also ends at {names}, which its generation config lacks")
+        return cls.of(target)
+
+    @classmethod
+    def of(cls, half: InProcessTarget) -> Self:
+        """Return a target of this class over the model of another one."""
+        target = cls.__new__(cls)
+        vars(target).update(vars(half))
+        return target
+
+    def check_aux_layers(self, wanted: Sequence[int]) -> None:
+        self.aux_layers.check(wanted, self.name)
+
+    def training_states(
+        self, tokens: Tensor, documents: Tensor | None, aux_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
+        with self.aux_layers.recorded(aux_layers) as states:
+            hidden = self.hidden(tokens, documents)
+        return hidden, states(hidden)
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        tokens: Tensor,  # [B, S]
+        documents: Tensor | None = None,  # [B, S] see `speculator.target.packed`
+    ) -> Tensor:  # [B, S, D]
+        """Compute the hidden states of whole rows for training, without a cache and with the model's own attention."""
+        if documents is None:
+            return self.hidden_of_documents(tokens, torch.zeros_like(tokens), self.original_attention, packed)
+        if self.document_attention is None:
+            kind = type(self.model).__name__
+            raise UserError(f"{self.name}: {kind} can't separate the documents of a row, so no head can be trained")
+        return self.hidden_of_documents(tokens, documents, *self.document_attention)
+
+    def hidden_of_documents(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
+        """Compute hidden states [B, S, D] with the given attention and layout of documents."""
+        (rows, length), own_rows = tokens.shape, slice(None)
+        if self.group is not None and self.group.parallel == "tp":  # all processes must run the same rows
+            tokens, documents = self.group.gathered(tokens), self.group.gathered(documents)
+            begin = self.group.rank * (len(tokens) // self.group.size)
+            own_rows = slice(begin, begin + rows)
+
+        place = places(documents)[0] if layout is one_per_row else None
+
+        def own(states: Tensor) -> Tensor:
+            if place is not None:
+                states = states.reshape(-1, states.shape[-1])[place]
+            return states.view(*tokens.shape, -1)[own_rows, :length].contiguous().to(self.device)
+
+        with using_attention(self.model, attention), self.aux_layers.selecting(own):
+            output = self._body(**layout(self.model, tokens, documents), use_cache=False)
+        return own(output.last_hidden_state)

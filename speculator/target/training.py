@@ -1,0 +1,106 @@
+"""What training needs of a target: hidden states and logits, from wherever they come."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from speculator.chat import end_token
+
+
+class TrainingTarget(ABC):
+    """A frozen causal LM that a head is trained for. The trainer, the losses and `--plan` know no other members.
+
+    Symbols: B rows, S tokens of a row, D hidden size, V vocabulary, n auxiliary layers.
+
+    Attributes:
+        name: hub id or folder, with the revision and adapter, for messages and records.
+        config: the model's text config.
+        tokenizer: its tokenizer; None in tests.
+        fingerprint: see `speculator.target.fingerprint`.
+        context_length: longest row, in tokens.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+    context_length: int
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device of the hidden states and logits."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden states and logits."""
+
+    @property
+    @abstractmethod
+    def generation_config(self) -> GenerationConfig | None:
+        """The model's generation config, which names its EOS tokens."""
+
+    @abstractmethod
+    def training_states(
+        self,
+        tokens: Tensor,  # [B, S]
+        documents: Tensor,  # [B, S] the same number throughout a document, see `speculator.target.packed`
+        aux_layers: Sequence[int],  # ascending
+    ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
+        """Compute the hidden states after the final norm and, side by side, the auxiliary ones.
+
+        No document sees another one. Without `aux_layers` both are the same.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
+        """Compute the model's own logits of hidden states after the final norm."""
+
+    @abstractmethod
+    def embedding_matrix(self) -> Tensor:  # [V, D]
+        """Return the whole input embedding; every process of a sharded target must call this."""
+
+    @abstractmethod
+    def output_layer(self) -> nn.Linear:
+        """Return the lm_head, whose `weight` is [V, D]."""
+
+    @abstractmethod
+    def check_aux_layers(self, wanted: Sequence[int]) -> None:
+        """Raise a UserError if the target lacks one of the wanted layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of rows of the output matrix; the tokenizer may use fewer."""
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the size of the hidden states."""
+        return self.config.hidden_size
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        """Tokens that end a generation, by generation config, tokenizer and chat template.
+
+        Fine-tunes often keep the base model's generation config, whose EOS they never write.
+        """
+        return self._configured_ends | self._written_ends
+
+    @property
+    def _configured_ends(self) -> set[int]:
+        ids = self.generation_config.eos_token_id if self.generation_config else None
+        return set() if ids is None else set(ids) if isinstance(ids, list) else {ids}
+
+    @cached_property
+    def _written_ends(self) -> set[int]:
+        if self.tokenizer is None:
+            return set()
+        ends = {self.tokenizer.eos_token_id, end_token(self.tokenizer)} - {None}
+        return {token for token in ends if token < self.vocab_size}
