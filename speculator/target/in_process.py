@@ -61,7 +61,7 @@ class ModelHere(TrainingTarget):
         output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
     """
 
-    model: PreTrainedModel
+    model: Any
     output_matrix: nn.Module | None
 
     def _prepare_logits(self) -> None:
