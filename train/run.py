@@ -148,8 +148,7 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it in its first product
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if not config.target.server:
-        refuse_too_large(config, state.num_processes)
+    refuse_too_large(config, state.num_processes)
     announce(config, _LOAD)
     target = load_target(config)
     with closing(target) if isinstance(target, ServerTarget) else nullcontext():

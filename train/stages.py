@@ -88,7 +88,7 @@ def train_stage(
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
-        token_at_peak=None if remote else token_at_peak(config, name, state.num_processes),
+        token_at_peak=token_at_peak(config, name, state.num_processes),
         loss=config.loss,
         decode=decode,
         keep=settings.save_total_limit,
