@@ -34,6 +34,7 @@ from speculator.errors import UserError, check_secret, first_line, hide, refuse
 from speculator.target.server import layers_folder
 from speculator.terminal import log
 
+_NAME = "speculator"  # of requests, and thereby of files
 _IN_FLIGHT = 32  # requests to each server
 _SHARE_OF_DISK = 0.5  # of the free space, for the requests of all processes
 _REQUEST_SECONDS = 600.0
@@ -115,7 +116,7 @@ class HiddenStateServers:
         self.expected, self._processes = expected, processes
         self._servers = [_connect(base, model, key) for base in bases]
         # Files are named after the request, so that those of a request that failed can be found.
-        self._name, self._numbers = f"speculator-{uuid4().hex[:12]}", count()
+        self._name, self._numbers = f"{_NAME}-{uuid4().hex[:12]}", count()
         self._pool = ThreadPoolExecutor(_IN_FLIGHT * len(bases), thread_name_prefix="hidden-states")
         self._pending: set[Future] = set()
         self._folders: set[Path] = set()
@@ -150,6 +151,7 @@ class HiddenStateServers:
                 with self._taken(path, document) as states:
                     last = states[-1, -1].clone()
                     self._plan_disk(path.parent, longest)
+                _sweep(path.parent)
                 token, chance = answer.choices[0].token_ids[0], answer.choices[0].logprobs.token_logprobs[0]
             except openai.APIError as error:
                 raise UserError(server.describe(error)) from None
@@ -327,6 +329,14 @@ def _named_file(answer: Any) -> Path | None:
     """The file that an answer names."""
     named = (getattr(answer, "kv_transfer_params", None) or {}).get("hidden_states_path")
     return Path(named) if isinstance(named, str) and named.endswith(".safetensors") else None
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what a killed trainer has left: no request takes so long."""
+    for file in folder.glob(f"*{_NAME}-*"):
+        with suppress(OSError):  # another process has just read it
+            if time.time() - file.stat().st_mtime > _REQUEST_SECONDS + _WRITE_SECONDS:
+                file.unlink()
 
 
 def _connect(base: str, model: str, key: str) -> _Server:

@@ -1,5 +1,6 @@
 """Training with a target in vLLM 0.32, from hidden states to the counters of the exported head's server."""
 
+import gc
 import json
 import os
 import shlex
@@ -127,7 +128,7 @@ def line_of(folder: Path, layers: list[int], longest: int, storage: Path, capsys
     return [*words[:3], "--model", *words[2:]]
 
 
-@pytest.mark.parametrize("kinds", [("mlp",), ("eagle3", "dspark")], ids=" ".join)
+@pytest.mark.parametrize("kinds", [("mlp",), ("eagle3",), ("dspark",)], ids=" ".join)
 def test_ten_steps_are_those_of_the_target_here(kinds, folder, vllm, storage, tmp_path, report, capsys):
     local = Target.load(str(folder), dtype="float32")
     texts = held_out(PYTHON_SOURCES, local.tokenizer, LENGTH, 16).prompts
@@ -144,6 +145,8 @@ def test_ten_steps_are_those_of_the_target_here(kinds, folder, vllm, storage, tm
             head = head_class(head_class.config_class.for_target(where.config, n_predict=3, **SHAPES[kind]))
             began = time.perf_counter()
             found[name] = *trained(where, bind(head, where), rows, tmp_path / kind / name), time.perf_counter() - began
+            del head
+            gc.collect()  # a trainer and its callbacks hold each other
         (expected, gradients, _, seconds), (losses, ours, log, longer) = found["here"], found["server"]
         loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         far = apart(ours, gradients)

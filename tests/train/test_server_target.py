@@ -1,8 +1,11 @@
 """Training with a target that servers run: the same losses and gradients, and what happens when a server fails."""
 
 import json
+import os
 import shlex
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -151,6 +154,16 @@ def test_a_full_disk_is_one_line(folder, serve, monkeypatch):
         connected(folder, [serve([0, 1, 2])], [0, 1])
 
 
+def test_what_a_killed_trainer_left_is_deleted(folder, serve):
+    server = serve([2])
+    server.folder.mkdir(parents=True)
+    old = server.folder / "cmpl-speculator-0-0.safetensors"
+    old.touch()
+    os.utime(old, (0, 0))
+    connected(folder, [server], []).close()
+    assert not old.exists()
+
+
 def test_no_server_for_too_long_is_one_line(folder, serve, monkeypatch):
     server = serve([2])
     target = connected(folder, [server], [])
@@ -238,3 +251,26 @@ def test_the_printed_line_starts_a_server_for_the_head(capsys, local):
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/mnt/ram/layers-0-1-2"}
     assert int(given["--max-model-len"]) == 64 + 32 + 1
     assert words[-2:] == ["--tensor-parallel-size", "4"]
+
+
+@pytest.mark.soak
+def test_two_processes_ask_for_their_own_rows(serve, tmp_path, text_file, local):
+    """Losses are those of one process with the same batches."""
+    server = serve([local.config.num_hidden_layers])
+    flags = {**RUN, "config": "tests/plain.yaml", "target.name_or_path": local.name, "data.sources": f"[{text_file}]"}
+    flags |= {"target.server": server.url, "stage2.max_steps": 0, "stage1.logging_steps": 1}
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    losses = {}
+    for processes, batch, launcher in ((1, 4, []), (2, 2, launch)):
+        own = {**flags, "output_dir": tmp_path / str(processes), "stage1.per_device_train_batch_size": batch}
+        argv = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+        environment = {**os.environ, "SPECULATOR_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, *launcher, "train.py", *argv], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        state = read_json(tmp_path / str(processes) / "stage1" / "checkpoint-4" / "trainer_state.json")
+        losses[processes] = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert len(losses[1]) == 4
+    assert losses[2] == pytest.approx(losses[1], abs=1e-4)
