@@ -122,7 +122,7 @@ class HiddenStateServers:
         self._folders: set[Path] = set()
         self._change = threading.Condition()  # guards the fields below, and those of the servers
         self._budget, self._used = math.inf, 0  # bytes on the disk
-        self._answered = time.monotonic()
+        self._silent_since: float | None = None  # time since which no server answers
         self._closing = False
 
     def check(self, document: list[int], longest: int) -> list[tuple[str, Tensor, int, float]]:
@@ -240,7 +240,7 @@ class HiddenStateServers:
                 log(f"{server.url} answers again")
             server.busy, server.pause, server.retry_at = server.busy - 1, 0.0, 0.0
             server.seconds += _SMOOTHING * (seconds - server.seconds)
-            self._answered = time.monotonic()
+            self._silent_since = None
             self._change.notify_all()
 
     def _leave(self, server: _Server, fault: str) -> None:
@@ -253,10 +253,12 @@ class HiddenStateServers:
             if now >= server.retry_at:  # else another request has just found the same
                 server.pause = min(2 * server.pause or _PAUSES[0], _PAUSES[1])
                 server.retry_at = now + server.pause
-            silent = now - self._answered
+            if self._silent_since is None and all(each.pause for each in self._servers):
+                self._silent_since = now
+            silent = 0.0 if self._silent_since is None else now - self._silent_since
             self._change.notify_all()
         gone = f"{fault}; no server has answered for {silent:.0f} s; the same command resumes from the last checkpoint"
-        refuse((silent > _PATIENCE and all(each.pause for each in self._servers), gone))
+        refuse((silent > _PATIENCE, gone))
 
     def _ask(self, server: _Server, tokens: list[int], **more: Any) -> tuple[Path, Any]:
         """Send a document; return the file that the answer names, and the answer."""

@@ -142,16 +142,11 @@ def split(tokens: list[int], documents: list[int]) -> list[list[int]]:
 
 
 class PendingStates:
-    """The hidden states of a batch that the servers are computing.
-
-    Attributes:
-        waited: seconds that `result` waited for them.
-    """
+    """The hidden states of a batch that the servers are computing."""
 
     def __init__(self, target: ServerTarget, states: Tensor, futures: list[Future]):
         self._target, self._states, self._futures = target, states, futures
         self._began = self._ended = time.perf_counter()
-        self.waited = 0.0
         for future in futures:
             future.add_done_callback(self._note)
 
@@ -169,10 +164,8 @@ class PendingStates:
 
         Without auxiliary layers both are the states after the final norm.
         """
-        began = time.perf_counter()
         for future in self._futures:
             future.result()
-        self.waited = time.perf_counter() - began
         states = self._states.to(self._target.device, non_blocking=True)
         # Servers give the last layer's states as they leave it, before the final norm.
         hidden = self._target.norm(states[..., -1, :])
