@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -101,7 +101,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repeats", type=int, default=1, help="timings per batch; the median counts (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument(
-        "--report_to", choices=["wandb", "none"], default="none", help="tracker of the figures (default: none)"
+        "--report_to", choices=get_args(tracking.Tracker), default="none", help="tracker of the figures (default: none)"
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the report")
     return parser
@@ -152,8 +152,7 @@ def run(arguments: argparse.Namespace) -> None:
         hybrid=arguments.hybrid,
         server=arguments.server,
     )
-    if arguments.report_to == "wandb":
-        tracking.send(report, arguments.output)
+    tracking.send(report, arguments.output, arguments.report_to)
     print("\n".join([*headlines(report), f"report: {arguments.output / 'report.html'}"]))
 
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from eval.tracking import Tracker
+
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "here"
 """Value of --plan without an argument: the devices of this machine."""
@@ -254,8 +256,8 @@ class RunConfig:
     """Seed of the weights, the order of the data and the sampling."""
     deterministic: bool = False
     """Ask torch for operations whose results repeat exactly on a GPU (slower; torch warns of those that cannot)."""
-    report_to: Literal["wandb", "none"] = "wandb"
-    """Tracker: wandb (offline unless a key is set) or none."""
+    report_to: Tracker = "wandb"
+    """Tracker: wandb (offline unless a key is set); tensorboard, trackio or mlflow (local files); or none."""
 
     def __post_init__(self) -> None:
         for stage in (self.stage1, self.stage2):

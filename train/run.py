@@ -38,7 +38,7 @@ from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.device import cores
 from speculator.drafters.tuning import TUNED
 from speculator.errors import UserError, run_command
-from speculator.files import cache_folder
+from speculator.files import cache_folder, read_json
 from speculator.heads import Speculator
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
@@ -124,6 +124,7 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
     folder = Path(config.output_dir)
     state = join()
     checks.settings(config)
+    tracking.check(config.report_to)
     if state.is_main_process:
         for line in checks.warnings(config):
             log(f"warning: {line}")
@@ -237,6 +238,8 @@ def _train(
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
         if isinstance(target, Target):
             _measure(config, target, suites)
+            if config.report_to != "wandb":  # its run is open and has got the report
+                tracking.send(read_json(folder / "eval" / "report.json"), folder / "eval", config.report_to)
         else:
             log(f"{target.name} only trains, so the head is not tuned and not measured")
         tracking.stop()

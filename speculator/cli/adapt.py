@@ -4,6 +4,7 @@
     OUTPUT/rounds.html, .svg      page and plot of all rounds
     OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
     OUTPUT/round-001/run/         run of train.py
+    OUTPUT/round-001/exported/    old and new head for vLLM; deleted at its end
     OUTPUT/round-001/gate.json    figures of `python -m eval gate`
     OUTPUT/round-001/round.json   outcome of the round, written last
 
@@ -34,7 +35,9 @@ import httpx
 
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
+from speculator.cli import vllm_server
 from speculator.cli.serve import KEY_VARIABLE
+from speculator.cli.vllm_server import VLLMServer
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
@@ -96,6 +99,12 @@ def add_flags(parser: OneLineParser) -> None:
     )
     parser.add_argument("--rounds", type=int, help="number of rounds after which to stop (default: no end)")
     parser.add_argument("--api_key", help=f"key of the server (default: ${KEY_VARIABLE})")
+    parser.add_argument(
+        "--layout",
+        choices=vllm_server.LAYOUTS,
+        help="--server is a vLLM that reads heads in this layout; its drafter's weights are updated, and taken back if "
+        "its acceptance falls",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -104,6 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_secret("--api_key", key)
     refuse(
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
+        (arguments.layout and not arguments.server, "--layout needs --server"),
     )
     arguments.head = head_folder(arguments.head)
     read_config(arguments.head)
@@ -112,7 +122,9 @@ def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:
-        if arguments.server:
+        if arguments.layout:
+            VLLMServer(arguments.server, key).counters()
+        elif arguments.server:
             _ask(arguments.server, key, {})
         first = str(arguments.head.resolve())
         rounds, head = _settle(arguments.output, first)
@@ -149,7 +161,7 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
     for file in sorted(output.glob("round-*/round.json")):
         rounds.append(read_json(file))
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
-        for name in ("traffic", "cache", "run/stage1"):
+        for name in ("traffic", "cache", "run/stage1", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
     scratch = output / "speculator.partial"
     scratch.unlink(missing_ok=True)
@@ -242,7 +254,14 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
         _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
     figures = read_json(gate)
     fault = None if figures["accepted"] else "rejected"
-    if figures["accepted"] and arguments.server:
+    if figures["accepted"] and arguments.layout:
+        exports = [str((folder / "exported" / name).resolve()) for name in ("new", "old")]
+        for head, output in zip((new, old), exports, strict=True):
+            if not Path(output).exists():
+                flags = ["--speculator", head, "--format", arguments.layout, "--output", output]
+                _call(["-m", "speculator", "export", *flags], lock)
+        fault = VLLMServer(arguments.server, key).try_head(*exports)
+    elif figures["accepted"] and arguments.server:
         fault = _ask(arguments.server, key, {"path": new})
     shards = _shards(traffic)
     outcome = {

@@ -226,12 +226,14 @@ class _Routes:
         return JSONResponse(writer.body())
 
     async def _events(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[str]:
-        for event in writer.opening():
-            yield event
+        # Sent with the first token: benchmarks take the first event for it.
+        events = writer.opening()
         try:
             async for output in self._outputs(job, writer, began):
-                if event := writer.event(output):
+                events.append(writer.event(output))
+                for event in filter(None, events):
                     yield event
+                events = []
         except APIError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
             return

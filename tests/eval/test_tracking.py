@@ -1,8 +1,12 @@
-"""wandb gets the figures and plots of a report, in a new run or in the current one."""
+"""Trackers get the figures of a report; wandb also the plots, in a new run or in the current one."""
 
 import json
+import sqlite3
+from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from conftest import tiny_head, tiny_model
 
 from eval import tracking
@@ -26,7 +30,7 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
     report, log = report_of(tmp_path), wandb.Run.log
     assert not (tmp_path / "wandb").exists()
     monkeypatch.setattr(wandb.Run, "log", lambda run, values: (logged.update(values), log(run, values)))
-    tracking.send(report, tmp_path)
+    tracking.send(report, tmp_path, "wandb")
     assert wandb.run is None
     row = next(row for row in report["suites"] if row["drafter"] == "head")
     assert logged["eval/text T=0/head 3/acceptance_length"] == row["acceptance_length"]
@@ -36,6 +40,40 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb"))
     assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "mlflow"])
+def test_other_trackers_write_the_figures_to_local_files(tmp_path, monkeypatch, name):
+    """With the package, its files are read back; without it, accelerate's tracker is a stand-in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    found: dict = {}
+    if not find_spec(name):
+        stub = MagicMock()
+        stub.return_value.log.side_effect = found.update
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, stub)
+    report = report_of(tmp_path / "report")
+    tracking.send(report, tmp_path / "report", name)
+    if not find_spec(name):
+        assert [call[0] for call in stub.return_value.method_calls] == ["start", "log", "finish"]
+    elif name == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "report" / tracking.PROJECT)).Reload()
+        found = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+    elif name == "trackio":
+        rows = sqlite3.connect(tmp_path / "trackio" / f"{tracking.PROJECT}.db").execute("SELECT metrics FROM metrics")
+        found = {key: value for (metrics,) in rows for key, value in json.loads(metrics).items()}
+    else:
+        import mlflow
+
+        experiment = mlflow.get_experiment_by_name(tracking.PROJECT)
+        (run,) = mlflow.search_runs([experiment.experiment_id], output_format="list")
+        assert run.info.run_name == "report"
+        found = run.data.metrics
+    row = next(row for row in report["suites"] if row["drafter"] == "head")
+    assert found["eval/text T_0/head 3/acceptance_length"] == pytest.approx(row["acceptance_length"])
 
 
 def test_the_current_run_gets_the_report(tmp_path, monkeypatch):
@@ -61,11 +99,12 @@ def test_a_resumed_offline_run_logs_the_steps_of_the_training(tmp_path, monkeypa
     assert steps == [5, 10, 11, 10, 15]
 
 
-def test_a_missing_wandb_raises_at_once(monkeypatch):
+def test_a_missing_package_raises_at_once(monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     tracking.check("none")
-    with pytest.raises(UserError, match="wandb is not installed"):
-        tracking.check("wandb")
+    for name in ("wandb", "mlflow"):
+        with pytest.raises(UserError, match=f"pip install {name}"):
+            tracking.check(name)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 import socket
+import threading
+from itertools import accumulate
 from urllib.parse import urlsplit
 
 import httpx
@@ -12,7 +14,7 @@ import torch
 from chat_templates import QWEN3, chat_tokenizer
 from serving_here import serving, until
 
-from speculator import Sampling, Target, generate
+from speculator import Engine, Sampling, Target, generate
 from speculator.chat import set_template_variables
 from speculator.decoding.streaming import decode
 from speculator.server.app import create_app
@@ -106,10 +108,35 @@ def test_a_chat_is_rendered_as_generate_renders_it(client, chat_target, drafter)
     assert all(part["usage"] is None for part in parts[:-1])
     assert parts[-1]["choices"] == []
     assert parts[-1]["usage"]["completion_tokens"] == len(expected)
+    asked["stream_options"]["continuous_usage_stats"] = True
+    counted = events(client.post("/v1/chat/completions", json=body | asked))
+    sizes = [len(part["choices"][0].get("token_ids", ())) for part in counted[:-1]]
+    assert [part["usage"]["completion_tokens"] for part in counted[:-1]] == list(accumulate(sizes))
     scored = [each for part in parts[1:-1] for each in part["choices"][0]["logprobs"]["content"]]
     for each in scored:  # the bytes of a part of a character are not known
         assert each["bytes"] == (None if "\ufffd" in each["token"] else list(each["token"].encode()))
     assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] for each in scored), "greedy takes the likeliest"
+
+
+def test_no_event_precedes_the_first_token(chat_target):
+    """Benchmarks take the time of the first event for that of the first token."""
+    released = threading.Event()
+
+    class Held(Engine):
+        def step(self, *arguments):
+            released.wait(10)
+            return super().step(*arguments)
+
+    body = {"messages": CHAT, "max_tokens": 2, "stream": True}
+    with (
+        serving(chat_target, engine=Held) as (url, _),
+        httpx.Client(base_url=url, timeout=20) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        timer = threading.Timer(0.3, released.set)
+        timer.start()
+        next(response.iter_lines())
+        assert released.is_set()
 
 
 @pytest.mark.parametrize("stream", [False, True])
