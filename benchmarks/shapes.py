@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from speculator.device import resolve_device, synchronize
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig, Speculator
-from speculator.target import compiled
 from speculator.target.model import Target
 
 
@@ -100,10 +99,7 @@ def of_random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torc
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    target = Target(model, tokenizer=None)  # type: ignore[arg-type]
-    if device.type in compiled.DEVICES:
-        compiled.compile_regions(target)
-    return target
+    return Target(model, tokenizer=None)  # type: ignore[arg-type]
 
 
 def random_head(target: Target, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Speculator:

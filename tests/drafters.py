@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conftest import DFLASH, VOCAB, ScriptedLookup, alternating_drafter, tiny_block_head, tiny_head, tiny_model
+from conftest import (
+    DFLASH,
+    VOCAB,
+    ScriptedLookup,
+    alternating_drafter,
+    tiny_block_head,
+    tiny_head,
+    tiny_model,
+    tiny_mtp_head,
+)
 
 from speculator import (
     Candidates,
@@ -38,6 +47,7 @@ _HEADS: dict[str, Callable[[Target], Speculator]] = {
     "attention": lambda target: tiny_head(architecture="eagle3"),
     "pruned": lambda target: tiny_head(draft_tokens=DRAFT_TOKENS),
     "block": tiny_block_head,
+    "mtp": tiny_mtp_head,
     "pruned_block": lambda target: tiny_block_head(target, draft_tokens=DRAFT_TOKENS),
     "dflash": lambda target: tiny_block_head(target, **DFLASH),
 }

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speculator.compiled import Compiled, can_compile
 from speculator.device import send
 from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
-from speculator.target.compiled import Compiled, can_compile
 from speculator.target.linear import product
 from train.config import LossConfig
 

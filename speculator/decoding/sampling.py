@@ -11,9 +11,9 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from speculator.compiled import Compiled, can_compile
 from speculator.decoding.draft import Draft
 from speculator.errors import UserError, refuse
-from speculator.target import compiled
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
 _TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens
@@ -313,8 +313,8 @@ def gumbel(
 @cache
 def _gumbel_on(kind: str) -> Callable[..., Tensor]:
     """Return `gumbel` for a kind of device: one kernel instead of 25 passes over the noise, if it can be compiled."""
-    pays = kind in compiled.DEVICES and compiled.can_compile(torch.device(kind))
-    return compiled.Compiled(gumbel, "the noise") if pays else gumbel
+    pays = kind == "cuda" and can_compile(torch.device(kind))
+    return Compiled(gumbel, "the noise") if pays else gumbel
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32

@@ -149,7 +149,7 @@ class Rope:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [...] -> [..., 1, d] twice
         if positions.device not in self._frequencies:
-            frequencies, scaling = self._from_config()
+            frequencies, scaling = self.frequencies()
             self._frequencies[positions.device] = frequencies.to(positions.device), scaling
         frequencies, scaling = self._frequencies[positions.device]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -157,7 +157,8 @@ class Rope:
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
-    def _from_config(self) -> tuple[Tensor, float]:  # [d / 2]
+    def frequencies(self) -> tuple[Tensor, float]:  # [d / 2]
+        """Angles per position, and the factor of cosine and sine."""
         size, rope = self.config.head_dim, dict(self.config.rope_parameters or {})
         if rope["rope_type"] == "default":
             return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
@@ -219,13 +220,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
 def attend(
     query: Tensor,  # [B, f, H, d]
     keys: Tensor,  # [B, K, M, d]
-    values: Tensor,  # [B, K, M, d]
+    values: Tensor,  # [B, K, M, e]
     seen: Tensor,  # [B, f, M]
-) -> Tensor:  # [B, f, H, d]
+    scale: float | None = None,
+) -> Tensor:  # [B, f, H, e]
     """Grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
     batch, rows, heads, size = query.shape
     shared = keys.shape[1]
     stacked = query.view(batch, rows, shared, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = seen.repeat(1, heads // shared, 1)[:, None]
-    out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
     return out.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)

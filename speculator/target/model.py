@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculator.errors import UserError
-from speculator.target import compiled
 from speculator.target.in_process import InProcessTarget
 from speculator.target.kv_cache import Form, KVCache, forms
 from speculator.target.probe import probe
@@ -55,8 +54,6 @@ class Target(InProcessTarget):
         """Return a target that decodes the model of a training half, which stays usable if this raises."""
         target = super().of(half)
         target._prepare()
-        if target.device.type in compiled.DEVICES and compiled.can_compile(target.device):
-            compiled.compile_regions(target)
         return target
 
     def _prepare(self) -> None:

@@ -154,17 +154,6 @@ def _texts(target: InProcessTarget) -> Tensor:  # [2, _LENGTH]
     return torch.arange(2 * _LENGTH, device=target.device).view(2, -1) * 7 % target.vocab_size
 
 
-@torch.no_grad()
-def probed_logits(target: Target) -> Tensor:  # [2, 2 * _LENGTH, V]
-    """Compute the logits of the probe's texts without a cache, and with one: a prefill, then a token."""
-    texts, cache = _texts(target), target.cache(2, 2 * _LENGTH)
-    prefill = target.extend(cache, texts[:, :-1])
-    cache.commit(torch.full((2,), _LENGTH - 1, device=target.device))
-    cache.select(0, 2, _LENGTH)
-    hidden = [target.hidden(texts), prefill, target.extend(cache, texts[:, -1:])]
-    return target.logits(torch.cat(hidden, 1)).float()
-
-
 def context_length(config: PreTrainedConfig, name: str) -> int:
     """Return the longest sequence that can be read exactly; with longrope that is the original context."""
     length, original = getattr(config, "max_position_embeddings", None), original_context(config)

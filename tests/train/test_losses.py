@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from speculator.compiled import can_compile
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.heads.unrolled import UnrolledHead, align
-from speculator.target.compiled import can_compile
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 

@@ -4,14 +4,15 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import tiny_head
+from conftest import tiny_head, tiny_model
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 
-from speculator import UserError
+from speculator import Target, UserError
 from speculator.__main__ import main
 from speculator.checkpoints import load_any, recognise
 from speculator.checkpoints.hub import head_folder
+from train.checks import settings
 from train.config import HeadOptions, RunConfig
 from train.initialise import with_shape_of_start
 
@@ -52,7 +53,7 @@ def test_a_hub_id_is_read_from_the_cache(hub):
 def test_only_a_hub_id_has_revisions(hub):
     assert head_folder("org/name", "v2").name == SHA["v2"]
     assert head_folder("head").samefile("head")
-    with pytest.raises(UserError, match="head is no hub id"):
+    with pytest.raises(UserError, match="revision v2: head is no hub id"):
         head_folder("head", "v2")
     with pytest.raises(UserError, match="org/other: no such folder"):
         head_folder("org/other")
@@ -69,5 +70,19 @@ def test_inspect_and_export_take_a_hub_id(hub, capsys):
 
 
 def test_a_run_starts_from_a_head_of_the_hub(hub):
-    config = with_shape_of_start(RunConfig(speculator=HeadOptions(warm_start="org/name")), ())
+    start = HeadOptions(warm_start="org/name", warm_start_revision="v2")
+    config = with_shape_of_start(RunConfig(speculator=start), ())
     assert config.speculator.n_predict == hub.head.config.n_predict
+    assert set(hub.asked) == {("org/name", "v2")}
+    with pytest.raises(UserError, match="warm_start_revision needs"):
+        settings(RunConfig(speculator=HeadOptions(warm_start_revision="v2")))
+
+
+@pytest.mark.parametrize(
+    "command", [["eval", "gate", "org/name", "head"], ["adapt", "--record", ".", "--head", "org/name"]]
+)
+def test_gate_and_adapt_take_a_revision(hub, command, monkeypatch, capsys):
+    monkeypatch.setattr(Target, "load", lambda *_, **__: Target(tiny_model(), tokenizer=None))
+    flags = ["--target", "T", "--suite", "none.jsonl"] if "gate" in command else []
+    assert main([*command, *flags, "--speculator_revision", "v2"]) == 2  # the next thing is missing
+    assert set(hub.asked) == {("org/name", "v2")}

@@ -1,11 +1,10 @@
 import pytest
 import torch
 
+from speculator.compiled import Compiled, can_compile
 from speculator.decoding import sampling
 from speculator.decoding.sampling import RowSampling, Sampling, draw, most_likely, uniforms
 from speculator.errors import UserError
-from speculator.target import compiled
-from speculator.target.compiled import can_compile
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_position_and_slot():
@@ -109,13 +108,9 @@ def test_of_equal_scores_the_first_is_chosen(dtype):
 @pytest.mark.soak
 @pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler here")
 @torch.inference_mode()
-def test_compiled_noise_is_that_of_the_same_counters(monkeypatch):
+def test_compiled_noise_is_that_of_the_same_counters():
     """As on a GPU, where it is compiled; up to the rounding of two logarithms."""
-    monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
-    sampling._gumbel_on.cache_clear()
-    noise = sampling._gumbel_on("cpu")
-    assert isinstance(noise, compiled.Compiled)
+    noise = Compiled(sampling.gumbel, "the noise")
     for rows, places, size in ((3, 4, 1000), (1, 1, 50), (8, 1, 3000)):
         given = torch.arange(rows)[:, None] * 7919, torch.arange(places) + 100 * torch.arange(rows)[:, None], size
         torch.testing.assert_close(noise(*given), sampling.gumbel(*given), atol=2e-6, rtol=0)
-    sampling._gumbel_on.cache_clear()
