@@ -239,7 +239,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 @pytest.mark.soak
-def test_killed_and_taken_over_by_two_processes_it_makes_the_same(command, tmp_path):
+def test_a_killed_run_resumed_by_two_processes_gives_the_same_rows(command, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = subprocess.Popen(command(killed), cwd=ROOT, stderr=subprocess.DEVNULL)
     while len(list((killed / "batches").glob("0*.json"))) < 3:

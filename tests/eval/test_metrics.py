@@ -232,7 +232,7 @@ def test_figures_by_hand():
     assert figures["acceptance_by_position"] == [3 / 4, 2 / 3, 1 / 2]
 
 
-def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target):
+def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
     head, prompts, count = tiny_head(), [[1, 2, 3, 4], [5, 6, 7, 8]], 24
     texts = generate(target, None, prompts, max_new_tokens=count, eos_token_ids=()).tokens
     end = texts[0][7]

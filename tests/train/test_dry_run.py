@@ -98,7 +98,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
         rehearsed(ROOT / "configs" / "code.yaml")
 
 
-def test_what_runs_is_the_configured_head_and_distribution_on_the_targets_family(tmp_path, figures_only):
+def test_a_rehearsal_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only):
     """Only sizes shrink. A recipe whose head or distribution were replaced too would prove nothing."""
     Qwen3Config().save_pretrained(tmp_path)
     given = parse(["--config", str(ROOT / "configs" / "qwen3-8b.yaml"), "--dry_run"])
@@ -153,7 +153,7 @@ def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
         (["--data.sources", "[a/b@0.5, c/d]"], "weight"),
     ],
 )
-def test_a_wrong_recipe_is_refused_as_the_run_refuses_it(flags, message):
+def test_a_wrong_recipe_fails_with_the_error_of_the_run(flags, message):
     with pytest.raises(UserError, match=re.escape(message)):
         rehearsed(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
 

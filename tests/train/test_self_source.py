@@ -96,7 +96,7 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
     assert 0.3 < own / len(packed) < 0.7
 
 
-def test_what_chats_depend_on_names_their_folder(chat_folder, target, tmp_path):
+def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, target, tmp_path):
     config = config_of(chat_folder, tmp_path / "run")
     others = [{"seed": 1}, {"data.self_source.max_rows": 99}, {"data.self_source.temperatures": "[0.0, 1.0]"}]
     folders = {folder_of(config_of(chat_folder, tmp_path / "run", **other), target) for other in [{}, *others]}
