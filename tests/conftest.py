@@ -67,7 +67,14 @@ from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.price import Choice
 from speculator.drafters.tuning import TUNED
-from speculator.heads import ARCHITECTURES, DSparkSpeculator, DSparkSpeculatorConfig, Speculator
+from speculator.heads import (
+    ARCHITECTURES,
+    DSparkSpeculator,
+    DSparkSpeculatorConfig,
+    MTPSpeculator,
+    MTPSpeculatorConfig,
+    Speculator,
+)
 from speculator.target.model import Target
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
@@ -268,6 +275,16 @@ def tiny_block_head(
             torch.nn.init.normal_(weight, std=0.5)
     if draft_tokens:
         head.draft_tokens.copy_(torch.tensor(draft_tokens))
+    return bind(head.to(target.device, target.dtype).eval(), target)
+
+
+def tiny_mtp_head(target: Target, **shape: Any) -> Speculator:
+    """Make an MTP layer of a target's own kind with random weights, as after training."""
+    torch.manual_seed(1)
+    head = MTPSpeculator(MTPSpeculatorConfig.for_target(target.config, **shape))
+    for weight in head.parameters():
+        if weight.ndim >= 2:
+            torch.nn.init.normal_(weight, std=0.15)
     return bind(head.to(target.device, target.dtype).eval(), target)
 
 

@@ -52,7 +52,8 @@ class HeadOptions:
     """The draft head's architecture and shape."""
 
     architecture: str = "mlp"
-    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers) or dspark (blocks)."""
+    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers), dspark (blocks) or mtp (the
+    layer that the target ships)."""
     n_predict: PositiveInt = 4
     """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
     inner_dim: NonNegativeInt = 0
@@ -61,11 +62,13 @@ class HeadOptions:
     """Number of tokens to draft from, the most frequent ones of the training text; 0, or more than the target has,
     drafts from all."""
     initialise: Literal["random", "target"] = "random"
-    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0).
+    """Initial weights: random, or the target's embedding and output matrices (needs inner_dim 0), or its MTP layers.
     An architecture that keeps the target's output matrix always starts from it."""
     warm_start: str | None = None
     """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options
     apply where none are given; those that are given must be the same."""
+    warm_start_revision: str | None = None
+    """Hub branch, tag or commit of warm_start."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
     --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
@@ -106,6 +109,8 @@ class DataConfig:
     """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
     """Maximum number of bytes of each top-level package, for python-sources."""
+    raw: bool = False
+    """Never apply the target's chat template: prompts and completions stay text."""
     max_bad_rows: ClosedUnitInterval = 0.05
     """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None
@@ -257,7 +262,7 @@ class RunConfig:
     deterministic: bool = False
     """Ask torch for operations whose results repeat exactly on a GPU (slower; torch warns of those that cannot)."""
     report_to: Tracker = "wandb"
-    """Tracker: wandb (offline unless a key is set); tensorboard, trackio or mlflow (local files); or none."""
+    """Tracker: wandb (offline unless WANDB_MODE is online); tensorboard, trackio or mlflow (local files); or none."""
 
     def __post_init__(self) -> None:
         for stage in (self.stage1, self.stage2):

@@ -191,7 +191,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
     )
     # Starting from the target's matrices needs the target's width: both are the stand-in's.
     inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
-    of_target = head_class(config.speculator).config_class.target_options
+    kind = head_class(config.speculator).config_class
     drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
     return replace(
         config,
@@ -200,8 +200,12 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
             config.speculator,
             inner_dim=inner,
             draft_vocab_size=drafted,
+            initialise="random" if kind.ships_with_target else config.speculator.initialise,
             warm_start=None,
-            options={name: value for name, value in config.speculator.options.items() if name not in of_target},
+            warm_start_revision=None,
+            options={
+                name: value for name, value in config.speculator.options.items() if name not in kind.target_options
+            },
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),
@@ -242,11 +246,8 @@ def _done(config: RunConfig, run: Path) -> Iterator[str]:
     for name in ("stage1", "stage2"):
         if getattr(config, name).max_steps:
             history = json.loads((run / name / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
-            step, evaluation = (next(entry for entry in history if key in entry) for key in ("loss", "eval_loss"))
-            yield (
-                f"{name} on stand-ins: one step, loss {step['loss']:.3f}; evaluation, loss "
-                f"{evaluation['eval_loss']:.3f}; checkpoint and head written"
-            )
+            assert all(any(key in entry for entry in history) for key in ("loss", "eval_loss"))
+            yield f"{name} on stand-ins: one step and an evaluation; checkpoint and head written"
     rows = json.loads((run / "eval" / "report.json").read_text())["suites"]
     yield f"evaluation on stand-ins: {len(rows)} rows of a report; nothing is kept"
     yield "memory, time and disk of the real run: --plan"

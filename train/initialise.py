@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -14,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pyarrow import compute
 from transformers import LlamaConfig, PreTrainedConfig
 
-from speculator.checkpoints import load_any, recognise
+from speculator.checkpoints import head_folder, load_any, recognise
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
@@ -36,9 +37,10 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     options = config.speculator
     if not options.warm_start:
         return config
-    recognised = recognise(options.warm_start)
+    folder = head_folder(options.warm_start, options.warm_start_revision)
+    recognised = recognise(folder)
     names = {head.config_class.model_type: name for name, head in ARCHITECTURES.items()}
-    start = load_any(options.warm_start).config
+    start = load_any(folder).config
     found = {name: getattr(start, name) or 0 for name in _SHARED_OPTIONS}
     found["architecture"] = names[recognised.head.config_class.model_type]
     if "architecture" in given and options.architecture != found["architecture"]:
@@ -55,6 +57,16 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own))
 
 
+def start_of(config: RunConfig) -> str | Path | None:
+    """Return the folder of the trained head that a run starts from, which may be that of the target."""
+    options, target = config.speculator, config.target
+    if options.warm_start:
+        return head_folder(options.warm_start, options.warm_start_revision)
+    if options.initialise == "target" and head_class(options).config_class.ships_with_target:
+        return head_folder(target.name_or_path, target.revision)
+    return None
+
+
 def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
     """Create the configured head with float32 weights, whatever the target's dtype.
 
@@ -69,7 +81,8 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         "trained_length": config.data.seq_length,
         "training_data": config.data.sources,
     }
-    start = bind(load_any(options.warm_start), target) if options.warm_start else None
+    where = start_of(config)
+    start = None if where is None else bind(load_any(where), target, str(where))
     torch.manual_seed(config.seed)
     if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():
         counts = count_tokens(rows, target.vocab_size, with_loss=False)
@@ -79,7 +92,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         counts = count_tokens(rows, target.vocab_size)
         head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
     if start is not None:
-        copy_weights(head, start, options)
+        copy_weights(head, start, options, where)
     elif head.config.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
     return bind(head, target)
@@ -130,7 +143,7 @@ def check_options(options: HeadOptions) -> SpeculatorConfig:
     Returns the config of the head for some target.
     """
     if options.warm_start:
-        recognise(options.warm_start)
+        recognise(head_folder(options.warm_start, options.warm_start_revision))
     stand_in = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
     return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
 
@@ -147,7 +160,7 @@ def parameters(options: HeadOptions, target: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in head.parameters())
 
 
-def copy_weights(head: Speculator, start: Speculator, options: HeadOptions) -> None:
+def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, where: str | Path | None) -> None:
     """Copy the weights and the draft vocabulary of a trained head of the same shape."""
     names = ["vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options]
     if head.config.max_speculative_tokens is None:
@@ -155,5 +168,5 @@ def copy_weights(head: Speculator, start: Speculator, options: HeadOptions) -> N
     for name in names:
         found, expected = getattr(start.config, name), getattr(head.config, name)
         if found != expected:
-            raise UserError(f"{options.warm_start} has {name} {found}, but this run's head has {expected}")
+            raise UserError(f"{where} has {name} {found}, but this run's head has {expected}")
     head.load_state_dict(start.state_dict())

@@ -12,6 +12,7 @@ import time
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
@@ -45,9 +46,9 @@ from speculator.target.model import Target
 from speculator.target.server import ServerTarget
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
-from speculator.terminal import library_bars, log, phase, quiet_libraries
+from speculator.terminal import loading, log, phase, quiet_libraries, working
 from speculator.verdict import headlines
-from train import checks
+from train import checks, interrupts
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import known_config, rehearse
@@ -58,7 +59,7 @@ from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
 from train.server_command import needed_of_server
 from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
-from train.stages import is_published, publish, start_tracking, train_stage
+from train.stages import curves, is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
 _POLL_SECONDS = 1.0
@@ -96,10 +97,12 @@ def main(config: RunConfig) -> int:
             if config.dry_run:
                 rehearse(settled, _run)
             else:
+                interrupts.say_when_interrupted(f"the same command resumes the run in {config.output_dir}")
                 _run(settled, shorten=not config.data.seq_length)
 
     try:
-        code = run_command("train.py", work)
+        with working("train.py"):
+            code = run_command("train.py", work)
     except SystemExit as stop:  # by SIGTERM, all processes at the same step
         _leave_group()
         return int(stop.code or 0)
@@ -267,8 +270,8 @@ def summary(config: RunConfig) -> str:
         *headlines(report),
         f"head:   {folder / 'speculator'}",
         f"report: {folder / 'eval' / 'report.html'}",
-        f"try:    python -m speculator generate {how} {trial}",
-        f"serve:  python -m speculator serve {how}",
+        f"try:    speculator generate {how} {trial}",
+        f"serve:  speculator serve {how}",
     ]
     return "\n".join(lines)
 
@@ -278,29 +281,36 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> Non
     folder = Path(config.output_dir)
     head_folder, report = folder / "speculator", folder / "eval"
     head = load_head(head_folder, target)
-    how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
+    how: dict[str, Any] = {
+        "temperatures": config.eval.temperatures,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "seed": config.seed,
+    }
     if config.eval.tune_prompts and not (head_folder / TUNED).exists():
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, config.seed)
     if (report / "report.json").exists():  # the run was killed between report.json and report.md
         render(json.loads((report / "report.json").read_text()), [], report)
         return
-    evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
+    how |= {"tuned_in": head_folder, "speculator_name": str(head_folder), "training": curves(Path(config.output_dir))}
+    evaluate(target, head, [suites["held-out"]], report, **how)
 
 
 def load_target(config: RunConfig) -> TrainingTarget:
     """Load the configured target: a `Target`, its training half if it can't be decoded, or one that servers run."""
     given = dataclasses.asdict(config.target)
     variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
+    target: ServerTarget | InProcessTarget
     if urls:
         own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
-        served = ServerTarget.connect(name, urls, **own)
-        set_template_variables(served.tokenizer, variables)
-        return served
-    with library_bars():
-        target = InProcessTarget.load(name, **given)
+        target = ServerTarget.connect(name, urls, **own)
+    else:
+        with loading(name):
+            target = InProcessTarget.load(name, **given)
     set_template_variables(target.tokenizer, variables)
-    if config.target.parallel in SHARDED:
+    if config.data.raw:
+        target.tokenizer.chat_template = None
+    if isinstance(target, ServerTarget) or config.target.parallel in SHARDED:
         return target
     try:
         return Target.of(target)

@@ -13,6 +13,7 @@ from speculator.checkpoints.gguf_file import GGUF
 from speculator.checkpoints.hub import head_folder
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
+from speculator.checkpoints.mtp import MTP, is_model
 from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.transformers_dflash import TRANSFORMERS
@@ -39,7 +40,7 @@ __all__ = [
 
 SERVER_LAYOUTS = (
     *(IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS),
-    *(SPECULATORS_BLOCK, DSPARK, DFLASH, TRANSFORMERS, *GGUF),
+    *(SPECULATORS_BLOCK, DSPARK, DFLASH, TRANSFORMERS, *GGUF, MTP),
 )
 FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 
@@ -73,6 +74,8 @@ def recognise(folder: str | Path) -> Layout:
             if not isinstance(found, list) and layout.name == "arctic":
                 raise UserError(f"{folder}: architectures is {found!r}; arctic-inference needs a list of one name")
             return layout
+    if is_model(config):
+        return MTP
     known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in readable)
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
 

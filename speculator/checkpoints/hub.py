@@ -28,13 +28,17 @@ def is_hub_id(name: str | Path) -> bool:
     return bool(_HUB_ID.fullmatch(str(name))) and not os.path.exists(name)
 
 
-def head_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a head; a hub id is downloaded into the hub's cache first, or found there."""
+def head_folder(name: str | Path, revision: str | None = None, whole: bool = False) -> Path:
+    """Return the folder of a head; a hub id is downloaded into the hub's cache first, or found there.
+
+    Args:
+        whole: download all files, not those of a head alone.
+    """
     if not is_hub_id(name):
-        refuse((revision is not None, f"--speculator_revision {revision}: {name} is no hub id, so has no revisions"))
+        refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
         return Path(name)
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES))
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=None if whole else FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         which = f" in revision {revision}" if revision else ""
         raise UserError(f"{name}: no such folder, and no head on the hub{which}: {first_line(error)}") from None

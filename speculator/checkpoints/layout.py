@@ -88,7 +88,8 @@ class Layout:
         pack: converts a head's tensors to stored ones; None: stored under their own names.
         unpack: converts stored tensors to the head's; may raise a UserError.
         write: writes the head's file, with what `fields` returned, if the layout is another than config.json and
-            model.safetensors, and checks it; no command reads such a layout.
+            model.safetensors, and checks it; without `read`, no command reads such a layout.
+        read: loads such a folder.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Layout:
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
     write: Callable[[Any, dict[str, Any], Path], None] | None = None
+    read: Callable[[Path], Speculator] | None = None
 
     def carries(self, config: SpeculatorConfig) -> bool:
         """Return whether the layout can store a head's draft vocabulary, if it has one."""
@@ -134,6 +136,8 @@ def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tupl
 def load(folder: str | Path, layout: Layout) -> Speculator:
     """Load a head in this layout to the CPU, in its stored dtype. Raises a UserError unless everything matches."""
     folder = Path(folder)
+    if layout.read is not None:
+        return layout.read(folder)
     config = _read_config(folder, layout)
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
@@ -228,7 +232,8 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
         (unexpected, f"{where}: unexpected tensors{tied}: {_listed(unexpected)}"),
         (missing, f"{where}: missing tensors{tied}: {_listed(missing)}"),
     )
-    dtypes = sorted({dtype_name(tensor.dtype) for name, tensor in tensors.items() if name != _DRAFT_TOKENS})
+    others = dict(head.named_buffers())  # the draft vocabulary, and what routers add to their scores
+    dtypes = sorted({dtype_name(tensor.dtype) for name, tensor in tensors.items() if name not in others})
     refuse((len(dtypes) > 1 or dtypes[0] not in DTYPES, f"{where}: stored as {', '.join(dtypes)}, not one float dtype"))
     for name, shape in expected.items():
         tensor, source = tensors[name], aliases.get(name, name)

@@ -1,4 +1,4 @@
-"""`python -m speculator export`: write a trained head in a server's layout, and the reverse."""
+"""`speculator export`: write a trained head in a server's layout, and the reverse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
     # A damaged record is refused before anything is written.
     record = None if card.is_file() else read_run(folder.resolve().parent)
     save(head, arguments.output, layout, arguments.expand_tied)
-    if record is None:
+    if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
+        pass
+    elif record is None:
         shutil.copyfile(card, arguments.output / NAME)
     elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)

@@ -11,6 +11,8 @@ from speculator.heads.lstm.config import LSTMSpeculatorConfig
 from speculator.heads.lstm.model import LSTMSpeculator
 from speculator.heads.mlp.config import MLPSpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
+from speculator.heads.mtp.config import MTPSpeculatorConfig
+from speculator.heads.mtp.model import MTPSpeculator
 
 ARCHITECTURES: dict[str, type[Speculator]] = {}
 
@@ -26,6 +28,7 @@ register("mlp", MLPSpeculator)
 register("lstm", LSTMSpeculator)
 register("eagle3", Eagle3Speculator)
 register("dspark", DSparkSpeculator)
+register("mtp", MTPSpeculator)
 
 __all__ = [
     "ARCHITECTURES",
@@ -37,6 +40,8 @@ __all__ = [
     "LSTMSpeculatorConfig",
     "MLPSpeculator",
     "MLPSpeculatorConfig",
+    "MTPSpeculator",
+    "MTPSpeculatorConfig",
     "Speculator",
     "SpeculatorConfig",
     "register",

@@ -220,13 +220,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
 def attend(
     query: Tensor,  # [B, f, H, d]
     keys: Tensor,  # [B, K, M, d]
-    values: Tensor,  # [B, K, M, d]
+    values: Tensor,  # [B, K, M, e]
     seen: Tensor,  # [B, f, M]
-) -> Tensor:  # [B, f, H, d]
+    scale: float | None = None,
+) -> Tensor:  # [B, f, H, e]
     """Grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
     batch, rows, heads, size = query.shape
     shared = keys.shape[1]
     stacked = query.view(batch, rows, shared, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = seen.repeat(1, heads // shared, 1)[:, None]
-    out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
     return out.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -54,6 +54,8 @@ class SpeculatorConfig(PreTrainedConfig):
     training_data: list[str] | None = None
     target_options: ClassVar[tuple[str, ...]] = ()
     """Names of the fields whose values fit one target only, such as numbers of its layers."""
+    ships_with_target: ClassVar[bool] = False
+    """Targets may have such a head in their own folder, from which `speculator.initialise target` reads it."""
 
     def __post_init__(self, **kwargs):
         self.inner_dim = self.inner_dim or self.emb_dim

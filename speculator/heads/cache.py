@@ -20,14 +20,23 @@ class HeadCache:
     lower `lengths`.
 
     Attributes:
-        keys, values: [layers, B, K, capacity, d]
+        keys, values: [layers, B, K, capacity, d], values of their own size if they have one.
         lengths: [B] number of text positions in each row, updated in place.
         longest: upper bound of `lengths`, known to the host; it bounds how many positions are read.
     """
 
-    def __init__(self, layers: int, rows: int, kv_heads: int, capacity: int, head_dim: int, like: Tensor):
-        shape = (layers, rows, kv_heads, capacity, head_dim)
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        like: Tensor,
+        value_dim: int | None = None,
+    ):
+        shape = (layers, rows, kv_heads, capacity)
+        self.keys, self.values = (like.new_zeros(*shape, size) for size in (head_dim, value_dim or head_dim))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.longest = 0
 

@@ -31,6 +31,7 @@ LONG = (
     "qwen3-8b-dspark",
     "qwen3-8b",
     "code",
+    "glm-4.5-air-mtp",
     "smollm2-135m-eagle3",
     "smollm2-135m-mlp",
 )  # the other recipes have every phase and architecture

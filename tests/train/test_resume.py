@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from conftest import RECURRENT_RUNS, overflow_at, tiny_head
+from mtp_models import config_of, model_of, mtp_of, save
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -169,12 +170,28 @@ BLOCK = ATTENTION | {
 }
 
 
+MTP = {name: value for name, value in ATTENTION.items() if name != "speculator.draft_vocab_size"} | {
+    "speculator.architecture": "mtp",
+    "speculator.options": "{}",
+    "speculator.initialise": "target",
+}
+
+
+@pytest.fixture(scope="module")
+def mtp_folder(tmp_path_factory) -> Path:
+    config = config_of("glm4_moe")
+    config.vocab_size, config.eos_token_id = 300, 0
+    model = model_of(config)
+    return save(tmp_path_factory.mktemp("targets") / "glm", model, mtp_of(model))
+
+
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param((ATTENTION, "target_folder"), id="eagle3"),
         pytest.param((BLOCK, "target_folder"), id="dspark"),
         pytest.param((ATTENTION, "hybrid_folder"), id="hybrid", marks=RECURRENT_RUNS),
+        pytest.param((MTP, "mtp_folder"), id="mtp"),
     ],
 )
 def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:

@@ -135,8 +135,8 @@ class Eagle3Source(CachedSource):
     _next: Tensor  # [slots, W] token after each position; the last one is filled in from the pending tokens
     _counts: Tensor  # [slots]
 
-    def __init__(self, head: Eagle3Speculator):
-        self.head, self.form = head, DraftingForm(head)
+    def __init__(self, head: Any, form: Any = None):
+        self.head, self.form = head, form or DraftingForm(head)
         self._width = self._spare = 0
         self._max_unread = 0
         self._unread = 0  # upper bound of `_counts`, known to the host
@@ -155,7 +155,7 @@ class Eagle3Source(CachedSource):
 
     def open(self, slots: int, capacity: int) -> Eagle3Source:
         opened = copy(self)
-        device, size = self.head.device, len(self.head.aux_layers) * self.head.config.emb_dim
+        device, size = self.head.device, max(1, len(self.head.aux_layers)) * self.head.config.emb_dim
         opened._max_unread = 0 if device.type in cuda_graphs.DEVICES else MAX_UNREAD
         width = self._width + opened._max_unread
         opened.cache, opened._capacity = self.form.cache(slots, capacity + self._spare), capacity

@@ -262,14 +262,15 @@ class BlockedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         exact = torch.promote_types(d_out.dtype, torch.float32)
-        totals = [torch.zeros_like(x, dtype=exact) for x in ctx.saved_tensors]
+        saved = ctx.saved_tensors  # once: inside a checkpoint a second read fails
+        totals = [torch.zeros_like(x, dtype=exact) for x in saved]
         for block in ctx.rows.blocks:
             # Recomputed, not saved: one block's scores are in memory at a time.
-            given = [x.detach().requires_grad_() for x in block.select(ctx.saved_tensors)]
+            given = [x.detach().requires_grad_() for x in block.select(saved)]
             with torch.enable_grad():
                 out = BlockedAttention.attend(ctx.rows, ctx.step, block, given)
             gradients = torch.autograd.grad(out, given, d_out[block.rows])
             # `select` returns views of the totals, so blocks add up what they share: many rows read the same key.
             for total, gradient in zip(block.select(totals), gradients, strict=True):
                 total += gradient
-        return None, None, *(total.to(x.dtype) for total, x in zip(totals, ctx.saved_tensors, strict=True))
+        return None, None, *(total.to(x.dtype) for total, x in zip(totals, saved, strict=True))

@@ -17,6 +17,7 @@ from conftest import (
     tiny_block_head,
     tiny_head,
     tiny_model,
+    tiny_mtp_head,
 )
 from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +85,7 @@ def factories(target: Target | None = None) -> dict[str, Callable[[], Drafter | 
     made |= {f"model-{name}": draft_model(shape) for name, shape in SHAPES.items()}
     made |= {f"attention-{name}": head(SHAPES[name], architecture="eagle3") for name in ATTENTION}
     made |= {f"block-{name}": block(SHAPES[name]) for name in ATTENTION}
+    made |= {f"mtp-{name}": (lambda name=name: HeadDrafter(tiny_mtp_head(target), SHAPES[name])) for name in ATTENTION}
     made |= {"block-cautious-chain": block(Chain(3, min_confidence=0.5))}
     made |= {f"dflash-{name}": block(SHAPES[name], **DFLASH) for name in ("chain", "greedy-chain", "tree")}
     pruned = {"pruned-block-chain": block(SHAPES["chain"], draft_tokens=DRAFT_TOKENS)}
@@ -121,6 +123,7 @@ GREEDY = [
     "lstm-chain",
     "lstm-tree",
     "attention-tree",
+    "mtp-tree",
     "block-chain",
     "block-tree",
     "dflash-tree",

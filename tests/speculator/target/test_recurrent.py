@@ -18,6 +18,7 @@ from conftest import (
     tiny_block_head,
     tiny_head,
     tiny_model,
+    tiny_mtp_head,
     tiny_tokenizer,
 )
 from enumeration import chi_square_p, distance_of_runs, joint_distribution
@@ -102,7 +103,10 @@ def test_greedy_text_is_what_transformers_generates(family, count):
 def drafters(target: Target) -> dict:
     lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
     block = tiny_block_head(target)
+    kind = target.config.model_type
+    own = {"MTP": HeadDrafter(tiny_mtp_head(target), Candidates((3, 2, 1)))} if kind == "qwen3_5_text" else {}
     return {
+        **own,
         "draft model": DraftModelDrafter(Target(tiny_model(), None), target, 3),
         "tree": HeadDrafter(tiny_head(), Tree((4, 3, 2), nodes=8)),
         "attention": HeadDrafter(tiny_head(architecture="eagle3"), Candidates((3, 2, 1))),

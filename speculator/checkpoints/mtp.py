@@ -1,0 +1,392 @@
+"""The MTP layers in a model's own folder: read as a head, and written back under their own names.
+
+Servers draft with the layers that lie in the target's folder, so this layout's folder is a copy of the target's: the
+shards that hold MTP layers are rewritten, all other files are linked or copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from speculator.checkpoints import files
+from speculator.checkpoints.hub import head_folder
+from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.errors import UserError, first_line, refuse
+from speculator.files import read_json
+from speculator.heads.mtp.config import COUNTS, MTPSpeculatorConfig, promised
+from speculator.heads.mtp.model import MTPSpeculator
+from speculator.target.fingerprint import fingerprint, same_target
+
+_WEIGHTS, _INDEX, _ADDED = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
+_SCALE = "_scale_inv"
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a family keeps its MTP layers.
+
+    Attributes:
+        prefix: before the names of one layer; {} stands for what precedes "layers.", the two numbers for the target's
+            layers plus the MTP layer's.
+        block: before the names of its decoder layer, after `prefix`.
+        parts: stored names of the other parts, after `prefix`.
+        single: there is one layer at most.
+    """
+
+    prefix: str
+    block: str
+    parts: dict[str, str]
+    single: bool = False
+
+
+_NUMBERED = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
+_LIKE_DEEPSEEK = Names("{}layers.{}.", "", {**_NUMBERED, "norm": "shared_head.norm"})
+_LIKE_HUNYUAN = Names("{}layers.{}.", "", {**_NUMBERED, "norm": "final_layernorm"})
+_LIKE_QWEN = Names(
+    "mtp.",
+    "layers.0.",
+    {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"},
+    single=True,
+)
+FAMILIES = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _LIKE_DEEPSEEK),
+    "hy_v3": _LIKE_HUNYUAN,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum", "exaone_moe"), _LIKE_QWEN),
+}
+"""Families by the model type of their text config."""
+
+
+class Stored:
+    """The tensors in a model's folder, by name, and the names of its MTP layers.
+
+    Attributes:
+        text: its text config.
+        shards: file of each tensor.
+        layers: number of MTP layers in the files.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+        except Exception as error:  # whatever the family's code needs
+            raise UserError(
+                f"{folder}: not the folder of a model that transformers can read: {first_line(error)}"
+            ) from None
+        self.text: Any = self.config.get_text_config()
+        kind = self.text.model_type
+        if kind not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UserError(f"{folder}: no MTP layers of a {kind} can be read or written; those of {known} can")
+        self.names = FAMILIES[kind]
+        self.shards = _shards(folder)
+        roots = (re.match(r"((?:\w*model\.)+)layers\.0\.", name) for name in sorted(self.shards))
+        self.root = next((root[1] for root in roots if root), "model.")
+        self.layers = 0
+        while f"{self.prefix(self.layers)}{self.names.parts['eh_proj']}.weight" in self.shards:
+            self.layers += 1
+            if self.names.single:
+                break
+
+    @property
+    def promised(self) -> int:
+        """Number of MTP layers by the config."""
+        return promised(self.text)
+
+    def prefix(self, index: int) -> str:
+        return self.names.prefix.format(self.root, self.text.num_hidden_layers + index)
+
+    def name(self, ours: str) -> str:
+        """Return the stored name of a tensor of the head."""
+        _, index, part, rest = ours.split(".", 3)
+        where = self.names.block if part == "block" else f"{self.names.parts[part]}."
+        return self.prefix(int(index)) + where + rest
+
+    def parts(self, ours: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return views of a tensor of the head by their stored names: one, or those of single experts."""
+        name = self.name(ours)
+        stem, _, last = name.rpartition(".")
+        if last not in _EXPERTS or not stem.endswith("experts") or name in self.shards:
+            return {name: tensor}
+        own = _EXPERTS[last]
+        return {
+            f"{stem}.{expert}.{each}.weight": part
+            for expert, matrix in enumerate(tensor)
+            for each, part in zip(own, matrix.chunk(len(own)), strict=True)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor; block-wise quantised ones are dequantised to bfloat16."""
+        if name not in self.shards:
+            raise UserError(f"{self.folder}: its MTP layer lacks {name}{self._quantised}")
+        tensor = self._open(name)
+        return tensor if name + _SCALE not in self.shards else _dequantised(tensor, self._open(name + _SCALE))
+
+    def _open(self, name: str) -> Tensor:
+        with safe_open(self.folder / self.shards[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    @property
+    def _quantised(self) -> str:
+        return "; use the unquantised checkpoint" if getattr(self.config, "quantization_config", None) else ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `speculator.target.fingerprint`, from the files."""
+        output = next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
+        matrices = [SimpleNamespace(weight=self._open(name)) for name in (self._table, output)]
+        model = SimpleNamespace(
+            config=self.config,
+            get_input_embeddings=lambda: matrices[0],
+            get_output_embeddings=lambda: matrices[1],
+            named_parameters=lambda: [],
+        )
+        return fingerprint(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding."""
+        return self._open(self._table).dtype
+
+    @property
+    def _table(self) -> str:  # MTP layers have copies of it, under `layers`
+        return next(name for name in sorted(self.shards, key=len) if name.endswith("embed_tokens.weight"))
+
+
+def _shards(folder: Path) -> dict[str, str]:
+    if (folder / _INDEX).is_file() and not (folder / _WEIGHTS).is_file():
+        shards = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise UserError(f"{folder / _INDEX}: no weight_map in it")
+        for shard in sorted(set(shards.values())):
+            refuse((not (folder / shard).is_file(), f"{folder}: the shard {shard} is missing"))
+        return shards
+    refuse((not (folder / _WEIGHTS).is_file(), f"{folder}: no {_WEIGHTS} in it, nor an index of shards"))
+    try:
+        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+            return dict.fromkeys(file.keys(), _WEIGHTS)
+    except SafetensorError as error:
+        raise UserError(f"{folder / _WEIGHTS}: damaged: {first_line(error)}") from None
+
+
+def _blocks(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Repeat the scale of each block for every number in it."""
+    for dim, size in enumerate(shape):
+        scale = scale.repeat_interleave(-(-size // scale.shape[dim]), dim).narrow(dim, 0, size)
+    return scale
+
+
+def _dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
+    return (tensor.float() * _blocks(scale.float(), tensor.shape)).to(torch.bfloat16)
+
+
+def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise in the blocks of a stored scale."""
+    if tensor.ndim == 3:  # all experts
+        each = [_quantised(*pair, dtype) for pair in zip(tensor, scale, strict=True)]
+        return torch.stack([part for part, _ in each]), torch.stack([own for _, own in each])
+    largest = torch.zeros_like(scale, dtype=torch.float32)
+    sizes = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
+    row, column = (torch.arange(size) // block for size, block in zip(tensor.shape, sizes, strict=True))
+    places = (row[:, None] * scale.shape[1] + column).flatten()
+    largest.view(-1).scatter_reduce_(0, places, tensor.float().abs().flatten(), "amax", include_self=True)
+    made = (largest / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
+    return (tensor.float() / _blocks(made, tensor.shape)).to(dtype), made.to(scale.dtype)
+
+
+# --- reading
+
+
+def is_model(config: dict[str, Any]) -> bool:
+    """Return whether a config.json is that of a model of a family that may have MTP layers, not of a head."""
+    text = config.get("text_config") or config
+    return isinstance(text, dict) and text.get("model_type") in FAMILIES
+
+
+def read(folder: Path) -> MTPSpeculator:
+    """Load the MTP layers of a model as a head, to the CPU, in their stored dtype."""
+    stored = Stored(folder)
+    refuse(
+        (
+            stored.layers != (stored.promised or stored.layers),
+            f"{folder}: its {files.CONFIG} promises {stored.promised} MTP layers, and its files hold {stored.layers}; "
+            "export --format mtp restores them from the base model",
+        ),
+        (not stored.layers, f"{folder}: no MTP layer in its files"),
+        (
+            f"{stored.prefix(0)}shared_head.output.weight" in stored.shards,
+            f"{folder}: its MTP layers have output matrices of their own, which is not supported",
+        ),
+    )
+    about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers}
+    config = MTPSpeculatorConfig.for_target(stored.text, **about)
+    with torch.device("meta"):  # allocates no memory: the weights are replaced below
+        head = MTPSpeculator(config)
+    weights, dtype = {}, None
+    buffers = dict(head.named_buffers())
+    for ours, shaped in head.state_dict().items():
+        views = stored.parts(ours, shaped)
+        parts = {name: stored.read(name) for name in views}
+        for name, part in parts.items():
+            found, expected = list(part.shape), list(views[name].shape)
+            refuse((found != expected, f"{folder}: {name} is {found}, its {files.CONFIG} says {expected}"))
+        tensor = torch.cat(list(parts.values())).view(shaped.shape)  # a copy: mapped memory is not aligned
+        dtype = dtype or tensor.dtype
+        weights[ours] = tensor.to(buffers[ours].dtype if ours in buffers else dtype)
+    head.load_state_dict(weights, assign=True)
+    return head.eval()
+
+
+# --- writing
+
+
+def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
+    """Write a copy of the target's folder with the head's weights in it, and read them back."""
+    base = head.config.base_model_name_or_path
+    if base is None:
+        raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
+    stored = Stored(head_folder(base, whole=True))
+    _check(head, stored)
+    new = _as_stored(head, stored)
+    changed: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in new.items():
+        changed[stored.shards.get(name, _WEIGHTS if not stored.layers and _single(stored) else _ADDED)][name] = tensor
+    for source in sorted(stored.folder.rglob("*")):
+        place = source.relative_to(stored.folder)
+        if source.is_dir():
+            (folder / place).mkdir()
+        elif str(place) not in changed:
+            _link(source, folder / place)
+    for shard, tensors in changed.items():
+        before, metadata = {}, {"format": "pt"}
+        if (stored.folder / shard).exists():
+            before = load_file(stored.folder / shard)
+            with safe_open(stored.folder / shard, framework="pt") as file:
+                metadata = file.metadata() or metadata
+        save_file({**before, **tensors}, folder / shard, metadata=metadata)
+        (folder / shard).chmod(0o644)  # safetensors lets only the owner read it; servers run as others
+    if _ADDED in changed and _ADDED not in stored.shards.values():
+        index = read_json(stored.folder / _INDEX)
+        index["weight_map"] |= dict.fromkeys(changed[_ADDED], _ADDED)
+        if isinstance(index.get("metadata", {}).get("total_size"), int):
+            index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in changed[_ADDED].values())
+        (folder / _INDEX).unlink()
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    again = Stored(folder)
+    if again.layers != len(head.layers) or any(not torch.equal(again._open(name), new[name]) for name in new):
+        raise UserError("the written layers differ; nothing was kept")
+
+
+def _single(stored: Stored) -> bool:
+    return (stored.folder / _WEIGHTS).is_file()
+
+
+def _check(head: MTPSpeculator, stored: Stored) -> None:
+    config, folder = head.config, stored.folder
+    kind, count = config.block["model_type"], len(head.layers)  # type: ignore[index]
+    trained_for = config.base_model_fingerprint
+    quantised = bool(getattr(stored.config, "quantization_config", None))
+    refuse(
+        (kind != stored.text.model_type, f"the head's layers are of {kind}, {folder} is a {stored.text.model_type}"),
+        (config.draft_vocab_size is not None, "mtp: servers draft from the whole vocabulary, and this head does not"),
+        (
+            bool(stored.layers) and stored.layers != count,
+            f"the head has {count} MTP layers, {folder} has {stored.layers}",
+        ),
+        (
+            bool(trained_for) and not same_target(str(trained_for), stored.fingerprint),
+            f"the head was trained for other weights ({config.base_model_name_or_path}) than those of {folder}",
+        ),
+        (
+            not stored.layers and stored.text.model_type != "qwen3_next" and stored.promised != count,
+            f"{folder}: its {files.CONFIG} promises {stored.promised} MTP layers, and the head has {count}: set "
+            f"{' or '.join(COUNTS[:2])} as the base model has it",
+        ),
+        (not stored.layers and quantised, f"{folder}: MTP layers can't be added to a quantised checkpoint"),
+    )
+
+
+def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
+    """Return the head's tensors by stored names, in the dtype and the form of experts of the stored ones."""
+    made: dict[str, Tensor] = {}
+    buffers = dict(head.named_buffers())
+    added = None if stored.layers else stored.dtype
+    for ours, tensor in head.state_dict().items():
+        for name, part in stored.parts(ours, tensor).items():
+            part = part.detach().cpu()
+            if added is not None:
+                made[name] = part.to(part.dtype if ours in buffers else added).contiguous()
+                continue
+            before = stored._open(name) if name in stored.shards else None
+            if before is None or before.shape != part.shape:
+                shape = "no such tensor" if before is None else list(before.shape)
+                raise UserError(f"{name} of the head is {list(part.shape)}, in {stored.folder}: {shape}")
+            if name + _SCALE in stored.shards:
+                scale = stored._open(name + _SCALE)
+                made[name], made[name + _SCALE] = _quantised(part, scale, before.dtype)
+            else:
+                made[name] = part.to(before.dtype).contiguous()
+    # safetensors refuses views of one storage: the experts' are.
+    return {name: tensor.clone() for name, tensor in made.items()}
+
+
+def _link(source: Path, copy: Path) -> None:
+    """Link a file, or copy it to another file system."""
+    try:
+        os.link(source.resolve(), copy)
+    except OSError:
+        shutil.copyfile(source, copy)
+
+
+# --- the layout
+
+
+def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """Refuse heads whose layers no server looks for; config.json is the target's."""
+    kind = config.block["model_type"]  # type: ignore[index]
+    refuse((kind not in FAMILIES, f"mtp: no server looks for MTP layers in a {kind}; native stores them"))
+    return {}
+
+
+def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
+    """List the programs that draft with the MTP layers of their target."""
+    options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
+    chain = config.num_hidden_layers > 1
+    first = "drafts with the first layer of a chain only"
+    sglang = f"sglang serve --model-path {folder} --speculative-algorithm NEXTN"
+    return [
+        Server(
+            "vLLM 0.32 and 0.33", not chain, first if chain else f"vllm serve {folder} --speculative-config '{options}'"
+        ),
+        Server("SGLang 0.5.23", None, sglang),
+    ]
+
+
+MTP = Layout(
+    name="mtp",
+    head=MTPSpeculator,
+    architecture="the target's own",
+    fields=fields,
+    servers=servers,
+    shape={name: kind for name, kind in SHAPE.items() if name not in ("tie_weights", "scale_input")},
+    kept={name: kind for name, kind in KEPT.items() if name != "draft_vocab_size"},
+    read=read,
+    write=write,
+)

@@ -1,0 +1,1 @@
+"""Multi-token prediction (MTP): the head that many models ship."""

@@ -1,0 +1,105 @@
+"""The decoder layer of the target's own family, and the attention that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModel, PreTrainedModel
+
+from speculator.errors import UserError, first_line
+
+ATTENTION = "speculator_mtp"
+Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""Attention of queries [B, T, H, d], keys [B, T, K, d] and values [B, T, K, e] of one pass, with the factor of the
+scores and the sliding window: [B, T, H, e]. It decides which other keys a position sees."""
+_attend: ContextVar[Attend] = ContextVar("_attend")
+
+
+def empty_decoder(config: dict[str, Any]) -> PreTrainedModel:
+    """Build the body of a model from its text config, with initial weights; of its vocabulary one token is left."""
+    try:
+        text = CONFIG_MAPPING[config["model_type"]](**config)
+        decoder = AutoModel.from_config(text, dtype=torch.float32)
+        decoder.set_attn_implementation(ATTENTION)
+        decoder.layers, decoder.norm, decoder.rotary_emb  # noqa: B018 (all that is used)
+    except Exception as error:  # whatever the family's code needs
+        raise UserError(
+            f"no MTP layer can be built of a decoder layer of {config['model_type']}: {first_line(error)}"
+        ) from None
+    return decoder
+
+
+class MTPLayer(nn.Module):
+    """A decoder layer with two norms and a projection in front, and a norm behind."""
+
+    def __init__(self, block: nn.Module, norm: type[nn.Module], size: int, eps: float):
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)  # type: ignore[call-arg]
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = block
+
+    def forward(
+        self,
+        embedded: Tensor,  # [B, T, D]
+        state: Tensor,  # [B, T, D]
+        rope: Any,
+        positions: Tensor,  # [B, T]
+        attend: Attend,
+    ) -> Tensor:  # [B, T, D]
+        """Return the layer's output before its final norm."""
+        z = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(state)], -1))
+        running = _attend.set(attend)
+        try:
+            y = self.block(
+                z, position_embeddings=rope, attention_mask=None, position_ids=positions, past_key_values=None
+            )
+        finally:
+            _attend.reset(running)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class Rotary:
+    """Cosines and sines of positions by the family's own module, which is no part of the head's weights."""
+
+    def __init__(self, config: dict[str, Any], kind: type[nn.Module]):
+        self.config, self.kind = config, kind
+        rope = config.get("rope_parameters") or {}
+        self.by_type = all(isinstance(value, dict) for value in rope.values()) and bool(rope)
+        self._made: dict[torch.device, Any] = {}
+
+    def __call__(self, index: int, x: Tensor, positions: Tensor) -> Any:  # [B, T, D], [B, T]
+        """Return what layer `index` takes as position embeddings."""
+        if x.device not in self._made:
+            config = CONFIG_MAPPING[self.config["model_type"]](**self.config)
+            self._made[x.device] = self.kind(config=config).to(x.device)
+        which = {"layer_type": self.config["layer_types"][index]} if self.by_type else {}
+        return self._made[x.device](x, positions, **which)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, T, d]
+    key: Tensor,  # [B, K, T, d]
+    value: Tensor,  # [B, K, T, e]
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the pass in progress decides."""
+    if softcap is not None or s_aux is not None:
+        raise UserError("MTP layers whose attention has sinks or soft-capped scores are not supported")
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return _attend.get()(
+        query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window
+    ), None
+
+
+AttentionInterface.register(ATTENTION, attention)

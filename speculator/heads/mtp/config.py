@@ -1,0 +1,123 @@
+"""Config of MTP layers (`speculator.heads.mtp.model`)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from speculator.heads.unrolled import UnrolledConfig
+
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Fields of a model's text config that hold the number of its MTP layers, by family."""
+_NOT_THE_BLOCKS = (
+    *("transformers_version", "architectures", "_name_or_path", "dtype", "quantization_config", "id2label", "label2id"),
+    *("tie_word_embeddings", "per_layer_config", *COUNTS),
+)
+_ONE_TOKEN = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+class MTPSpeculatorConfig(UnrolledConfig):
+    """Shape of an `MTPSpeculator`.
+
+    Args:
+        inner_dim: inner size of a dense layer's MLP.
+        n_predict: steps unrolled in training, and the default length of a draft. One layer can draft deeper; of a chain
+            it is the number of layers.
+        num_hidden_layers: 1: the layer is run again on its own output; more: a chain, one layer per drafted token.
+        block: text config of the target's family that builds the layers; None: a layer of Llama.
+        zero_first: the embedding at position 0 is zero, as vLLM has it for DeepSeek and GLM.
+        recycle_normed: the next step reads the state after the layer's final norm; vLLM's GLM-4.5 reads it before.
+    """
+
+    model_type = "mtp_speculator"
+
+    num_hidden_layers: int = 1
+    block: dict | None = None
+    zero_first: bool = False
+    recycle_normed: bool = True
+    target_options: ClassVar[tuple[str, ...]] = ("block",)
+    ships_with_target: ClassVar[bool] = True
+
+    def __post_init__(self, **kwargs):
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers must be at least 1, not {self.num_hidden_layers}")
+        if self.num_hidden_layers > 1:
+            self.n_predict = self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        if self.block is None:
+            heads = max(1, self.emb_dim // 64)
+            size = {"hidden_size": self.emb_dim, "intermediate_size": self.inner_dim, "num_attention_heads": heads}
+            self.block = {"model_type": "llama", "num_hidden_layers": self.num_hidden_layers, **size, **_ONE_TOKEN}
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, **changes: Any) -> MTPSpeculatorConfig:
+        """Build a config whose layers are of the target's own class; `changes` override it."""
+        layers = changes.get("num_hidden_layers") or promised(target) or 1
+        block = block_of(target, layers)
+        shape = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, "num_hidden_layers": layers}
+        if isinstance(block.get("intermediate_size"), int):
+            block["intermediate_size"] = shape["inner_dim"] = changes.get("inner_dim") or block["intermediate_size"]
+        return cls(**{**shape, "block": block, **changes})
+
+    @property
+    def max_speculative_tokens(self) -> int | None:
+        return self.num_hidden_layers if self.num_hidden_layers > 1 else None
+
+    @property
+    def cached_values(self) -> int:
+        block: Any = self.block
+        heads = block["num_attention_heads"]
+        if block.get("kv_lora_rank"):
+            size = heads * (block["qk_nope_head_dim"] + block["qk_rope_head_dim"] + block["v_head_dim"])
+        else:
+            kv_heads = block.get("num_key_value_heads") or heads
+            size = 2 * kv_heads * (block.get("head_dim") or self.emb_dim // heads)
+        return self.num_hidden_layers * size + (self.emb_dim if self.num_hidden_layers > 1 else 0)
+
+    def activation_bytes(self, length: int) -> int:  # a few states per step are kept; one step is recomputed at a time
+        block: Any = self.block
+        chosen = block.get("num_experts_per_tok") or 0
+        widest = chosen * (block.get("moe_intermediate_size") or 0) or block.get("intermediate_size") or self.inner_dim
+        steps = self.n_predict * 4 * (4 * self.emb_dim + self.cached_values // self.num_hidden_layers)
+        return steps + 4 * (8 * self.emb_dim + 4 * widest)
+
+    def starts_from_target(self, requested: bool) -> bool:
+        return False  # it copies no matrix: it is read from the target's folder
+
+    def describe(self) -> str:
+        block: Any = self.block
+        many = self.num_hidden_layers > 1
+        parts = [
+            super().describe(),
+            f"{self.num_hidden_layers} layers in a chain" if many else "one layer",
+            f"of {block['model_type']}",
+            *(["zero_first"] if self.zero_first else []),
+            *([] if self.recycle_normed or many else ["recycles the state before the norm"]),
+        ]
+        return ", ".join(parts)
+
+
+def promised(text: PreTrainedConfig) -> int:
+    """Return the number of MTP layers that a model has by its text config."""
+    return next((count for name in COUNTS if (count := getattr(text, name, None))), 0)
+
+
+def block_of(target: PreTrainedConfig, layers: int) -> dict[str, Any]:
+    """Return the text config of a model that consists of the MTP layers of a target.
+
+    Fields that a family keeps per layer are those of the MTP layers, which are counted from 0: attention over the whole
+    text and experts, unless the config says otherwise.
+    """
+    text = copy.deepcopy(target)
+    per_layer = {
+        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"] * layers,
+        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * layers,
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+    fields = {name: value for name, value in text.to_dict().items() if name not in _NOT_THE_BLOCKS}
+    fields |= {name: value for name, value in per_layer.items() if fields.get(name) is not None}
+    return {**fields, **_ONE_TOKEN, "num_hidden_layers": layers}

@@ -1,0 +1,231 @@
+"""The drafting form of MTP layers: level by level, with the keys and values of each row's text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from speculator.decoding.draft import gather_at
+from speculator.heads.attention import attend
+from speculator.heads.eagle3.drafting import DraftingCache, Eagle3Source
+from speculator.target.kv_cache import aligned
+
+if TYPE_CHECKING:
+    from speculator.heads.mtp.model import MTPSpeculator
+
+
+class MTPCache(DraftingCache):
+    """Keys and values of texts in every layer; see `DraftingCache` for the draft after them.
+
+    A chain's layer i reads tokens up to i positions ahead, so its newest keys change when the text goes on. A chain
+    therefore keeps what layer 0 reads, and runs all layers again at the last positions.
+
+    Attributes:
+        text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it.
+        before: of a chain, per level l >= 1, [B, 1, D]: the state that layer l reads at its first drafted position.
+        path: of a chain, states [B, f, l, D] and tokens [B, f, l] of each newest token's path.
+    """
+
+    text: tuple[Tensor, Tensor] | None = None
+    before: list[Tensor]
+    path: tuple[Tensor, Tensor]
+
+    def select(self, start: int, stop: int, longest: int) -> Self:
+        part = super().select(start, stop, longest)
+        part.text = self.text and tuple(x[start:stop] for x in self.text)  # type: ignore[assignment]
+        return part
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        super().move(source, destination, longest)
+        for x in self.text or ():
+            x[list(destination), :longest] = x[list(source), :longest]
+
+    def grow(self, capacity: int) -> None:
+        if self.text:
+            states, tokens = self.text
+            more = max(0, capacity - tokens.shape[1])
+            self.text = nn.functional.pad(states, (0, 0, 0, more)), nn.functional.pad(tokens, (0, more))
+        super().grow(capacity)
+
+
+class Pass:
+    """Attention of one pass: it writes its keys and values, and attends to those that a token sees.
+
+    Args:
+        layer: number of the layer.
+        places: [B, T] where in the cache the pass writes.
+        seen: returns the positions of the cache that each token sees within a window, [B, T, M].
+    """
+
+    def __init__(self, cache: MTPCache, layer: int, places: Tensor, seen: Callable[[int | None], Tensor]):
+        self.cache, self.layer, self.places, self.seen = cache, layer, places, seen
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        self.cache.write(self.layer, key, value, self.places)
+        seen = self.seen(window)
+        keys, values = (x[self.layer][:, :, : seen.shape[2]] for x in (self.cache.keys, self.cache.values))
+        return attend(query, keys, values, seen, scaling)
+
+
+class DraftingForm:
+    """Computes for one more token what `MTPSpeculator.unrolled` computes for all positions."""
+
+    def __init__(self, head: MTPSpeculator):
+        self.head = head
+
+    def cache(self, rows: int, capacity: int) -> MTPCache:
+        """Create an empty cache for `rows` sequences of at most `capacity` tokens, drafts included."""
+        head, like = self.head, self.head.layers[0].eh_proj.weight
+        key, value = head.shapes()
+        cache = MTPCache(len(head.layers), rows, key[2], capacity, key[3], like, value[3])
+        if head.is_chain:
+            tokens = torch.zeros(rows, capacity, dtype=torch.long, device=like.device)
+            cache.text = like.new_zeros(rows, capacity, head.config.emb_dim), tokens
+        return cache
+
+    @torch.no_grad()
+    def read(
+        self,
+        cache: MTPCache,
+        states: Tensor,  # [B, T, D] at the positions after those in the cache
+        tokens: Tensor,  # [B, T] token after each
+        counts: Tensor,  # [B] number of valid positions of each row, from the left
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Process text without drafting from it.
+
+        Returns every layer's features and states at the positions read, and [B] how many of those are valid.
+        """
+        head, width = self.head, states.shape[1]
+        begins = cache.lengths.clone()
+        if head.is_chain:
+            assert cache.text is not None
+            # Read the last positions again: a layer there has read tokens that were not accepted, or none yet.
+            again = len(head.layers) - 1
+            row = torch.arange(len(tokens), device=tokens.device)[:, None]
+            new = begins[:, None] + torch.arange(width, device=tokens.device)
+            cache.text[0][row, new], cache.text[1][row, new] = states, tokens
+            begins = (begins - again).clamp_min(0)
+            width, counts = width + again, counts + cache.lengths - begins
+        positions = begins[:, None] + torch.arange(width, device=tokens.device)
+        slots = self._slots(cache, width)
+
+        def seen(window: int | None) -> Tensor:
+            near = slots <= positions[..., None]
+            return near if window is None else near & (slots > positions[..., None] - window)
+
+        made: list[tuple[Tensor, Tensor]] = []
+        for i in range(len(head.layers)):
+            if head.is_chain:
+                states = cache.text[0][row, positions] if i == 0 else made[-1][1]  # type: ignore[index]
+                tokens = cache.text[1][row, (positions + i).clamp_max(cache.text[1].shape[1] - 1)]  # type: ignore[index]
+            embedded = head.embed(tokens)
+            if head.config.zero_first and i == 0:
+                embedded = embedded * (positions != 0)[..., None]
+            made.append(head.run(i, embedded, states, positions, Pass(cache, i, positions, seen)))
+        cache.lengths.copy_(begins + counts)
+        cache.longest += width
+        return made, counts
+
+    @torch.no_grad()
+    def first(self, cache: MTPCache, states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
+        """Process accepted tokens; returns the logits of a draft's first token. The last token of a row is pending."""
+        made, valid = self.read(cache, states, tokens, counts)
+        cache.level = 0
+        cache.seen = cache.lengths.new_zeros(len(states), 1, 0, dtype=torch.bool)
+        # An idle row has count 0; its logits are not used.
+        feature, cache.states = (gather_at(x, (valid - 1).clamp_min(0)[:, None]) for x in made[0])
+        if self.head.is_chain:
+            # With T positions of text, layer l is drafted at T - l first, and reads the state of layer l - 1 there.
+            cache.before = [
+                gather_at(state, (valid - level).clamp_min(0)[:, None]) for level, (_, state) in enumerate(made, 1)
+            ]
+            cache.path = cache.states[:, :, :0, None], tokens[:, :1, None][..., :0]
+        return self.head.draft_logits(feature)
+
+    @torch.no_grad()
+    def next(
+        self,
+        cache: MTPCache,
+        tokens: Tensor,  # [B, f] the newest level
+        parents: Tensor,  # [B, f] index of each token's parent in the level before
+    ) -> Tensor:  # [B, f, V]
+        """Process a level of a draft; returns the logits of its children."""
+        cache.level += 1
+        if self.head.is_chain:
+            return self._next_of_chain(cache, tokens, parents)
+        head, count, drafted = self.head, tokens.shape[1], cache.seen.shape[2]
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        # A token sees what its parent sees among the drafted ones, and itself. [B, f, drafted so far + f].
+        cache.seen = torch.cat([gather_at(cache.seen, parents), own], -1)
+        # Cousins share a rope position, and have a cache position each. The last text position is level 0.
+        position = (cache.lengths - 1 + cache.level)[:, None]
+        places = cache.lengths[:, None] + torch.arange(drafted + count, device=tokens.device)
+        slots = self._slots(cache, drafted + count)
+
+        def seen(window: int | None) -> Tensor:
+            text = slots < cache.lengths[:, None]
+            if window is not None:
+                text &= slots > position - window
+            return _with_own(text[:, None].repeat(1, count, 1), places, cache.seen)
+
+        attend = Pass(cache, 0, places[:, drafted:], seen)
+        state = gather_at(cache.states, parents)
+        feature, cache.states = head.run(0, head.embed(tokens), state, position.expand_as(tokens), attend)
+        return head.draft_logits(feature)
+
+    def _next_of_chain(self, cache: MTPCache, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Draft with layer `level` = l: it runs at the l last positions of the text, on each token's path."""
+        head, level, count = self.head, cache.level, tokens.shape[1]
+        states, before = (gather_at(x.flatten(2), parents) for x in cache.path)
+        first = cache.before[level - 1].expand(-1, count, -1)
+        states = torch.cat([first, states], -1).unflatten(2, (level, -1))  # [B, f, l, D]
+        path = torch.cat([before, tokens[..., None]], -1)  # [B, f, l]
+        own = torch.arange(count * level, device=tokens.device)
+        positions = (cache.lengths[:, None] - level) + own % level  # the l last ones, once per token
+        places = cache.lengths[:, None] + own
+        slots = self._slots(cache, count * level)
+        # A path sees its own positions up to each; those before the text's beginning do not exist.
+        same = (own[:, None] // level == own // level) & (own <= own[:, None])
+        same = (same & (positions[:, None] >= 0)) | (own == own[:, None])
+
+        def seen(window: int | None) -> Tensor:
+            text = (slots < cache.lengths[:, None, None] - level).repeat(1, len(own), 1)
+            if window is not None:
+                text &= slots > positions[..., None] - window
+            return _with_own(text, places, same)
+
+        attend = Pass(cache, level, places, seen)
+        feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
+        cache.path = states.unflatten(1, (count, level)), path
+        return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])
+
+    @staticmethod
+    def _slots(cache: MTPCache, more: int) -> Tensor:
+        """Positions of the cache that a pass reads which writes `more` of them."""
+        extent = min(aligned(cache.longest + more, cache.lengths.device), cache.keys.shape[3])
+        return torch.arange(extent, device=cache.lengths.device)
+
+
+def _with_own(
+    text: Tensor,  # [B, f, M]
+    places: Tensor,  # [B, n] of a draft's tokens in the cache
+    own: Tensor,  # [B, f, n] which of them each token sees
+) -> Tensor:  # [B, f, M]
+    # An idle row of a captured step may be longer than `longest`.
+    return text.scatter(2, places.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
+
+
+class MTPSource(Eagle3Source):
+    """See `Eagle3Source`: position t reads x[t+1] here too."""
+
+    cache: MTPCache
+
+    def __init__(self, head: MTPSpeculator):
+        super().__init__(head, DraftingForm(head))
+
+    def reserve(self, depth: int, offered: int) -> None:
+        super().reserve(depth, offered * depth if self.head.is_chain else offered)

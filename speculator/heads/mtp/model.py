@@ -1,0 +1,276 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the layer that GLM, Qwen and others ship as well.
+
+Position t reads the target's state after its final norm and the token after it:
+
+    z = eh_proj(cat(enorm(embed(x[t+1])), hnorm(h_t)))
+    y = block(z)                                        a decoder layer of the target's own class
+    logits = lm_head(norm(y))                           of x[t+2]; lm_head and embed are the target's, frozen
+
+One layer drafts any number of tokens, as EAGLE does: step i reads norm(y) of step i-1 (y itself without
+`recycle_normed`) and x[t+1+i] with the rope of t + i, and drafts x[t+2+i]. It attends to the keys of step 0 at
+positions 0..t and to its own of steps 1..i, see `speculator.heads.eagle3.model`.
+
+Of a chain of layers, layer i runs at every position: it reads norm(y) of layer i-1 at t and x[t+1+i], and attends to
+its own keys at positions 0..t. For two layers and a text x0 x1 x2 x3, of which x3 is pending:
+
+    position       0     1     2
+    layer 0 reads  x1    x2    x3       drafts d1 at 2
+    layer 1 reads  x2    x3    d1       drafts d2 at 2
+
+This file has the training form, all steps of all positions of a text. `drafting.py` has the drafting form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from speculator.errors import UserError
+from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
+from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
+from speculator.heads.mtp.config import MTPSpeculatorConfig
+from speculator.heads.mtp.drafting import MTPSource
+from speculator.heads.unrolled import UnrolledHead
+from speculator.target.linear import pack_linears
+from speculator.target.packed import document_starts
+from speculator.target.sharding import whole
+
+_SCORES = {"cpu": 2**20}
+_SCORES_ON_GPU = 2**25
+"""Attention scores in memory at a time in training, by kind of device."""
+
+
+class Joint:
+    """Attention of one step of training: to the text's keys of step 0, and to the row's own of later steps.
+
+    Args:
+        rows: the rows of this step.
+        step: number of the step.
+        kept: keys and values of the text [B, S, K, d], and of the steps 1..step-1 [step - 1, R, K, d]; none at step 0.
+
+    Attributes:
+        made: keys and values of this pass, in the form of `kept`.
+    """
+
+    made: tuple[Tensor, Tensor]
+
+    def __init__(self, rows: Rows, step: int, kept: tuple[Tensor, ...]):
+        self.rows, self.step, self.kept = rows, step, kept
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        size, narrow = query.shape[-1], value.shape[-1]
+        value = nn.functional.pad(value, (0, size - narrow))  # latent attention has narrower values
+        fused = fused_dtype(key, key.device.type)
+        # Under autocast rope returns float32, and projections the lower precision.
+        query, key, value = (x.to(fused or torch.promote_types(query.dtype, value.dtype)) for x in (query, key, value))
+        self.rows.window, self.made = window, (key, value)
+        # `joint_attention` multiplies by d ** -0.5; families with a longer rope have another factor.
+        flat = query.flatten(0, 1) * (scaling * size**0.5)
+        own = [x[:0].expand(0, len(flat), -1, -1) for x in (key[0, :, None], value[0, :, None])]
+        text: tuple[Tensor, ...] = (key, value)
+        if self.step:
+            text, own = self.kept[:2], [torch.cat([a, b]) for a, b in zip(self.kept[2:], (key, value), strict=True)]
+        out = joint_attention(self.rows, self.step, fused is not None, flat, *text, *own)
+        return out.view(*query.shape)[..., :narrow].to(value.dtype)
+
+
+class MTPSpeculator(UnrolledHead):
+    """MTP layers; the embedding and the output matrix are the target's."""
+
+    config_class = MTPSpeculatorConfig
+    config: MTPSpeculatorConfig
+    layers: Any  # of `MTPLayer`
+
+    def __init__(self, config: MTPSpeculatorConfig):
+        super().__init__(config)
+        block: Any = config.block
+        decoder: Any = empty_decoder(block)
+        eps = getattr(decoder.config, "rms_norm_eps", 1e-6)
+        self.layers = nn.ModuleList(MTPLayer(each, type(decoder.norm), config.emb_dim, eps) for each in decoder.layers)
+        # A list and a plain object, so that they are not this module's weights.
+        self._shared: list[Any] = []
+        self.rotary = Rotary(block, type(decoder.rotary_emb))
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):  # the family has initialised its block, and norms need nothing
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Routers add a bias to their float32 scores that decides which experts are chosen: it is never rounded.
+        exact = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.dtype == torch.float32
+        ]
+        super()._apply(fn, recurse)
+        for module, name, before in exact:
+            module._buffers[name] = before.to(module.get_buffer(name).device)
+        return self
+
+    def weights_per_token(self, length: int) -> int:
+        block: Any = self.config.block
+        experts = sum(weight.numel() for weight in self.parameters() if weight.ndim == 3)
+        count = block.get("n_routed_experts") or block.get("num_local_experts") or block.get("num_experts") or 1
+        layers = super().weights_per_token(length) + experts * (block.get("num_experts_per_tok") or 1) // count
+        # The output matrix has no gradient: two products instead of three.
+        return self.n_predict * (layers // len(self.layers) + 2 * self.config.output_size * self.config.emb_dim // 3)
+
+    def drafting_source(self) -> MTPSource:
+        return MTPSource(self)
+
+    # --- what it shares with its target
+
+    def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
+        """Share the target's embedding and output matrix."""
+        self.share(embedding, output)
+
+    def share(
+        self,
+        embedding: Tensor,  # [V, D]
+        output: nn.Linear,  # D -> V
+    ) -> None:
+        """Use these matrices, which are neither trained nor saved, and copied only for a draft vocabulary."""
+        weight = self.draft_rows(whole(output.weight))
+        if weight.data_ptr() != output.weight.data_ptr() or output.bias is not None:
+            output = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            output.weight = nn.Parameter(weight, requires_grad=False)
+            pack_linears(output)
+        self._shared = [embedding.detach(), output]
+
+    def _of_target(self, index: int) -> Any:
+        if not self._shared:
+            raise UserError("the head uses its target's embedding and output matrix, and was given none")
+        return self._shared[index]
+
+    def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
+        return nn.functional.embedding(tokens, self._of_target(0)).to(self.layers[0].eh_proj.weight.dtype)
+
+    def output(self, index: int) -> nn.Linear:  # D -> V_d
+        return self._of_target(1)
+
+    def draft_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V]
+        """Multiply by the target's output matrix, in the target's dtype."""
+        output = self.output(0)
+        return self.to_full_vocabulary(output(features.to(output.weight.dtype)).to(features.dtype))
+
+    # --- what both forms compute
+
+    @property
+    def is_chain(self) -> bool:
+        return len(self.layers) > 1
+
+    def run(
+        self, index: int, embedded: Tensor, state: Tensor, positions: Tensor, attend: Any
+    ) -> tuple[Tensor, Tensor]:  # [B, T, D] twice
+        """Run a layer; return what the output matrix reads, and the state that the next step reads."""
+        layer = self.layers[index]
+        y = layer(embedded, state, self.rotary(index, embedded, positions), positions, attend)
+        feature = layer.norm(y)
+        return feature, feature if self.is_chain or self.config.recycle_normed else y
+
+    @torch.no_grad()
+    def shapes(self) -> tuple[torch.Size, torch.Size]:
+        """Shapes [1, 1, K, d] of the keys and values of one position."""
+        found: list[torch.Size] = []
+
+        def note(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+            found.extend([key.shape, value.shape])
+            return value[:, :, :1].expand(-1, -1, query.shape[2], -1)
+
+        weight = self.layers[0].eh_proj.weight
+        x = weight.new_zeros(1, 1, self.config.emb_dim)
+        self.run(0, x, x, torch.zeros(1, 1, dtype=torch.long, device=x.device), note)
+        return found[0], found[1]
+
+    # --- training: all steps of all positions
+
+    def unrolled(
+        self,
+        states: Tensor,  # [B, S, D]
+        tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
+        documents: Tensor | None = None,  # [B, S]
+        loss_mask: Tensor | None = None,  # [B, S]
+    ) -> list[Tensor]:  # N x [B, S, D]
+        """See `UnrolledHead`. The backward pass recomputes each step; a few states per step are kept for it."""
+        length = states.shape[1]
+        if documents is None:
+            documents = torch.zeros_like(tokens[:, :length])
+        places, starts = torch.arange(length, device=states.device), document_starts(documents)
+        everything = torch.arange(documents.numel(), device=states.device)
+        kind, heads = states.device.type, self.config.block["num_attention_heads"]  # type: ignore[index]
+        limit = _SCORES.get(kind, _SCORES_ON_GPU) // heads
+        rows = Rows(everything, starts, limit, None)
+
+        embedded = self.embed(tokens[:, :length])
+        if self.config.zero_first:
+            embedded = embedded * (places != starts)[..., None]
+        state, features = states.to(embedded.dtype), []
+        if self.is_chain:
+            for i in range(self.n_predict):
+                # Every layer has its own keys, of all positions of the text.
+                embedded = embedded if i == 0 else self.embed(tokens[:, i : i + length])
+                feature, state, *_ = self._step(i, 0, rows, embedded, state, places[None])
+                features.append(feature)
+            return features
+
+        feature, state, *text = self._step(0, 0, rows, embedded, state, places[None])
+        features.append(feature)
+        wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
+        if not len(wanted):
+            wanted = everything[:1]  # DDP needs a gradient for every weight
+        rows, state = Rows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
+        own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
+        for i in range(1, self.n_predict):
+            # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
+            embedded = self.embed(tokens[rows.sequences, rows.places + i])[None]
+            feature, state, *made = self._step(0, i, rows, embedded, state, (rows.places + i)[None], *text, *own)
+            own = [torch.cat([before, new]) for before, new in zip(own, made, strict=True)]
+            features.append(rows.whole(feature[0]).view(*documents.shape, -1))
+        return features
+
+    def _step(
+        self, index: int, step: int, rows: Rows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run a layer; return feature, next state, keys and values."""
+
+        def work(embedded: Tensor, state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+            attend = Joint(rows, step, kept)
+            return *self.run(index, embedded, state, positions, attend), *attend.made
+
+        given = (embedded, state, *kept)
+        return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+
+    # --- export
+
+    def probe(self) -> tuple[Tensor, ...]:
+        """Return states, tokens, and a matrix in place of the target's."""
+        hidden, tokens = super().probe()
+        # A random matrix with overlapping rows: a whole one may take gigabytes.
+        size = self.config.vocab_size + self.config.emb_dim - 1
+        noise = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        return hidden, tokens, noise.to(self.device, self.dtype).unfold(0, self.config.emb_dim, 1)
+
+    @torch.no_grad()
+    def logits(
+        self,
+        hidden: Tensor,  # [B, S, D]
+        tokens: Tensor,  # [B, S+N-1]
+        matrix: Tensor | None = None,  # [V, D] replaces the target's embedding and output matrix
+    ) -> Tensor:  # [N, B, S, V]
+        shared = self._shared
+        if matrix is not None:
+            output = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+            output.weight = nn.Parameter(matrix, requires_grad=False)
+            self.share(matrix, output)
+        try:
+            return super().logits(hidden, tokens)
+        finally:
+            self._shared = shared

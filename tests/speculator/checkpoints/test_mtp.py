@@ -1,0 +1,265 @@
+"""MTP layers in a model's folder: read, written back under the names that servers read, and restored."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_models import config_of, head_of, hub_tensors, model_of, mtp_of, save, write_shards
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from speculator import Chain, Engine, HeadDrafter, Target
+from speculator.__main__ import main
+from speculator.checkpoints import layout_of, load_any
+from speculator.checkpoints import save as save_head
+from speculator.checkpoints.loading import load_head
+from speculator.errors import UserError
+from tests.speculator.heads.test_eagle3_drafting import Noted
+
+PROMPT = [5, 9, 33, 2, 17]
+PATTERNS = {"glm4_moe": r"^model\.layers\.{}\.", "deepseek_v3": r"^model\.layers\.{}\."}
+
+
+def folder_of(tmp_path: Path, family: str, layers: int = 2, mtp_layers: int = 1, **how):
+    """A model's folder with MTP layers, and both parts of it."""
+    config = config_of(family, layers, mtp_layers)
+    config.vocab_size = 300
+    model = model_of(config)
+    mtp = mtp_of(model, mtp_layers)
+    return save(tmp_path / family, model, mtp, **how), model, mtp
+
+
+def tuned(folder: Path):
+    """A head as after training on that folder's model."""
+    head = load_any(folder)
+    torch.manual_seed(3)
+    for weight in head.parameters():
+        weight.data += torch.randn_like(weight) * 0.05
+    return head
+
+
+def export(tmp_path: Path, head, base: Path, name: str = "out") -> Path:
+    if not (tmp_path / "head").exists():
+        save_head(head, tmp_path / "head", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(base)]
+    assert main(["export", *flags, "--output", str(tmp_path / name)]) == 0
+    return tmp_path / name
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    made: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        made |= load_file(file)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "shards"),
+    [("glm4_moe", "loose", 3), ("qwen3_5_moe", "fused", 2), ("qwen3_5_moe", "loose", 1), ("mellum", "loose", 1)],
+)
+def test_the_layers_of_a_folder_are_read_and_written_in_their_own_form(tmp_path, family, experts, shards, capsys):
+    folder, model, mtp = folder_of(tmp_path, family, experts=experts, shards=shards, dtype=torch.bfloat16)
+    target = Target(model, tokenizer=None)
+    hidden, tokens = torch.randn(1, 4, 32), torch.arange(6)[None]
+    read, made = load_any(folder).float(), head_of(target, mtp)
+    for weight in made.parameters():
+        weight.data = weight.bfloat16().float()
+    matrix = torch.randn(300, 32)
+    assert torch.equal(read.logits(hidden, tokens, matrix), made.logits(hidden, tokens, matrix))
+
+    (folder / "README.md").write_text("about the model")
+    save_head(tuned(folder), tmp_path / "head", layout_of("native", tuned(folder)))
+    (tmp_path / "head" / "README.md").write_text("about the head")
+    out = export(tmp_path, None, folder)
+    assert (folder / "README.md").read_text() == "about the model"
+    before, after = tensors_of(folder), tensors_of(out)
+    assert [(name, x.dtype, x.shape) for name, x in after.items()] == [(n, x.dtype, x.shape) for n, x in before.items()]
+    own = set(hub_tensors(model, mtp, experts))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in own if not name.endswith("correction_bias")}
+    # Only shards with MTP layers are written; the index and all else is linked.
+    index = "model.safetensors.index.json"
+    for file in folder.iterdir():
+        holds = file.suffix == ".safetensors" and bool(own & set(load_file(file)))
+        assert (file.stat().st_ino == (out / file.name).stat().st_ino) is not holds
+    assert shards == 1 or (out / index).read_bytes() == (folder / index).read_bytes()
+    # The same again, from the written folder: nothing changes.
+    again = export(tmp_path, None, out, "again")
+    for file in out.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    assert f"of {model.config.model_type}" in capsys.readouterr().out
+
+
+def drafts_of_transformers(model, monkeypatch) -> tuple[list[int], dict[tuple[int, ...], list[int]]]:
+    """The text of `generate(use_mtp=True)`, and its drafts by the text before them."""
+    drafts: list[list[int]] = []
+    texts: list[tuple[int, ...]] = []
+    own, candidates = MtpModel.forward, MTPCandidateGenerator.get_candidates
+
+    def noted(self, *given, **more):
+        made = own(self, *given, **more)
+        drafts.append(made[0][0].tolist())
+        return made
+
+    def proposed(self, input_ids, *given, **more):
+        count = len(drafts)
+        made = candidates(self, input_ids, *given, **more)
+        texts.extend([tuple(input_ids[0].tolist())] * (len(drafts) - count))  # none before the prompt is read
+        return made
+
+    monkeypatch.setattr(MtpModel, "forward", noted)
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", proposed)
+    text = model.generate(
+        torch.tensor([PROMPT]), use_mtp=True, do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=None
+    )
+    monkeypatch.undo()
+    return text[0].tolist(), dict(zip(texts, drafts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "mtp_layers"),
+    [
+        ("glm4_moe", 46, 1),
+        ("deepseek_v3", 3, 1),
+        ("mellum", 2, 1),
+        ("glm4_moe", 2, 2),
+        pytest.param("deepseek_v3", 61, 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_tuned_layer_written_back_drafts_in_transformers_what_it_drafts_here(
+    tmp_path, family, layers, mtp_layers, monkeypatch
+):
+    folder, *_ = folder_of(tmp_path, family, layers, mtp_layers)
+    out = export(tmp_path, tuned(folder), folder)
+    model = AutoModelForCausalLM.from_pretrained(out, experts_implementation="eager")
+    if layers not in (46, 61) and family in PATTERNS:  # transformers knows the MTP layers of the published sizes
+        pattern = "[" + "".join(str(layers + i) for i in range(mtp_layers)) + "]"
+        model._keys_to_ignore_on_load_unexpected = [PATTERNS[family].format(pattern)]
+    text, theirs = drafts_of_transformers(model, monkeypatch)
+    target = Target.load(str(out))
+    drafter = Noted(load_head(out, target), Chain(mtp_layers))
+    made = Engine(target, drafter, slots=1).generate([PROMPT], max_new_tokens=24).tokens[0]
+    assert text == PROMPT + made
+    ours: dict = {}
+    for text, _, logits in drafter.log:
+        ours.setdefault(text, []).append(logits.argmax().item())
+    common = theirs.keys() & ours.keys()
+    assert len(common) > 8
+    assert {text: theirs[text] for text in common} == {text: ours[text] for text in common}
+
+
+def test_a_block_wise_quantised_layer_is_dequantised_and_quantised_again(tmp_path):
+    folder, model, mtp = folder_of(tmp_path, "glm4_moe")
+    own = hub_tensors(model, mtp)
+    tensors = tensors_of(folder)
+    for name in own:
+        if tensors[name].ndim == 2 and "eh_proj" not in name and "mlp.gate." not in name:
+            rows, columns = (-(-size // 16) for size in tensors[name].shape)
+            scale = torch.rand(rows, columns) / 1000 + 1e-4
+            whole = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensors[name].shape[0]]
+            whole = whole[:, : tensors[name].shape[1]]
+            tensors[name] = (tensors[name] / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = scale
+        else:
+            tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    head = load_any(folder)
+    name = "model.layers.2.self_attn.q_proj.weight"
+    scale = tensors[name + "_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert torch.equal(head.layers[0].block.self_attn.q_proj.weight, (tensors[name].float() * scale).bfloat16())
+
+    out = export(tmp_path, head, folder)
+    again = load_any(out)
+    assert {n: x.dtype for n, x in tensors_of(out).items()} == {n: x.dtype for n, x in tensors.items()}
+    for one, other in zip(head.parameters(), again.parameters(), strict=True):
+        assert (one - other).abs().max() <= 0.07 * one.abs().max()
+    assert export(tmp_path, None, out, "twice")
+
+
+@pytest.mark.parametrize(("family", "shards"), [("glm4_moe", 1), ("qwen3_5", 3)])
+def test_the_layer_that_a_fine_tune_lost_is_restored_from_its_base_model(tmp_path, family, shards, capsys):
+    base, model, mtp = folder_of(tmp_path, family, shards=shards)
+    lost = tmp_path / "lost"
+    shutil.copytree(base, lost)
+    for file in lost.glob("model*"):
+        file.unlink()
+    own = set(hub_tensors(model, mtp))
+    left = {name: x for name, x in tensors_of(base).items() if name not in own}
+    write_shards(lost, left, shards)
+    with pytest.raises(UserError, match="promises 1 MTP layers, and its files hold 0"):
+        load_any(lost)
+    flags = ["--speculator", str(base), "--format", "mtp", "--base_model", str(lost)]
+    assert main(["export", *flags, "--output", str(tmp_path / "whole")]) == 0
+    restored = tensors_of(tmp_path / "whole")
+    assert restored.keys() == tensors_of(base).keys()
+    assert all(torch.equal(x, restored[name]) for name, x in tensors_of(base).items())
+    assert Target.load(str(tmp_path / "whole")).hidden_size == 32
+    if shards > 1:
+        index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in restored.values())
+        assert set(index["weight_map"]) == set(restored)
+
+
+def test_heads_of_other_models_are_refused(tmp_path):
+    folder, *_ = folder_of(tmp_path, "glm4_moe")
+    other, *_ = folder_of(tmp_path, "mellum")
+    head = tuned(folder)
+    target = Target.load(str(folder))
+    for base, changes, why in (
+        (other, {}, "layers are of glm4_moe"),
+        (folder, {"base_model_fingerprint": target.fingerprint.replace(":", ":1234")[:-4]}, "other weights"),
+        (folder, {"draft_vocab_size": 20}, "draft vocabulary"),
+        (None, {}, "--base_model"),
+        (tmp_path, {}, "not the folder of a model"),
+    ):
+        before = {name: getattr(head.config, name) for name in changes}
+        head.config.base_model_name_or_path = base and str(base)
+        for name, value in changes.items():
+            setattr(head.config, name, value)
+        with pytest.raises(UserError, match=why):
+            save_head(head, tmp_path / "out", layout_of("mtp", head))
+        for name, value in before.items():
+            setattr(head.config, name, value)
+        assert not (tmp_path / "out").exists()
+    head.config.base_model_name_or_path, head.config.base_model_fingerprint = str(folder), target.fingerprint
+    save_head(head, tmp_path / "out", layout_of("mtp", head))
+
+
+def test_folders_without_a_layer_are_one_line(tmp_path):
+    folder, *_ = folder_of(tmp_path, "qwen3_5")
+    tensors = tensors_of(folder)
+    for change, why in (
+        (
+            {name: x for name, x in tensors.items() if name != "mtp.layers.0.mlp.up_proj.weight"},
+            "lacks mtp.layers.0.mlp.up",
+        ),
+        ({**tensors, "mtp.fc.weight": torch.zeros(32, 32)}, r"mtp.fc.weight is \[32, 32\]"),
+    ):
+        save_file(change, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=why):
+            load_any(folder)
+    os.truncate(folder / "model.safetensors", 100)
+    with pytest.raises(UserError, match="damaged"):
+        load_any(folder)
+
+
+@pytest.mark.parametrize(("family", "layers", "mtp_layers"), [("glm4_moe", 2, 2), ("deepseek_v3", 3, 1)])
+def test_models_of_any_depth_with_mtp_layers_are_targets(tmp_path, family, layers, mtp_layers):
+    """transformers ignores the MTP layers of the published depths only."""
+    folder, *_ = folder_of(tmp_path, family, layers, mtp_layers)
+    target = Target.load(str(folder))
+    head = load_head(folder, target)
+    assert head.is_chain == (mtp_layers > 1)
+    made = Engine(target, HeadDrafter(head)).generate([PROMPT], max_new_tokens=8).tokens
+    assert made == Engine(target, None).generate([PROMPT], max_new_tokens=8).tokens
+    tensors = tensors_of(folder)
+    save_file({**tensors, f"model.layers.{layers + mtp_layers}.x": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"files hold model\.layers"):
+        Target.load(str(folder))
