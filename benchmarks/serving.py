@@ -6,7 +6,7 @@
 
 Starts one server at a time. N clients each send greedy, streamed completions of held-out prompts, one after the other,
 for a fixed time. Reports requests, failures, tokens per second, time to the first token, and the server's memory and
-open files in the second and last quarter of the load.
+open files in the second and last quarter of the load, and draws throughput against the speed of one user.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import matplotlib
 import openai
 import psutil
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
 
 from data.sources import PYTHON_SOURCES
 from eval.suites import add_flags, check_flags, check_lengths, suite_of
@@ -49,6 +53,10 @@ class Load:
 
     tokens: int = 0
     first_token_seconds: list[float] = field(default_factory=list)
+    user_speeds: list[float] = field(default_factory=list)
+    """Tokens per second of each request, after its first event."""
+    short: int = 0
+    """Requests whose text ended before its limit."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -103,6 +111,8 @@ async def load(url: str, model: str, prompts: list[str], clients: int, seconds: 
                 await asyncio.sleep(0.1)
                 continue
             seen.first_token_seconds.append(first)
+            seen.user_speeds.append((tokens - 1) / (time.monotonic() - began - first))
+            seen.short += tokens < count
             seen.tokens += tokens
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as server:
@@ -138,6 +148,8 @@ def measure(command: str, model: str, prompts: list[str], clients: list[int], se
                     "failed": len(seen.failures),
                     "failures": seen.failures[:5],
                     "tokens_per_second": seen.tokens / took,
+                    "user_tokens_per_second": statistics.median(seen.user_speeds or [float("nan")]),
+                    "short": seen.short,
                     "first_token_ms": [statistics.median(times), statistics.quantiles([*times, *times], n=20)[-1]],
                     "memory_mib": [statistics.mean(size[0] for size in part) for part in parts],
                     "open_files": [max(size[1] for size in part) for part in parts],
@@ -160,10 +172,53 @@ def table(measured: dict[str, list[dict]]) -> str:
     return markdown_table(header, lines)
 
 
+def doubts(measured: dict[str, list[dict]], prompts: int) -> list[str]:
+    """What makes a chart of these measurements invalid, or narrower than it looks."""
+    lines = [
+        "the clients ran on the server's machine, and took time from it",
+        "acceptance, so speed with a head, is that of this text alone",
+        "one client warmed each server up for 3 seconds: what it compiles or captures later is in the figures",
+        "compare servers that decode as many requests at a time; beyond that number, clients wait",
+    ]
+    for name, rows in measured.items():
+        for row in rows:
+            where, requests = f"{name}, {row['clients']} clients", row["requests"]
+            if row["failed"]:
+                lines.append(f"{where}: {row['failed']} requests failed: {row['failures'][0]}")
+            if row["short"]:
+                lines.append(f"{where}: {row['short']} of {requests} texts ended early, at EOS")
+            if requests < 3 * row["clients"]:
+                lines.append(f"{where}: {requests} requests only, so the first ones, with cold caches, weigh much")
+        total = sum(row["requests"] for row in rows)
+        if total > prompts:
+            lines.append(f"{name}: {total} requests for {prompts} prompts: a prefix cache would have known them")
+    return lines
+
+
+def draw(measured: dict[str, list[dict]], title: str, file: Path) -> None:
+    """Draw throughput against the speed of one user; each point is a number of clients."""
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name, rows in measured.items():
+        speeds = [row["user_tokens_per_second"] for row in rows]
+        totals = [row["tokens_per_second"] for row in rows]
+        axis.plot(speeds, totals, "o-", label=name)
+        for row, point in zip(rows, zip(speeds, totals, strict=True), strict=True):
+            axis.annotate(str(row["clients"]), point, textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axis.set_xlabel("tokens/s of one user (median), after the first token")
+    axis.set_ylabel("tokens/s of all users")
+    axis.set_title(title, fontsize=8)
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m benchmarks.serving", description=__doc__)
     add_flags(parser, 64)
-    parser.add_argument("--output", type=Path, required=True, help="folder for serving.json")
+    parser.add_argument("--output", type=Path, required=True, help="folder for serving.json and .png")
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="command with {port}")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="clients (default: 1 8 32)")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load (default: 60)")
@@ -183,8 +238,9 @@ def run(arguments: argparse.Namespace) -> None:
     del target
     settings = (arguments.target, prompts, arguments.clients, arguments.seconds, arguments.max_new_tokens)
     measured = {name: measure(command, *settings) for name, command in commands.items()}
-    print(table(measured))
+    print("\n".join([table(measured), *doubts(measured, len(prompts))]))
     make_folder(arguments.output)
+    draw(measured, f"{conditions['hardware']}, {arguments.seconds:g} s a point", arguments.output / "serving.png")
     write_json(arguments.output / "serving.json", {**conditions, "servers": measured})
 
 

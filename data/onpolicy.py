@@ -114,7 +114,7 @@ def generate_rows(
         stored = awaited(Path(folder)) or {}
         cost: Any = drafter.cost  # a `CostTable`
         notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in cost.entries]}
-        table = CostTable([entry_from_json(entry) for entry in notes["costs"]])
+        table = CostTable([entry_from_json(entry) for entry in notes["costs"]], learns=False)
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
         if mark_rejected:
             shape = drafter.fastest(all(each.greedy for each in samplings), slots)

@@ -93,6 +93,7 @@ def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict[str, 
         "steps": len(whole),
         "acceptance_length": 1 + mean,
         "accepted_per_step": mean,
+        "undrafted_share": sum(not step.drafted for step in whole) / len(whole) if whole else 0.0,
         "acceptance_by_position": rates,
         "accepted_lengths": lengths,
     }

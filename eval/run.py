@@ -1,10 +1,10 @@
-"""`python -m eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
+"""`speculator eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
 
 Other commands (each has --help):
-`python -m eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
-`python -m eval lossless` checks that speculative decoding keeps the target's output.
-`python -m eval compare A/report.json B/report.json` shows the differences of two reports.
-`python -m eval gate OLD NEW` says whether a new head should replace an old one.
+`speculator eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
+`speculator eval lossless` checks that speculative decoding keeps the target's output.
+`speculator eval compare A/report.json B/report.json` shows the differences of two reports.
+`speculator eval gate OLD NEW` says whether a new head should replace an old one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -45,8 +45,8 @@ from speculator.verdict import headlines
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `python -m eval`."""
-    parser = OneLineParser(prog="python -m eval", description=__doc__)
+    """The flags of `speculator eval`."""
+    parser = OneLineParser(prog="speculator eval", description=__doc__)
     add_flags(parser, max_prompts=32)
     parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
     drafting.add_revision(parser)
@@ -95,7 +95,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repeats", type=int, default=1, help="timings per batch; the median counts (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument(
-        "--report_to", choices=["wandb", "none"], default="none", help="tracker of the figures (default: none)"
+        "--report_to", choices=get_args(tracking.Tracker), default="none", help="tracker of the figures (default: none)"
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the report")
     return parser
@@ -144,8 +144,7 @@ def run(arguments: argparse.Namespace) -> None:
         hybrid=arguments.hybrid,
         server=arguments.server,
     )
-    if arguments.report_to == "wandb":
-        tracking.send(report, arguments.output)
+    tracking.send(report, arguments.output, arguments.report_to)
     print("\n".join([*headlines(report), f"report: {arguments.output / 'report.html'}"]))
 
 
@@ -168,6 +167,7 @@ def evaluate(
     rule: str | None = None,
     hybrid: bool = False,
     server: str = "ours",
+    training: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
@@ -180,6 +180,7 @@ def evaluate(
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
         hybrid: also measure the hybrid draft of head and n-gram lookup.
+        training: curves of the head's training for the report, see `train.stages.curves`.
         server: a name from `SERVERS`. Another server's drafts are compared with plain decoding only.
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
@@ -237,6 +238,8 @@ def evaluate(
         "warnings": warnings(rows),
         "suites": rows,
     }
+    if training:
+        report["training"] = training
     write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
     render(report, traces, output)
     for line in report["warnings"]:

@@ -1,54 +1,65 @@
-"""Log a report's figures and plots to wandb."""
+"""Log a report's figures to a tracker, and its plots to wandb.
+
+Nothing leaves the machine unless the user asks: the trackers other than wandb write to local files by default.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
 from speculator import terminal
-from speculator.errors import first_line, refuse
+from speculator.errors import UserError, first_line, refuse
+
+PROJECT = "speculator"  # of trackio, mlflow and, by default, wandb
+Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow", "none"]
+_FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in mlflow's names
 
 
 def check(report_to: str) -> None:
-    """Raise a UserError before the measurements if wandb is asked for and not installed."""
-    missing = report_to == "wandb" and find_spec("wandb") is None
-    refuse((missing, "--report_to wandb: wandb is not installed"))
+    """Raise a UserError before the measurements if the tracker's package is not installed."""
+    missing = report_to != "none" and find_spec(report_to) is None
+    refuse((missing, f"--report_to {report_to}: {report_to} is not installed: pip install {report_to}"))
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would upload how it is used
 
 
-def send(report: dict, folder: Path) -> None:
-    """Log a report to a new wandb run."""
-    start(folder, name=folder.name, job_type="eval")
-    log(report, folder)
-    stop()
+def send(report: dict, folder: Path, report_to: str) -> None:
+    """Log a report to a new run of a tracker."""
+    if report_to == "wandb":
+        start(folder, name=folder.name, job_type="eval")
+        log(report, folder)
+        stop()
+    elif report_to != "none":
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        named = {"tensorboard": "logging_dir", "trackio": "name", "mlflow": "run_name"}
+        name = str(folder) if report_to == "tensorboard" else folder.name
+        tracker: Any = LOGGER_TYPE_TO_CLASS[report_to](PROJECT, **{named[report_to]: name})
+        tracker.start()
+        tracker.log({_FORBIDDEN.sub("_", name): value for name, value in figures(report).items()})
+        tracker.finish()
 
 
 def start(folder: Path, **facts: Any) -> None:
-    """Start a wandb run whose files are in a folder: online if there is a key and the server answers, else offline.
+    """Start a wandb run whose files are in a folder. Nothing is uploaded, unless WANDB_MODE is online.
 
-    The variables WANDB_MODE, WANDB_PROJECT and WANDB_BASE_URL take precedence. `facts` are arguments of `wandb.init`.
+    `facts` are arguments of `wandb.init`; the variables WANDB_MODE and WANDB_PROJECT take precedence.
     """
     import wandb
 
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and server in netrc.read_text())
-    project = os.environ.get("WANDB_PROJECT", "speculator")
-    mode = None if "WANDB_MODE" in os.environ else "online" if has_key else "offline"
-
-    def init(mode: str | None) -> None:
-        settings = wandb.Settings(silent=True)
-        wandb.init(project=project, dir=str(folder), mode=mode, settings=settings, **facts)
-
+    mode = os.environ.get("WANDB_MODE", "offline")
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
     try:
-        init(mode)
+        wandb.init(project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts)
     except wandb.Error as error:
-        refuse((mode != "online", f"wandb: {first_line(error)}"))
-        terminal.log(f"wandb: {first_line(error)}; continuing offline; upload the run with `wandb sync`")
-        init("offline")
+        raise UserError(f"WANDB_MODE={mode}: wandb: {first_line(error)}") from None
+    if wandb.run is not None and wandb.run.settings.mode == "offline":
+        place = Path(wandb.run.dir).parent  # of the files
+        terminal.log(f"wandb: offline, nothing is uploaded; to upload this run: wandb sync {place}")
 
 
 def stop() -> None:
@@ -79,9 +90,13 @@ def log(report: dict, folder: Path) -> None:
         return
     import wandb
 
-    figures = {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
     plots = {f"eval/{plot.stem}": wandb.Image(str(plot)) for plot in sorted(folder.glob("*.png"))}
-    wandb.log({**figures, **plots})
+    wandb.log({**figures(report), **plots})
+
+
+def figures(report: dict) -> dict[str, float]:
+    """Figures of all rows of a report by name."""
+    return {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
 
 
 def _figures(row: dict) -> dict[str, float]:

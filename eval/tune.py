@@ -2,12 +2,13 @@
 
 That is: how often each token of a draft is accepted at temperatures 0 and 1, how often n-gram lookup is right, and the
 cost of steps with several drafts at 1 to 32 rows. They give the trees worth drafting and the predicted speedups, which
-are printed. Measured speedups come from `python -m eval`.
+are printed. Measured speedups come from `speculator eval`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,9 +21,9 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.hub import is_hub_id
 from speculator.cli import drafting
-from speculator.drafters.controller import expected_tokens
 from speculator.drafters.costs import CostTable, StepSeconds, entry_to_json, measure_costs, timed_steps
 from speculator.drafters.fixed_tree import FixedTree
+from speculator.drafters.price import expected_tokens
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure
 from speculator.errors import OneLineParser, refuse
@@ -42,7 +43,7 @@ _COST_SECONDS = 20.0
 
 def build_parser() -> OneLineParser:
     """The flags of `tune`."""
-    parser = OneLineParser(prog="python -m eval tune", description=__doc__)
+    parser = OneLineParser(prog="speculator eval tune", description=__doc__)
     add_flags(parser, max_prompts=16)
     parser.add_argument(
         "--speculator",
@@ -93,7 +94,7 @@ def write_tuning(
     tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(prompts, answers, strict=True))))
     tuning, rows = _with_costs(target, head, tuning)
     content = {
-        "schema": 2,
+        "schema": 3,
         "target": target.name,
         **measured_on(target),
         "suite": suite.name,
@@ -118,14 +119,14 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     for kind in _KINDS:
         greedy = kind == "greedy"
         speeds = {
-            choice: expected_tokens(choice.acceptance[greedy]) / cost(choice.shape, greedy, 1)
+            choice: expected_tokens(choice.acceptance[greedy]) / cost(choice.shape, choice.shape.nodes, greedy, 1)
             for choice in choices
             if greedy in choice.acceptance
         }
         best = max(range(len(speeds)), key=list(speeds.values()).__getitem__)
         for number, (choice, speed) in enumerate(speeds.items()):
-            tokens, price = expected_tokens(choice.acceptance[greedy]), cost(choice.shape, greedy, 1)
-            figures = {"tokens": tokens, "cost": price, "speedup": speed, "best": number == best}
+            tokens = expected_tokens(choice.acceptance[greedy])
+            figures = {"tokens": tokens, "cost": tokens / speed, "speedup": speed, "best": number == best}
             rows.append({"temperature": _KINDS[kind], "draft": described(choice.shape), **figures})
         winner = list(speeds)[best].shape
         trees[kind] = [winner.paths] if isinstance(winner, FixedTree) else []
@@ -149,7 +150,8 @@ def table(rows: list[dict]) -> str:
         (
             f"{row['temperature']:g}",
             row["draft"],
-            *(f"{row[name]:.2f}" for name in ("tokens", "cost", "speedup")),
+            f"{row['tokens']:.2f}",
+            *(f"{row[name]:.2f}" if math.isfinite(row["cost"]) else "not timed" for name in ("cost", "speedup")),
             "best" * row["best"],
         )
         for row in rows

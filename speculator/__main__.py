@@ -18,15 +18,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from speculator.errors import OneLineParser, run_command, start
+from speculator.terminal import working
 from speculator.workshop import make_importable
 
 COMMANDS = ("generate", "serve", "adapt", "inspect", "export", "push")
 WORKSHOP = ("train", "data", "eval")
 """Commands of the packages of these names, which need the extra `train`."""
+_SILENT = ("inspect", "export", "push")
+"""Commands of `COMMANDS` that print nothing while they work."""
 _DISTRIBUTION = "speculator-llm"
 
 
@@ -43,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     if command in WORKSHOP:
         return _workshop(command)(argv[1:])
     arguments = build_parser(command).parse_args(argv[1:])
-    return run_command("speculator", lambda: arguments.run(arguments))
+    with working(command) if command in _SILENT else nullcontext():
+        return run_command("speculator", lambda: arguments.run(arguments))
 
 
 def _version() -> str:

@@ -49,8 +49,15 @@ def _of_suite(rows: list[dict[str, Any]]) -> Iterator[str]:
     )
     yield "the head alone: " + _first(figures)
     if adaptive:
-        yield f"adaptive drafting is {_times(adaptive)}"
+        yield f"adaptive drafting is {_times(adaptive)}{_off(adaptive)}"
     yield "verdict: " + verdict(heads, fastest(rows, "ngram"))
+
+
+def _off(rows: list[dict[str, Any]]) -> str:
+    """Say at which number of requests and temperatures most steps of adaptive drafting drafted nothing."""
+    shares = [(row.get("undrafted_share", 0.0), row) for row in rows]  # not in reports of older versions
+    off = [f"{share:.0%} of the steps at temperature {row['temperature']:g}" for share, row in shares if share > 0.5]
+    return f"; at batch size {rows[0]['batch_size']} it drafted nothing in {' and '.join(off)}" if off else ""
 
 
 def verdict(heads: list[dict[str, Any]], lookups: list[dict[str, Any]]) -> str:

@@ -11,7 +11,6 @@ import signal
 import tarfile
 import textwrap
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,9 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import RowSampling
 from speculator.device import processor
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
-from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
-from speculator.drafters.controller import Choice
-from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.ngram import NgramDrafter
+from speculator.drafters.price import Choice
 from speculator.drafters.tuning import TUNED
 from speculator.heads import (
     ARCHITECTURES,
@@ -307,12 +305,16 @@ DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": Fals
 def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
     """Write a `decoding.json` as if measured here in float32, with the given keys replaced."""
     ranks = [[0.6, 0.1], [0.5, 0.1], *[[0.4, 0.1]] * (n_predict - 2)]
-    steps = [{"path": 0, "cost": 1.0}, {"path": 8, "cost": 1.4}, {"chain": 1, "cost": 1.2}, {"chain": 3, "cost": 1.5}]
-    costs = [{"rows": rows, "greedy": greedy, "steps": steps} for rows in (1, 8) for greedy in (True, False)]
+    drafts = [{"chain": 1, "cost": 1.2}, {"chain": 3, "cost": 1.5}]
+    costs = [
+        {"rows": rows, "greedy": greedy, "verify": [[0, 1.0], [8 * rows, 1.4]], "drafts": drafts}
+        for rows in (1, 8)
+        for greedy in (True, False)
+    ]
     trees: dict[str, list] = {"greedy": [], "sampled": []}
     figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "lookup": [0.2, 0.4], "costs": costs}
     here = {"processor": processor(), "dtype": "float32"}
-    (folder / TUNED).write_text(json.dumps({"schema": 2, **here, **figures, **changes}))
+    (folder / TUNED).write_text(json.dumps({"schema": 3, **here, **figures, **changes}))
 
 
 class ScriptedLookup(NgramDrafter):
@@ -332,8 +334,8 @@ class CostByLength:
     def __init__(self, cost):
         self.cost, self.longest = cost, 0
 
-    def __call__(self, shape, greedy: bool, rows: int) -> float:
-        return self.cost(shape, self.longest)
+    def __call__(self, shape, tokens: int, greedy: bool, rows: int) -> float:
+        return self.cost(shape, tokens, self.longest)
 
 
 class AlternatingDrafter(AdaptiveDrafter):
@@ -347,16 +349,14 @@ class AlternatingDrafter(AdaptiveDrafter):
 
 
 def alternating_drafter(head: Speculator, cost=None) -> AlternatingDrafter:
-    """Make an adaptive drafter that alternates between trees, hybrid drafts, lookup and chains."""
+    """Make an adaptive drafter that alternates between trees, lookup and chains."""
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     shapes = [*(Chain(n) for n in range(1, head.n_predict + 1)), FixedTree([(0,), (1,), (0, 0)])]
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
 
-    def uneven(shape, longest):
-        if isinstance(shape, LookupPath):
-            return (2.0, 0.5, 2.0)[longest % 3] if shape.depth else 1.0
-        if isinstance(shape, Hybrid):
-            return 0.3 if longest % 6 == 4 and shape.length <= 2 else inf
+    def uneven(shape, tokens, longest):
+        if shape is None:
+            return (2.0, 0.5, 2.0)[longest % 3] if tokens else 1.0
         tree = shape.nodes > shape.depth
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * shape.nodes)[longest % 3]
 

@@ -11,6 +11,7 @@ import pytest
 import data.__main__ as data
 import eval.__main__ as eval_
 import speculator
+from speculator.__main__ import WORKSHOP
 from speculator.errors import OneLineParser
 from train.command_line import parse
 from train.config import mapping_names, section_names
@@ -29,7 +30,7 @@ FILES = [
 PAGES = [file for file in FILES if "lab" not in file.parts]
 OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "llama-server", "sbatch", "shuf", "tail", "vllm"}
 OTHER_FLAGS = {
-    *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip"),  # accelerate
+    *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
     "--loss",  # a column of settings
 }
@@ -96,6 +97,8 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert set(re.findall(r"\w+", " ".join(re.findall(r"\[.*?\]", words[-1])))) <= set(extras)
+    elif words[0] == "speculator" and words[1] in WORKSHOP:
+        check(["python", "-m", *words[1:]] if words[1] != "train" else ["train.py", *words[2:]], monkeypatch)
     elif words[0] == "speculator" or words[1:3] in (["-m", "speculator"], ["-m", "data"]):
         name, *flags = words[1:] if words[0] == "speculator" else words[3:]
         parser_of(f"{'data' if 'data' in words[:3] else 'speculator'} {name}").parse_args(flags)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from speculator import Engine, Sampling, Target
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.controller import Choice
+from speculator.drafters.price import Choice
 from speculator.heads.dspark import model as dspark
 from speculator.heads.training import TrainingBatch
 from speculator.target import kv_cache
@@ -140,8 +140,8 @@ class Counted:
 def adaptive(target: Target) -> AdaptiveDrafter:
     """An adaptive drafter with the costs of a GPU: a drafted level costs a fifth of a step, verification little."""
 
-    def cost(shape, greedy, rows):
-        return 1 + 0.2 * shape.levels + 0.002 * shape.nodes * rows
+    def cost(shape, tokens, greedy, rows):
+        return 1 + 0.2 * (shape.levels if shape else 0) + 0.002 * tokens
 
     shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}

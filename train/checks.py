@@ -27,6 +27,8 @@ def settings(config: RunConfig) -> None:
     """Check what the types of the fields leave open, before anything is loaded."""
     head, generate = config.speculator, config.stage2.generate
     checked = check_options(head)
+    if head.warm_start_revision and not head.warm_start:
+        raise UserError("speculator.warm_start_revision needs speculator.warm_start")
     if head.warm_start and head.initialise != "random":
         raise UserError("speculator.warm_start and speculator.initialise target are mutually exclusive")
     if 0 < head.draft_vocab_size < _LEAST_DRAFTED:

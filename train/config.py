@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from eval.tracking import Tracker
+
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "here"
 """Value of --plan without an argument: the devices of this machine."""
@@ -58,6 +60,8 @@ class HeadOptions:
     warm_start: str | None = None
     """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options
     apply where none are given; those that are given must be the same."""
+    warm_start_revision: str | None = None
+    """Hub branch, tag or commit of warm_start."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
     --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
@@ -98,6 +102,8 @@ class DataConfig:
     """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
     """Maximum number of bytes of each top-level package, for python-sources."""
+    raw: bool = False
+    """Never apply the target's chat template: prompts and completions stay text."""
     max_bad_rows: ClosedUnitInterval = 0.05
     """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None
@@ -248,8 +254,8 @@ class RunConfig:
     """Seed of the weights, the order of the data and the sampling."""
     deterministic: bool = False
     """Ask torch for operations whose results repeat exactly on a GPU (slower; torch warns of those that cannot)."""
-    report_to: Literal["wandb", "none"] = "wandb"
-    """Tracker: wandb (offline unless a key is set) or none."""
+    report_to: Tracker = "wandb"
+    """Tracker: wandb (offline unless WANDB_MODE is online); tensorboard, trackio or mlflow (local files); or none."""
 
     def __post_init__(self) -> None:
         for stage in (self.stage1, self.stage2):

@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
@@ -36,15 +37,15 @@ from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.device import cores
 from speculator.drafters.tuning import TUNED
 from speculator.errors import UserError, run_command
-from speculator.files import cache_folder
+from speculator.files import cache_folder, read_json
 from speculator.heads import Speculator
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
-from speculator.terminal import library_bars, log, phase, quiet_libraries
+from speculator.terminal import loading, log, phase, quiet_libraries, working
 from speculator.verdict import headlines
-from train import checks
+from train import checks, interrupts
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import known_config, rehearse
@@ -54,7 +55,7 @@ from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
 from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
-from train.stages import is_published, publish, start_tracking, train_stage
+from train.stages import curves, is_published, publish, start_tracking, train_stage
 
 _PROMPTS_PER_TEXT = 4
 _POLL_SECONDS = 1.0
@@ -92,10 +93,12 @@ def main(config: RunConfig) -> int:
             if config.dry_run:
                 rehearse(settled, _run)
             else:
+                interrupts.say_when_interrupted(f"the same command resumes the run in {config.output_dir}")
                 _run(settled, shorten=not config.data.seq_length)
 
     try:
-        code = run_command("train.py", work)
+        with working("train.py"):
+            code = run_command("train.py", work)
     except SystemExit as stop:  # by SIGTERM, all processes at the same step
         _leave_group()
         return int(stop.code or 0)
@@ -120,6 +123,7 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
     folder = Path(config.output_dir)
     state = join()
     checks.settings(config)
+    tracking.check(config.report_to)
     if state.is_main_process:
         for line in checks.warnings(config):
             log(f"warning: {line}")
@@ -220,6 +224,8 @@ def _train(
             start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
         if isinstance(target, Target):
             _measure(config, target, suites)
+            if config.report_to != "wandb":  # its run is open and has got the report
+                tracking.send(read_json(folder / "eval" / "report.json"), folder / "eval", config.report_to)
         else:
             log(f"{target.name} only trains, so the head is not tuned and not measured")
         tracking.stop()
@@ -248,8 +254,8 @@ def summary(config: RunConfig) -> str:
         *headlines(report),
         f"head:   {folder / 'speculator'}",
         f"report: {folder / 'eval' / 'report.html'}",
-        f"try:    python -m speculator generate {how} {trial}",
-        f"serve:  python -m speculator serve {how}",
+        f"try:    speculator generate {how} {trial}",
+        f"serve:  speculator serve {how}",
     ]
     return "\n".join(lines)
 
@@ -259,23 +265,30 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> Non
     folder = Path(config.output_dir)
     head_folder, report = folder / "speculator", folder / "eval"
     head = load_head(head_folder, target)
-    how = {"temperatures": config.eval.temperatures, "max_new_tokens": config.eval.max_new_tokens, "seed": config.seed}
+    how: dict[str, Any] = {
+        "temperatures": config.eval.temperatures,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "seed": config.seed,
+    }
     if config.eval.tune_prompts and not (head_folder / TUNED).exists():
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, config.seed)
     if (report / "report.json").exists():  # the run was killed between report.json and report.md
         render(json.loads((report / "report.json").read_text()), [], report)
         return
-    evaluate(target, head, [suites["held-out"]], report, tuned_in=head_folder, speculator_name=str(head_folder), **how)
+    how |= {"tuned_in": head_folder, "speculator_name": str(head_folder), "training": curves(Path(config.output_dir))}
+    evaluate(target, head, [suites["held-out"]], report, **how)
 
 
 def load_target(config: RunConfig) -> TrainingTarget:
     """Load the configured target: a `Target`, or its training half if it can't be decoded."""
     given = dataclasses.asdict(config.target)
     variables = given.pop("chat_template_kwargs")
-    with library_bars():
+    with loading(config.target.name_or_path):
         target = InProcessTarget.load(given.pop("name_or_path"), **given)
     set_template_variables(target.tokenizer, variables)
+    if config.data.raw:
+        target.tokenizer.chat_template = None
     if config.target.parallel in SHARDED:
         return target
     try:

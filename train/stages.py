@@ -142,6 +142,20 @@ def train_stage(
     return best_head
 
 
+def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
+    """Return [step, value] pairs of loss and acceptance length of each stage, as far as its newest checkpoint."""
+    found = {}
+    for stage in ("stage1", "stage2"):
+        for folder in checkpoint.numbered(run / stage).values():
+            with suppress(OSError, ValueError, KeyError):
+                history = _state_of(folder)["log_history"]
+                names = {"loss": "loss", "acceptance length": checkpoint.METRIC}
+                made = {name: [[e["step"], e[key]] for e in history if key in e] for name, key in names.items()}
+                found[stage] = {name: points for name, points in made.items() if points}
+                break
+    return {stage: made for stage, made in found.items() if made}
+
+
 def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
     """Fill the last batch with rows without loss: accelerate would fill it with the first rows, which count again."""
     blank = [{**row, "loss_mask": [0] * len(row["input_ids"])} for row in rows.select([0] * (-len(rows) % size))]

@@ -366,6 +366,8 @@ def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
         use_cpu=not torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,
         dataloader_num_workers=_LOADERS if torch.accelerator.is_available() else 0,
+        project=tracking.PROJECT,
+        trackio_space_id=None,
         logging_nan_inf_filter=False,  # the filter syncs at every step, and hides what must end the run
         **fields,
     )

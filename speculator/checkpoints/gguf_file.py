@@ -57,12 +57,10 @@ def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int)
     """Build the keys that all heads have."""
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")
+    runs = ("default", "llama3") if architecture == "eagle3" else ("default",)
     refuse(
         (not config.aux_layers, "gguf: the head names no auxiliary layers"),
-        (
-            kind != "default",
-            f"gguf: llama.cpp ignores the {kind} rope of a block drafter, and we write none for EAGLE-3",
-        ),
+        (kind not in runs, f"gguf: llama.cpp does not run the {kind} rope of this head, only {' or '.join(runs)}"),
     )
     own = {
         "block_count": layers,
@@ -144,6 +142,10 @@ def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str
             halves = tensor.reshape(count, 2, -1, tensor.shape[-1])  # rotate_half pairs dimensions i and i + d/2
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         made[_name(name)] = tensor.float() if tensor.ndim == 1 or "_norm." in _name(name) else tensor
+    rope = config.rope_parameters
+    if rope["rope_type"] == "llama3":  # stored as what divides the plain frequencies
+        plain = rope["rope_theta"] ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        made["rope_freqs.weight"] = plain / head.rope.frequencies()[0]
     if head.draft_tokens is not None:
         made["d2t"] = head.draft_tokens
     return made

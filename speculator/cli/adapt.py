@@ -1,10 +1,11 @@
-"""`python -m speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
+"""`speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
 
     OUTPUT/speculator             link to the head in use
     OUTPUT/rounds.html, .svg      page and plot of all rounds
     OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
     OUTPUT/round-001/run/         run of train.py
-    OUTPUT/round-001/gate.json    figures of `python -m eval gate`
+    OUTPUT/round-001/exported/    old and new head for vLLM; deleted at its end
+    OUTPUT/round-001/gate.json    figures of `speculator eval gate`
     OUTPUT/round-001/round.json   outcome of the round, written last
 
 These files say how far a round is, so the same command resumes it after a kill.
@@ -34,7 +35,9 @@ import httpx
 
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
+from speculator.cli import drafting, vllm_server
 from speculator.cli.serve import KEY_VARIABLE
+from speculator.cli.vllm_server import VLLMServer
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
@@ -43,6 +46,8 @@ from speculator.workshop import ROOT
 
 HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
 _POLL_SECONDS = 5
+_LOG_SECONDS = 30
+"""Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</title>
 <style>body {{ font: 15px/1.5 system-ui; max-width: 72rem; margin: auto }} td {{ padding: .2rem .8rem }}</style>
@@ -63,6 +68,7 @@ def add_flags(parser: OneLineParser) -> None:
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
     parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
+    drafting.add_revision(parser)
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
     parser.add_argument(
@@ -83,7 +89,7 @@ def add_flags(parser: OneLineParser) -> None:
         type=shlex.split,
         default=[],
         metavar="FLAGS",
-        help="flags of `python -m eval gate`, such as '--guard python-sources'",
+        help="flags of `speculator eval gate`, such as '--guard python-sources'",
     )
     parser.add_argument(
         "--every_tokens",
@@ -96,6 +102,12 @@ def add_flags(parser: OneLineParser) -> None:
     )
     parser.add_argument("--rounds", type=int, help="number of rounds after which to stop (default: no end)")
     parser.add_argument("--api_key", help=f"key of the server (default: ${KEY_VARIABLE})")
+    parser.add_argument(
+        "--layout",
+        choices=vllm_server.LAYOUTS,
+        help="--server is a vLLM that reads heads in this layout; its drafter's weights are updated, and taken back if "
+        "its acceptance falls",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -104,15 +116,18 @@ def run(arguments: argparse.Namespace) -> None:
     check_secret("--api_key", key)
     refuse(
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
+        (arguments.layout and not arguments.server, "--layout needs --server"),
     )
-    arguments.head = head_folder(arguments.head)
+    arguments.head = head_folder(arguments.head, arguments.speculator_revision)
     read_config(arguments.head)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:
-        if arguments.server:
+        if arguments.layout:
+            VLLMServer(arguments.server, key).counters()
+        elif arguments.server:
             _ask(arguments.server, key, {})
         first = str(arguments.head.resolve())
         rounds, head = _settle(arguments.output, first)
@@ -149,7 +164,7 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
     for file in sorted(output.glob("round-*/round.json")):
         rounds.append(read_json(file))
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
-        for name in ("traffic", "cache", "run/stage1"):
+        for name in ("traffic", "cache", "run/stage1", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
     scratch = output / "speculator.partial"
     scratch.unlink(missing_ok=True)
@@ -183,6 +198,7 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
+    said, again = 0, 0.0
     while True:
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
@@ -195,6 +211,9 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
         late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
         if count >= arguments.every_tokens or (count > 0 and late):
             return
+        if count != said and time.monotonic() >= again:
+            said, again = count, time.monotonic() + _LOG_SECONDS
+            log(f"{max(count, 0):,} of {arguments.every_tokens:,} new answer tokens")
         time.sleep(_POLL_SECONDS)
 
 
@@ -242,7 +261,14 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
         _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
     figures = read_json(gate)
     fault = None if figures["accepted"] else "rejected"
-    if figures["accepted"] and arguments.server:
+    if figures["accepted"] and arguments.layout:
+        exports = [str((folder / "exported" / name).resolve()) for name in ("new", "old")]
+        for head, output in zip((new, old), exports, strict=True):
+            if not Path(output).exists():
+                flags = ["--speculator", head, "--format", arguments.layout, "--output", output]
+                _call(["-m", "speculator", "export", *flags], lock)
+        fault = VLLMServer(arguments.server, key).try_head(*exports)
+    elif figures["accepted"] and arguments.server:
         fault = _ask(arguments.server, key, {"path": new})
     shards = _shards(traffic)
     outcome = {

@@ -62,6 +62,9 @@ class Drafter:
         """Return the shape of the next step's draft for the rows of these requests."""
         return self.shape
 
+    def observe(self, seconds: float) -> None:
+        """Learn how long the last step took, from the choice on."""
+
     def forget(self) -> None:
         """Drop everything that was derived from earlier requests."""
 

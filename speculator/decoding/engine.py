@@ -65,8 +65,8 @@ class Verified:
         hidden: [R, G+1, D] hidden states of `tokens`, or the auxiliary hidden states that the drafter reads.
         accepted: [R] number of accepted draft tokens.
         next_token: [R] token after the accepted path.
-        report: [R, G+5] for the host: the path, the draft's depth, `accepted`, accepted tokens of a lookup path in a
-            hybrid draft, 1 if the logits are finite, `next_token`.
+        report: [R, G+4] for the host: the path, the draft's depth, `accepted`, 1 if the logits are finite,
+            `next_token`.
     """
 
     tokens: Tensor
@@ -277,10 +277,13 @@ class Engine:
         if sequences:
             report = self._decode(sequences)
             self.append_tokens(report.tolist(), self._token_logprobs)  # the step's one copy to the host
-            self.decode_seconds += time.perf_counter() - prefilled
+            seconds = time.perf_counter() - prefilled
+            self.decode_seconds += seconds
+            if self.drafter:
+                self.drafter.observe(seconds)
         return self.busy
 
-    def decode_rows(self, sequences: Sequences) -> Tensor:  # [R, G+5], see `Verified.report`
+    def decode_rows(self, sequences: Sequences) -> Tensor:  # [R, G+4], see `Verified.report`
         """Draft, verify, accept and commit for the selected rows: device work only.
 
         With p the target's distribution and q the draft's (2211.17192):
@@ -350,20 +353,18 @@ class Engine:
             finite = allowed[(draft.lengths + 1).cumsum(0) - draft.lengths - 1 + last, next_token].isfinite()
 
         hidden = states(hidden)
-        drafted, accepted, from_lookup = draft.lengths, last, torch.zeros_like(last)
+        drafted, accepted = draft.lengths, last
         if draft.parents is not None:  # a tree: gather the accepted path
             path = draft.path(last)
             self.cache.gather(path)
             tokens, hidden = tokens.gather(1, path), gather_at(hidden, path)
             drafted, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
-            if draft.base is not None:
-                from_lookup = (path > draft.base.lengths[:, None]).sum(-1)
             if self._num_logprobs is not None:
                 logits = gather_at(logits, path)
         if self._num_logprobs is not None:  # such a step is not captured
             new_tokens = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])
             self._token_logprobs = token_logprobs(logits, new_tokens, self._num_logprobs)
-        columns = (drafted, accepted, from_lookup, finite, next_token)
+        columns = (drafted, accepted, finite, next_token)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
         return Verified(tokens, hidden, accepted, next_token, report)
 
@@ -518,13 +519,13 @@ class Engine:
     def append_tokens(self, report: list[list[int]], logprobs: list[list[TokenLogprobs]] | None = None) -> None:
         """Append a step's tokens to the requests; a request may finish."""
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, self._decoding, report, strict=False)):
-            *path, drafted, accepted, from_lookup, finite, next_token = row
+            *path, drafted, accepted, finite, next_token = row
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
             slot.num_computed_tokens += 1 + accepted
             if not request.finish_reason:  # an `on_step` of this step may have cancelled it
                 refuse((not finite, not_finite(self.target)))
                 row_logprobs = None if logprobs is None else logprobs[i]
-                request.append([*path[:accepted], next_token], drafted, row_logprobs, from_lookup)
+                request.append([*path[:accepted], next_token], drafted, row_logprobs)
 
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on.

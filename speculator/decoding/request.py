@@ -24,13 +24,11 @@ class Step:
         drafted: depth of the draft.
         accepted: accepted draft tokens.
         emitted: tokens that were appended: accepted + 1, or fewer if the completion ended.
-        copied: accepted tokens that came from the lookup path of a hybrid draft.
     """
 
     drafted: int
     accepted: int
     emitted: int
-    copied: int = 0
 
     @property
     def cut(self) -> bool:
@@ -145,7 +143,6 @@ class Request:
         tokens: Sequence[int],
         drafted: int | None = None,
         logprobs: Sequence[TokenLogprobs] | None = None,
-        copied: int = 0,
     ) -> None:
         """Append a step's tokens up to the completion's end; `drafted` is None for the prefill's token."""
         begin, start, accepted = len(self.sequence), len(self.prompt), len(tokens) - 1
@@ -165,7 +162,7 @@ class Request:
         if self.logprobs is not None and logprobs is not None:
             self.token_logprobs += [replace(token, top=token.top[: self.logprobs]) for token in logprobs[: len(new)]]
         if drafted is not None:
-            self.steps.append(Step(drafted, accepted, len(new), copied))
+            self.steps.append(Step(drafted, accepted, len(new)))
         if self.on_step:
             self.on_step(new, min(accepted, len(new)))
 

@@ -5,50 +5,69 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Sequences, Shape
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
-from speculator.drafters.controller import Choice, Controller, StepCost, fastest_shape
 from speculator.drafters.head import HeadDrafter
-from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found, NgramDrafter
+from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, StepCost, fastest_shape
 from speculator.heads import Speculator
 from speculator.heads.drafting import DraftingSource
 
-PATH_LENGTHS, CAPTURED_PATH_LENGTHS = (0, 1, 2, 3, 4, 6, 8), (0, 8)
-"""Lengths of a lookup path on its own; few where steps are captured, since every shape is captured separately."""
-_HYBRID_LENGTHS, _CAPTURED_HYBRID_LENGTHS = (1, 2, 4, 8), (4,)
-
 
 class LookupPath:
-    """The path that n-gram lookup found, at most `length` tokens; 0: no draft. The head takes no part in it."""
+    """In each row the path that n-gram lookup found; rows without one have the draft of `inner`.
 
-    width, offered, levels = 1, 0, 0
+    Args:
+        length: the most tokens of a path; 0: no draft.
+        inner: shape of the head's draft; None: nothing, and the head takes no part.
+    """
+
     rules: tuple[str, ...] = ("match",)
-    capturable = True
     found: Found
 
-    def __init__(self, length: int):
-        self.depth = self.nodes = length
+    def __init__(self, length: int, inner: Shape | None = None):
+        self.length, self.inner = length, inner
+        self.depth, self.nodes = max(length, inner.depth if inner else 0), max(length, inner.nodes if inner else 0)
+        self.levels, self.offered, self.width = (inner.levels, inner.offered, inner.width) if inner else (0, 0, 1)
+        self.capturable = inner is None or inner.capturable
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        cast(DraftingSource, source).skip(pending, sequences)
-        if not self.depth:
-            return Draft.none(pending)
-        return Draft(*self.found.first(len(pending), self.depth), ragged=True)
+        if self.inner is None:
+            cast(DraftingSource, source).skip(pending, sequences)
+            if not self.length:
+                return Draft.none(pending)
+            return Draft(*self.found.first(len(pending), self.length), ragged=True)
+        draft = self.inner.draft(source, pending, noise, sequences)
+        path, counts = self.found.first(len(pending), self.length)
+        width, is_path = max(draft.tokens.shape[1], path.shape[1]), counts[:, None] > 0
+
+        def chosen(paths: Tensor, drafts: Tensor) -> Tensor:  # [R, width]
+            fill = width - paths.shape[1], width - drafts.shape[1]
+            return torch.where(is_path, pad(paths, (0, fill[0])), pad(drafts, (0, fill[1])))
+
+        lengths = torch.where(is_path[:, 0], counts, draft.lengths)
+        if draft.parents is None:
+            return Draft(chosen(path, draft.tokens), lengths, ragged=True)
+        # In a path each token follows the one before it: -1, 0, 1, ...
+        parents = chosen(torch.arange(width, device=path.device).expand(len(path), -1) - 1, draft.parents)
+        depth = max(draft.depth, path.shape[1])
+        return Draft(chosen(path, draft.tokens), lengths, None, parents, depth, draft.width, ragged=True)
 
 
 class AdaptiveDrafter(HeadDrafter):
-    """Drafts what `Controller` chooses before each step.
+    """Drafts what `Chooser` chooses before each step.
 
     Args:
         head: the trained head.
         choices: what the head can draft.
-        lookup, cost: see `Controller`.
+        lookup, cost: see `Chooser`. A `CostTable` learns how long the steps took.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
     """
 
@@ -58,40 +77,33 @@ class AdaptiveDrafter(HeadDrafter):
     def __init__(
         self, head: Speculator, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, memory: int = 0
     ):
-        captured = head.device.type in cuda_graphs.DEVICES
-        paths, lengths = (
-            (CAPTURED_PATH_LENGTHS, _CAPTURED_HYBRID_LENGTHS) if captured else (PATH_LENGTHS, _HYBRID_LENGTHS)
-        )
         self.choices, self.lookup, self.cost, self.memory = choices, lookup, cost, memory
-        self._hybrids = {choice: [Hybrid(choice.shape, length) for length in lengths] for choice in choices}
-        self._paths = [LookupPath(length) for length in paths]
-        super().__init__(head, self._paths[0])
-        for shape in self._shapes:
+        self._plain = LookupPath(0)
+        self._with_paths = {
+            choice: LookupPath(LONGEST_PATH, choice.shape if choice else None) for choice in (None, *choices)
+        }
+        super().__init__(head, self._plain)
+        shapes = list(self._with_paths.values())
+        for shape in shapes:
             self.source.reserve(shape.depth, shape.offered)
-        self.num_speculative_tokens, self.nodes = max(shape.depth for shape in self._shapes), self.max_nodes
+        self._depth, self._nodes = (max(sizes) for sizes in zip(*((s.depth, s.nodes) for s in shapes), strict=True))
+        self.num_speculative_tokens, self.nodes = self._depth, self._nodes
         self.rules = ("match",)
         self.forget()
 
     @property
-    def _shapes(self) -> list[Shape]:
-        hybrids = [hybrid for own in self._hybrids.values() for hybrid in own]
-        return [*(choice.shape for choice in self.choices), *hybrids, *self._paths]
-
-    @property
     def max_nodes(self) -> int:
-        return max(shape.nodes for shape in self._shapes)
+        return self._nodes
 
     def open(self, slots: int, capacity: int) -> AdaptiveDrafter:
         opened = super().open(slots, capacity)
-        opened._found = Found(slots, max(shape.depth for shape in self._shapes), self.head.device)
+        opened._found = Found(slots, LONGEST_PATH, self.head.device)
         opened.forget()
         return opened
 
     def forget(self) -> None:
-        ragged = self.head.device.type == "cpu"
-        self._controller = Controller(self.choices, self.lookup, self.cost, self._paths, self._hybrids, ragged)
-        # A path that agrees with the head's draft continues after it.
-        self._ngrams = NgramDrafter(max(shape.depth for shape in self._shapes), memory=self.memory)
+        self._chooser = Chooser(self.choices, self.lookup, self.cost, self.head.device.type not in cuda_graphs.DEVICES)
+        self._ngrams = NgramDrafter(LONGEST_PATH, memory=self.memory)
 
     def fastest(self, greedy: bool, rows: int) -> Shape:
         """The head's fastest shape by the measured figures, whatever the text."""
@@ -99,8 +111,17 @@ class AdaptiveDrafter(HeadDrafter):
 
     def choose(self, requests: Sequence[Request]) -> Shape:
         found = self._ngrams.look([request.sequence for request in requests])
-        shape = self._controller.choose(requests, found)
-        if isinstance(shape, LookupPath | Hybrid):
-            self._found.put([path for _, path in found])
-            shape.found = self._found
+        plan = self._chooser.choose(requests, found)
+        self._chosen = plan, all(request.sampling.greedy for request in requests)
+        if not any(plan.lengths):
+            return plan.choice.shape if plan.choice else self._plain
+        self._found.put([path[:length] for (_, path), length in zip(found, plan.lengths, strict=True)])
+        shape = self._with_paths[plan.choice]
+        shape.found = self._found
         return shape
+
+    def observe(self, seconds: float) -> None:
+        learn = getattr(self.cost, "observe", None)
+        if learn:
+            plan, greedy = self._chosen
+            learn(plan.choice.shape if plan.choice else None, plan.tokens, greedy, len(plan.lengths), seconds)

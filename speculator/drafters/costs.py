@@ -6,9 +6,11 @@ needs whole steps only, for several drafts and numbers of rows.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,11 +28,12 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import LookupPath
-from speculator.drafters.hybrid import Hybrid
 from speculator.drafters.ngram import Found
+from speculator.drafters.price import LONGEST_PATH
 from speculator.heads import Speculator
 from speculator.target.model import Target
 
+_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 BLOCK = 5
 """Steps of one kind in a row when c and v are measured; the first is not counted."""
@@ -38,6 +41,8 @@ _ROUNDS, _TIMED_STEPS = 3, 3
 """Turns of each draft when whole steps are measured, and steps in a turn."""
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
 _PROMPT = 8  # tokens of the rows' prompts
+_CONTRADICTION, _PAIRS = 1.3, 8
+"""Ratio of a step's time to its cost that contradicts it, and pairs of steps after which that is believed."""
 
 
 @dataclass
@@ -175,41 +180,36 @@ class CostEntry:
 
     Attributes:
         greedy: measured at temperature 0, else at 1.
-        costs: seconds of a whole step with each draft over those of a plain step.
+        drafts: cost of a step in which every row has this draft of the head.
+        verify: cost of a step in which the head drafts nothing, by the tokens of lookup paths in all rows together.
     """
 
     rows: int
     greedy: bool
-    costs: dict[Shape, float]
+    drafts: dict[Shape, float]
+    verify: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
-        paths = {0: 1.0} | {s.nodes: cost for s, cost in self.costs.items() if isinstance(s, LookupPath)}
-        chains = {0: paths[0]} | {s.nodes: cost for s, cost in self.costs.items() if isinstance(s, Chain)}
-        if len(paths) == 1:  # not measured: at most what a chain of as many tokens costs
-            paths |= chains
-        self._paths, self._chains = _rising(paths), _rising(chains)
-        self._trees = {s.paths: cost for s, cost in self.costs.items() if isinstance(s, FixedTree)}
-        hybrids = [cost - self._separately(s) for s, cost in self.costs.items() if isinstance(s, Hybrid)]
-        self._joining = max(0.0, statistics.fmean(hybrids)) if hybrids else inf
+        chains = {s.nodes: cost for s, cost in self.drafts.items() if isinstance(s, Chain)}
+        # Not measured: at most what chains of as many tokens cost.
+        verify = self.verify if len(self.verify) > 1 else {self.rows * n: cost for n, cost in chains.items()}
+        self._verify, self._chains = _rising({0: 1.0} | self.verify | verify), _rising({0: 1.0} | chains)
+        self._trees = {s.paths: cost for s, cost in self.drafts.items() if isinstance(s, FixedTree)}
 
-    def of(self, shape: Shape) -> float:
-        """The cost of a step: as measured for a tree, else interpolated over the measured chains and paths.
+    def of(self, shape: Shape | None, tokens: float) -> float:
+        """The cost of a step that verifies `tokens` drafted tokens, interpolated; infinite for a tree not measured.
 
-        A hybrid draft is infinitely expensive if none was measured, and so is a tree that was not.
+        Args:
+            shape: what the head drafts; None: nothing. Rows may verify other tokens than it drafted for them.
         """
-        if isinstance(shape, LookupPath):
-            return _interpolate(self._paths, shape.nodes)
-        if isinstance(shape, Hybrid):
-            return self._separately(shape) + self._joining
+        verified = _interpolate(self._verify, tokens)
+        if shape is None:
+            return verified
         if isinstance(shape, FixedTree):
-            return self._trees.get(shape.paths, inf)
-        return _interpolate(self._chains, shape.nodes)
-
-    def _separately(self, hybrid: Hybrid) -> float:
-        """Cost of the head's part, plus verification of the path's tokens."""
-        inner = hybrid.inner.nodes
-        path = _interpolate(self._paths, inner + hybrid.length) - _interpolate(self._paths, inner)
-        return self.of(hybrid.inner) + path
+            own = self._trees.get(shape.paths, inf)
+        else:
+            own = _interpolate(self._chains, shape.nodes)
+        return own + verified - _interpolate(self._verify, self.rows * shape.nodes)
 
 
 def _rising(points: dict[int, float]) -> list[tuple[int, float]]:
@@ -217,7 +217,7 @@ def _rising(points: dict[int, float]) -> list[tuple[int, float]]:
     return list(zip(sorted(points), accumulate((points[x] for x in sorted(points)), max), strict=True))
 
 
-def _interpolate(points: list[tuple[int, float]], x: int) -> float:
+def _interpolate(points: list[tuple[int, float]], x: float) -> float:
     """The value at x on the line through the two points around it, or the last two."""
     if len(points) == 1:
         return points[0][1]
@@ -227,57 +227,100 @@ def _interpolate(points: list[tuple[int, float]], x: int) -> float:
 
 
 class CostTable:
-    """Step costs of one machine, measured at some numbers of rows."""
+    """Step costs of one machine, measured at some numbers of rows.
 
-    def __init__(self, entries: Sequence[CostEntry]):
-        self.entries = list(entries)
-        self._known: dict[tuple[Shape, bool, int], float] = {}
+    Args:
+        entries: the measurements.
+        learns: steps that take much longer or shorter than the table says correct it.
+    """
 
-    def __call__(self, shape: Shape, greedy: bool, rows: int) -> float:
-        """The cost in plain steps, from the entry of the fewest rows that are at least `rows`."""
-        key = (shape, greedy, rows)
+    def __init__(self, entries: Sequence[CostEntry], learns: bool = True):
+        self.entries, self._learns = sorted(entries, key=lambda entry: entry.rows), learns
+        self._known: dict[tuple[Shape | None, int, bool, int], float] = {}
+        self._factors: dict[tuple[bool, int], float] = {}
+        self._before: dict[tuple[bool, int], tuple[bool, float, float]] = {}
+        self._ratios: dict[tuple[bool, int], deque[float]] = {}
+
+    def __call__(self, shape: Shape | None, tokens: int, greedy: bool, rows: int) -> float:
+        """The cost in plain steps of as many rows, see `CostEntry.of`, interpolated between numbers of rows."""
+        key = (shape, tokens, greedy, rows)
         if key not in self._known:
-            self._known[key] = min(self.entries, key=lambda entry: _distance(entry, greedy, rows)).of(shape)
+            entries = [entry for entry in self.entries if entry.greedy == greedy] or self.entries
+            more = next((entry for entry in entries if entry.rows >= rows), entries[-1])
+            less = next((entry for entry in reversed(entries) if entry.rows <= rows), more)
+            # Each entry answers for as many tokens per row.
+            low, high = (entry.of(shape, tokens / rows * entry.rows) for entry in (less, more))
+            share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
+            cost = high if high == inf else low + (high - low) * share
+            self._known[key] = 1 + (cost - 1) * self._factors.get(_alike(greedy, rows), 1.0)
         return self._known[key]
 
+    def observe(self, shape: Shape | None, tokens: int, greedy: bool, rows: int, seconds: float) -> None:
+        """Compare a step's time with its cost; a lasting contradiction corrects the costs of as many rows."""
+        if not self._learns:
+            return
+        key, drafted, cost = _alike(greedy, rows), bool(tokens or shape), self(shape, tokens, greedy, rows)
+        was_drafted, seconds_before, cost_before = self._before.get(key, (drafted, seconds, cost))
+        self._before[key] = drafted, seconds, cost
+        # Only neighbouring steps are compared, because steps take longer as the texts grow.
+        if drafted == was_drafted:
+            return
+        ratio = seconds * cost_before / (seconds_before * cost)
+        ratios = self._ratios.setdefault(key, deque(maxlen=_PAIRS))
+        ratios.append(ratio if drafted else 1 / ratio)
+        # The median, because a step that captures a graph or is interrupted takes many times as long.
+        took = statistics.median(ratios)
+        if len(ratios) < _PAIRS or 1 / _CONTRADICTION < took < _CONTRADICTION:
+            return
+        cost = max(cost, cost_before)  # of the step with a draft
+        if not self._factors:
+            message = "steps with drafts at %d rows take %.2f times as long as their measured cost says: corrected"
+            _log.warning(message, rows, took)
+        # A factor on what the draft adds: 1 + (cost - 1) f is the cost that was seen.
+        self._factors[key] = self._factors.get(key, 1.0) * max(0.1, took * cost - 1) / max(0.1, cost - 1)
+        self._known.clear()
+        ratios.clear()
 
-def _distance(entry: CostEntry, greedy: bool, rows: int) -> tuple[bool, bool, int]:
-    return entry.greedy != greedy, entry.rows < rows, abs(entry.rows - rows)
+
+def _alike(greedy: bool, rows: int) -> tuple[bool, int]:
+    """Steps that are corrected together: of one kind, and of 1, 2, 3 to 4, 5 to 8, ... rows."""
+    return greedy, (rows - 1).bit_length()
 
 
 def entry_to_json(entry: CostEntry) -> dict[str, Any]:
     """Convert an entry for decoding.json."""
-    steps = [{**shape_to_json(shape), "cost": cost} for shape, cost in entry.costs.items()]
-    return {"rows": entry.rows, "greedy": entry.greedy, "steps": steps}
+    drafts = [{**shape_to_json(shape), "cost": cost} for shape, cost in entry.drafts.items()]
+    return {
+        "rows": entry.rows,
+        "greedy": entry.greedy,
+        "verify": list(map(list, entry.verify.items())),
+        "drafts": drafts,
+    }
 
 
 def entry_from_json(read: dict[str, Any]) -> CostEntry:
     """Undo `entry_to_json`. Raises KeyError, TypeError or UserError on anything else."""
-    return CostEntry(read["rows"], read["greedy"], {shape_from_json(step): step["cost"] for step in read["steps"]})
+    drafts = {shape_from_json(step): step["cost"] for step in read["drafts"]}
+    return CostEntry(read["rows"], read["greedy"], drafts, dict(read["verify"]))
 
 
 def shape_to_json(shape: Shape) -> dict[str, Any]:
-    """Convert a chain, a fixed tree, a lookup path, or a hybrid of these, for JSON."""
-    if isinstance(shape, Hybrid):
-        return {**shape_to_json(shape.inner), "path": shape.length}
+    """Convert a chain or a fixed tree for JSON."""
     if isinstance(shape, FixedTree):
         return {"tree": [list(path) for path in shape.paths]}
-    return {"path" if isinstance(shape, LookupPath) else "chain": shape.nodes}
+    return {"chain": shape.nodes}
 
 
 def shape_from_json(read: dict[str, Any]) -> Shape:
     """Undo `shape_to_json`."""
-    if "tree" in read or "chain" in read:
-        inner = FixedTree(read["tree"]) if "tree" in read else Chain(read["chain"])
-        return Hybrid(inner, read["path"]) if "path" in read else inner
-    return LookupPath(read["path"])
+    return FixedTree(read["tree"]) if "tree" in read else Chain(read["chain"])
 
 
 @torch.inference_mode()
 def measure_costs(
     target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
 ) -> list[CostEntry]:
-    """Time whole engine steps with these drafts and without, in turns.
+    """Time whole engine steps with these drafts, with lookup paths in all rows, one and none, and without, in turns.
 
     Args:
         shapes: drafts, the most important first.
@@ -285,8 +328,9 @@ def measure_costs(
         seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
     deadline = time.perf_counter() + seconds
-    largest = max(shapes, key=lambda shape: shape.nodes)
-    times: dict[tuple[int, bool], dict[Shape | None, list[float]]] = {}
+    path = LookupPath(LONGEST_PATH)
+    largest = max((*shapes, path), key=lambda shape: shape.nodes)
+    times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
     engines = {
         rows: (Engine(target, None, slots=rows), Engine(target, HeadDrafter(head, largest), slots=rows))
         for rows, _ in sizes
@@ -294,22 +338,25 @@ def measure_costs(
     for _ in range(_ROUNDS):
         for rows, greedy in sizes:
             plain, drafting = engines[rows]
-            for shape in (None, *shapes):
-                own = times.setdefault((rows, greedy), {}).setdefault(shape, [])
+            for what in (None, *shapes[:2], *dict.fromkeys((rows, 1, 0)), *shapes[2:]):
+                shape = path if isinstance(what, int) else what
+                if isinstance(what, int):  # so many rows have a path
+                    path.found = Found.of([[0] * LONGEST_PATH] * what + [[]] * (rows - what), target.device)
+                own = times.setdefault((rows, greedy), {}).setdefault(what, [])
                 own += _step_seconds(drafting if shape else plain, shape, greedy, deadline)
     entries = []
-    for (rows, greedy), by_shape in times.items():
-        medians = {shape: statistics.median(own) for shape, own in by_shape.items() if own}
-        costs = {shape: seconds / medians[None] for shape, seconds in medians.items() if shape} if medians else {}
-        entries += [CostEntry(rows, greedy, costs)] if costs else []
+    for (rows, greedy), by_draft in times.items():
+        medians = {what: statistics.median(own) for what, own in by_draft.items() if own}
+        costs = {what: seconds / medians[None] for what, seconds in medians.items() if what is not None}
+        drafts = {what: cost for what, cost in costs.items() if not isinstance(what, int)}
+        verify = {what * LONGEST_PATH: cost for what, cost in costs.items() if isinstance(what, int)}
+        entries += [CostEntry(rows, greedy, drafts, verify)] if costs else []
     return entries
 
 
 def _step_seconds(engine: Engine, shape: Shape | None, greedy: bool, deadline: float) -> list[float]:
     """Seconds of a few steps over full slots. The first step, which includes the prefill, and captures don't count."""
     target, slots, seconds = engine.target, len(engine.scheduler.slots), []
-    if isinstance(shape, Hybrid | LookupPath):
-        shape.found = Found.of([[0] * shape.depth] * slots, target.device)
     if shape:
         engine.reshape(shape)
     prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(_PROMPT)] for row in range(slots)]

@@ -1,4 +1,4 @@
-"""Figures that adaptive drafting starts from: `decoding.json` in a head's folder, written by `python -m eval tune`.
+"""Figures that adaptive drafting starts from: `decoding.json` in a head's folder, written by `speculator eval tune`.
 
 A head that was never tuned starts from typical acceptance rates. Step costs of another machine or dtype are measured
 again when decoding starts, within six seconds, and kept in the user's cache folder.
@@ -20,8 +20,7 @@ import torch
 from speculator.decoding import cuda_graphs
 from speculator.decoding.drafter import Shape
 from speculator.device import dtype_name, hardware, processor
-from speculator.drafters.adaptive import CAPTURED_PATH_LENGTHS, AdaptiveDrafter, LookupPath
-from speculator.drafters.controller import Choice
+from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import (
     CostEntry,
     CostTable,
@@ -31,7 +30,7 @@ from speculator.drafters.costs import (
     shape_to_json,
 )
 from speculator.drafters.fixed_tree import FixedTree
-from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.price import Choice
 from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
 from speculator.files import cached_object, read_json
@@ -46,7 +45,6 @@ _LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
 """Limits of chains deeper than the head was trained for: tokens, and the chance that all of them are accepted."""
 _NOT_SHAPE = ("base_model", "trained_length", "training_data", "dtype", "transformers_version", "architectures")
 """Beginnings of the names in a head's config that step costs do not depend on."""
-_MEASURED_PATH = 4  # length of the lookup path in the measured hybrid draft
 
 Ranks = Sequence[Sequence[float]]
 """a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was."""
@@ -162,10 +160,8 @@ def rates_by_depth(tree: FixedTree, ranks: Ranks) -> list[float]:
 def shapes_to_measure(head: Speculator, choices: Sequence[Choice]) -> list[Shape]:
     """The drafts whose costs give those of all others by interpolation, the most important first."""
     longest = max(choice.shape.nodes for choice in choices if not _is_tree(choice))
-    chains: list[Shape] = [Chain(length) for length in dict.fromkeys((head.n_predict, 1, min(2, longest), longest))]
-    paths: list[Shape] = [LookupPath(length) for length in CAPTURED_PATH_LENGTHS[::-1]]
-    hybrid = Hybrid(Chain(head.n_predict), _MEASURED_PATH)
-    return [*chains[:2], paths[0], hybrid, paths[1], *chains[2:], *(c.shape for c in choices if _is_tree(c))]
+    lengths = dict.fromkeys((head.n_predict, 1, min(2, longest), longest))
+    return [*map(Chain, lengths), *(choice.shape for choice in choices if _is_tree(choice))]
 
 
 def sizes_to_measure(batch_size: int) -> list[int]:

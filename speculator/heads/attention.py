@@ -149,7 +149,7 @@ class Rope:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [...] -> [..., 1, d] twice
         if positions.device not in self._frequencies:
-            frequencies, scaling = self._from_config()
+            frequencies, scaling = self.frequencies()
             self._frequencies[positions.device] = frequencies.to(positions.device), scaling
         frequencies, scaling = self._frequencies[positions.device]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -157,7 +157,8 @@ class Rope:
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
-    def _from_config(self) -> tuple[Tensor, float]:  # [d / 2]
+    def frequencies(self) -> tuple[Tensor, float]:  # [d / 2]
+        """Angles per position, and the factor of cosine and sine."""
         size, rope = self.config.head_dim, dict(self.config.rope_parameters or {})
         if rope["rope_type"] == "default":
             return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0

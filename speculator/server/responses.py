@@ -14,7 +14,7 @@ from speculator.chat import answer_message
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
-from speculator.server.schema import ChatRequest, GenerationRequest
+from speculator.server.schema import ChatRequest, GenerationRequest, StreamOptions
 from speculator.server.worker import StepOutput
 
 _THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # its names in chat templates
@@ -49,8 +49,9 @@ class CompletionWriter:
         self._finish_reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
-        options = request.stream_options
-        self._stream_usage = options is not None and options.include_usage
+        options = request.stream_options or StreamOptions()
+        self._stream_usage = options.include_usage
+        self._continuous_usage = options.include_usage and options.continuous_usage_stats
 
     @property
     def done(self) -> bool:
@@ -74,7 +75,7 @@ class CompletionWriter:
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     def opening(self) -> list[str]:
-        """Events before the first token."""
+        """Events that come with the first token."""
         return []
 
     def event(self, output: StepOutput) -> str:
@@ -143,7 +144,8 @@ class CompletionWriter:
         return choice
 
     def choice_event(self, choice: dict[str, Any], **more: Any) -> str:
-        return self._event({"choices": [choice], **({"usage": None} if self._stream_usage else {}), **more})
+        usage = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
+        return self._event({"choices": [choice], **usage, **more})
 
     def _event(self, content: dict[str, Any]) -> str:
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"

@@ -108,13 +108,39 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
-    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated. Packed rows
-    (`speculator.target.write.Packing`) are padded here alone: each attends to its own row of the cache.
+    Packed rows (`speculator.target.write.Packing`) are unpacked here alone: each attends to its own row of the cache.
+    Neighbouring rows with as many tokens attend together, or all rows do, padded, where shapes must be few.
     """
     write = current()
-    sliding_window = WINDOWS.get(module, sliding_window)
-    if write is not None and write.packing:
-        query = write.padded(query.transpose(1, 2)).transpose(1, 2)
+    options = (WINDOWS.get(module, sliding_window), scaling, softcap, s_aux)
+    if write is None or write.packing is None:
+        return _attend(write, query, key, value, *options), None
+    query = query.transpose(1, 2)
+    if not write.packing.runs:
+        return write.packed(_attend(write, write.padded(query).transpose(1, 2), key, value, *options)), None
+    outs, done = [], 0
+    for part, (start, stop, count) in zip(write.parts, write.packing.runs, strict=True):
+        begin, done = done, done + (stop - start) * count
+        own = query[0, begin:done].unflatten(0, (-1, count)).transpose(1, 2)
+        keys, values = (x[start:stop, :, : part.extent] for x in (key, value))
+        outs.append(_attend(part, own, keys, values, *options).flatten(0, 1))
+    return torch.cat(outs)[None], None
+
+
+def _attend(
+    write: Write | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sliding_window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:  # [B, T, Hq, Dh]
+    """Compute attention of unpacked rows.
+
+    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
+    """
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     if write is None:
@@ -135,8 +161,7 @@ def attention(
         out = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=bias, scale=scaling)
     else:
         out = _explicit(stacked, key, value, bias, scaling or size**-0.5, softcap, s_aux, groups)
-    out = out.reshape(rows, query_heads, width, value.shape[-1]).transpose(1, 2)
-    return out if write is None else write.packed(out), None
+    return out.reshape(rows, query_heads, width, value.shape[-1]).transpose(1, 2)
 
 
 def _explicit(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ class Packing:
     Attributes:
         places: [N] index of each token in the flattened padded rows.
         sources: [R, width] index in the packed row of each padded place.
+        runs: (first row, last row + 1, tokens of each) of neighbouring rows with as many tokens; none where packed rows
+            fill buckets.
     """
 
     places: Tensor
     sources: Tensor
+    runs: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, counts: Sequence[int], width: int, bucket: int, device: torch.device) -> Packing:
@@ -39,7 +43,10 @@ class Packing:
         # that of the token before it: a valid index, whose value nobody reads.
         sources, places = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
         places = torch.cat([places, places[-1:].expand(-len(places) % bucket)])
-        return cls(places.to(device), sources.to(device))
+        ends = [row for row in range(1, len(counts)) if counts[row] != counts[row - 1]]
+        bounds = pairwise([0, *ends, len(counts)]) if bucket == 1 else ()
+        runs = [(start, stop, counts[start]) for start, stop in bounds]
+        return cls(places.to(device), sources.to(device), runs)
 
 
 @dataclass
@@ -81,6 +88,18 @@ class Write:
     def padded(self, x: Tensor) -> Tensor:  # the same, or [1, N, ...] -> [R, width, ...]
         """Undo `packed`; padding holds the last token of its row."""
         return x if self.packing is None else x[0, self.packing.sources.to(x.device)]
+
+    @cached_property
+    def parts(self) -> list[Write]:
+        """Packed chains as one write for each of `Packing.runs`, so that attention costs what rows have."""
+        assert self.packing
+        parts = []
+        for start, stop, count in self.packing.runs:
+            rows, tokens = slice(start, stop), (slice(start, stop), slice(count))
+            extent = int(self.lengths[rows].max()) + count
+            placed = self.block[tokens], self.cache_positions[tokens], self.positions[tokens]
+            parts.append(Write(self.lengths[rows], count, extent, *placed, None, stop == start + 1))
+        return parts
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both

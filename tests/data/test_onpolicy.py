@@ -20,7 +20,7 @@ from data.__main__ import main
 from data.onpolicy import generate_rows
 from speculator import Chain, Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
 from speculator.decoding.request import rejection_marks
-from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
+from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
@@ -181,8 +181,8 @@ def test_a_run_killed_at_any_write_resumes_to_the_same_rows(target, tmp_path, mo
 def adaptive(*costs: float) -> AdaptiveDrafter:
     """An adaptive drafter to whom chains of 1, 2 and 3 cost this much."""
     head = tiny_head()
-    steps = {LookupPath(0): 1.0, LookupPath(8): 9.0} | {Chain(n): cost for n, cost in enumerate(costs, start=1)}
-    table = CostTable([CostEntry(2, False, steps)])
+    drafts = {Chain(n): cost for n, cost in enumerate(costs, start=1)}
+    table = CostTable([CostEntry(2, False, drafts, {0: 1.0, 16: 9.0})])
     return AdaptiveDrafter(head, choices_of(head, untuned(head)), [0.1], table)
 
 

@@ -1,8 +1,12 @@
-"""wandb gets the figures and plots of a report, in a new run or in the current one."""
+"""Trackers get the figures of a report; wandb also the plots, in a new run or in the current one."""
 
 import json
+import sqlite3
+from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from conftest import tiny_head, tiny_model
 
 from eval import tracking
@@ -26,7 +30,7 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
     report, log = report_of(tmp_path), wandb.Run.log
     assert not (tmp_path / "wandb").exists()
     monkeypatch.setattr(wandb.Run, "log", lambda run, values: (logged.update(values), log(run, values)))
-    tracking.send(report, tmp_path)
+    tracking.send(report, tmp_path, "wandb")
     assert wandb.run is None
     row = next(row for row in report["suites"] if row["drafter"] == "head")
     assert logged["eval/text T=0/head 3/acceptance_length"] == row["acceptance_length"]
@@ -36,6 +40,40 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb"))
     assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "mlflow"])
+def test_other_trackers_write_the_figures_to_local_files(tmp_path, monkeypatch, name):
+    """With the package, its files are read back; without it, accelerate's tracker is a stand-in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    found: dict = {}
+    if not find_spec(name):
+        stub = MagicMock()
+        stub.return_value.log.side_effect = found.update
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, stub)
+    report = report_of(tmp_path / "report")
+    tracking.send(report, tmp_path / "report", name)
+    if not find_spec(name):
+        assert [call[0] for call in stub.return_value.method_calls] == ["start", "log", "finish"]
+    elif name == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "report" / tracking.PROJECT)).Reload()
+        found = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+    elif name == "trackio":
+        rows = sqlite3.connect(tmp_path / "trackio" / f"{tracking.PROJECT}.db").execute("SELECT metrics FROM metrics")
+        found = {key: value for (metrics,) in rows for key, value in json.loads(metrics).items()}
+    else:
+        import mlflow
+
+        experiment = mlflow.get_experiment_by_name(tracking.PROJECT)
+        (run,) = mlflow.search_runs([experiment.experiment_id], output_format="list")
+        assert run.info.run_name == "report"
+        found = run.data.metrics
+    row = next(row for row in report["suites"] if row["drafter"] == "head")
+    assert found["eval/text T_0/head 3/acceptance_length"] == pytest.approx(row["acceptance_length"])
 
 
 def test_the_current_run_gets_the_report(tmp_path, monkeypatch):
@@ -61,51 +99,34 @@ def test_a_resumed_offline_run_logs_the_steps_of_the_training(tmp_path, monkeypa
     assert steps == [5, 10, 11, 10, 15]
 
 
-def test_a_missing_wandb_raises_at_once(monkeypatch):
+def test_a_missing_package_raises_at_once(monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     tracking.check("none")
-    with pytest.raises(UserError, match="wandb is not installed"):
-        tracking.check("wandb")
+    for name in ("wandb", "mlflow"):
+        with pytest.raises(UserError, match=f"pip install {name}"):
+            tracking.check(name)
 
 
-@pytest.mark.parametrize(
-    ("variables", "netrc", "mode"),
-    [
-        ({}, None, "offline"),
-        ({"WANDB_API_KEY": "k" * 40}, None, "online"),
-        ({}, "machine api.wandb.ai", "online"),
-        ({"WANDB_BASE_URL": "https://wandb.example.org:8080"}, "machine wandb.example.org", "online"),
-        ({"WANDB_MODE": "disabled"}, "machine api.wandb.ai", None),
-    ],
-)
-def test_a_key_for_the_server_means_online(tmp_path, monkeypatch, variables, netrc, mode):
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    if netrc:
-        (tmp_path / "netrc").write_text(f"{netrc} login user password {'k' * 40}")
+def test_nothing_is_uploaded_unless_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    tracking.start(tmp_path)
+    tracking.stop()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"wandb sync {run}" in line
     given = {}
     monkeypatch.setattr(wandb, "init", lambda **facts: given.update(facts))
-    tracking.start(tmp_path)
-    assert given["mode"] == mode
-
-
-def test_a_server_that_does_not_answer_means_offline(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    asked = []
-
-    def init(mode, **_):
-        asked.append(mode)
-        if mode != "offline":
-            raise wandb.errors.CommError("no route to host")
-
-    monkeypatch.setattr(wandb, "init", init)
-    tracking.start(tmp_path)
-    assert asked == ["online", "offline"]
-    assert "offline" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_MODE", "online")
+    tracking.start(tmp_path)
+    assert given["mode"] == "online"
+
+
+def test_a_server_that_does_not_answer_is_one_line(tmp_path, monkeypatch):
+    def init(**_):
+        raise wandb.errors.CommError("no route to host")
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb, "init", init)
     with pytest.raises(UserError, match="wandb: no route to host"):
         tracking.start(tmp_path)

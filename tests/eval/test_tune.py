@@ -11,7 +11,7 @@ from conftest import tiny_head
 from eval.__main__ import main
 from eval.tune import best_tree, lookup_acceptance, rank_acceptance
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, load_drafter
-from speculator.drafters import controller
+from speculator.drafters import price
 from speculator.drafters.tuning import measured_on, rates_by_depth
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
@@ -41,7 +41,7 @@ def test_no_tree_beats_the_chosen_one(nodes):
         assert len(chosen) == nodes
         assert expected_tokens(acceptance, chosen) == pytest.approx(best)
         by_depth = rates_by_depth(FixedTree(chosen), acceptance)
-        assert controller.expected_tokens(by_depth) == pytest.approx(best)
+        assert price.expected_tokens(by_depth) == pytest.approx(best)
 
 
 def test_expected_tokens_by_hand():

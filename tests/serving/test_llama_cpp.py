@@ -1,4 +1,4 @@
-"""llama.cpp serves our heads on a CPU: the text and every drafted token are ours."""
+"""llama.cpp serves the GGUF files that we export, which are its converter's: text and drafted tokens are ours."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from conftest import DFLASH
@@ -32,6 +34,8 @@ from speculator.target.gguf import is_gguf
 DRAFTED, NEW = 4, 40
 BLOCK = {"num_hidden_layers": 2, "markov_rank": 16, "mask_token_id": 4}
 FLAGS = {"fc_norm": False, "norm_output": False}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
     "dspark": (DSparkSpeculatorConfig, "dspark", BLOCK),
     "fill-in dspark": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "sample_from_anchor": False}),
@@ -45,6 +49,7 @@ KINDS = {
         "eagle3",
         {**FLAGS, "norm_before_fc": True, "norm_before_residual": True},
     ),
+    "eagle3, llama3 rope": (Eagle3SpeculatorConfig, "eagle3", {**FLAGS, "rope_parameters": LLAMA3}),
 }
 
 
@@ -110,18 +115,39 @@ def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
             torch.nn.init.normal_(weight, mean=1.0, std=0.2)
     head = fitted(head, target, [prompt], NEW)
     save(head, tmp_path / "head", layout_of(layout, head))
-    convert(llama_cpp, tmp_path / "head", tmp_path / "head.gguf", "--target-model-dir", base)
+    convert(llama_cpp, tmp_path / "head", tmp_path / "theirs.gguf", "--target-model-dir", base)
+    head.config.base_model_name_or_path = str(base / "target.gguf")
+    save(head, tmp_path / "gguf", layout_of("gguf", head))
+    compared = compare(tmp_path / "gguf" / "head.gguf", tmp_path / "theirs.gguf")
 
     drafts, accepted, text = own_steps(target, head, DRAFTED, prompt, NEW)
-    found = served(llama_cpp, base / "target.gguf", tmp_path / "head.gguf", layout, prompt, tmp_path / "log")
+    found = served(llama_cpp, base / "target.gguf", tmp_path / "gguf" / "head.gguf", layout, prompt, tmp_path / "log")
     assert found["tokens"] == text
     theirs, counts = drafts_of(tmp_path / "log")
     whole = [i for i, draft in enumerate(theirs) if len(draft) == DRAFTED]  # the last ones are cut to what is asked for
     assert len(whole) >= 5
     equal = sum(theirs[i] == drafts[i] for i in whole)
+    report(f"{kind}: {compared} tensors and all keys are the converter's")
     report(f"{kind}: {equal} of {len(whole)} drafts are ours, {sum(counts)} of {sum(map(len, theirs))} tokens accepted")
     assert equal == len(whole)
     assert [counts[i] for i in whole] == accepted[: len(whole)]
+
+
+def compare(ours: Path, theirs: Path) -> int:
+    """Compare an exported file with the converter's and return the number of tensors; the model's names may differ."""
+    read = [gguf.GGUFReader(file) for file in (ours, theirs)]
+    mine, other = ({each.name: each for each in reader.tensors} for reader in read)
+    assert mine.keys() == other.keys()
+    for name, tensor in other.items():
+        same = mine[name].tensor_type == tensor.tensor_type and (mine[name].shape == tensor.shape).all()
+        # transformers computes the factors of a rope in another order
+        near = name == "rope_freqs.weight" and np.allclose(mine[name].data, tensor.data, rtol=1e-6)
+        assert same, name
+        assert near or mine[name].data.tobytes() == tensor.data.tobytes(), name
+    names = ("GGUF.", "general.name", "general.size_label", "general.tags")
+    keys, its = ({k: f.contents() for k, f in reader.fields.items() if not k.startswith(names)} for reader in read)
+    assert keys == its
+    return len(mine)
 
 
 def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[int], log: Path) -> dict:

@@ -17,7 +17,7 @@ from speculator import MLPSpeculator, MLPSpeculatorConfig, Target, UserError, lo
 from speculator.__main__ import main
 from speculator.checkpoints.layout import base_config
 from speculator.files import MANIFEST, write_manifest
-from speculator.target.fingerprint import same_target
+from speculator.target.fingerprint import same_target, similar_target
 from train.config import RunConfig
 from train.dry_run import known_config
 
@@ -170,6 +170,31 @@ def test_a_fingerprint_depends_on_the_weights_only():
     assert not same_target(target.fingerprint, Target(tiny_model("qwen2"), tokenizer=None).fingerprint)
     assert not same_target(target.fingerprint, "")
     assert not same_target(target.fingerprint, target.fingerprint[:-4])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_copy_is_recognised(bits, tmp_path, caplog):
+    target = Target(tiny_model(), tokenizer=None)
+    model = tiny_model()
+    for weight in model.parameters():
+        step = 2 * weight.data.abs().max() / (2**bits - 1)
+        weight.data = (weight.data / step).round() * step
+    copied = Target(model, tokenizer=None)
+    assert not same_target(target.fingerprint, copied.fingerprint)
+    assert similar_target(target.fingerprint, copied.fingerprint)
+    head = tiny_head()
+    head.config.base_model_fingerprint = target.fingerprint
+    head.save_pretrained(tmp_path)
+    load_head(tmp_path, copied)
+    assert "quantised copy" in caplog.text
+
+
+def test_other_weights_are_no_quantised_copy():
+    target = Target(tiny_model(), tokenizer=None)
+    torch.manual_seed(7)
+    other = Target(LlamaForCausalLM(LlamaConfig(**_SHAPE)), tokenizer=None)
+    assert not similar_target(target.fingerprint, other.fingerprint)
+    assert not similar_target(target.fingerprint, "")
 
 
 def test_a_head_for_other_weights_of_the_same_sizes_warns_once(tmp_path, caplog, capsys):

@@ -32,6 +32,16 @@ def test_the_head_comes_first_and_adaptive_drafting_beside_it():
     assert adaptive == "adaptive drafting is 1.62 (1.57 to 1.67) times as fast as plain decoding at temperature 0"
 
 
+def test_it_says_where_adaptive_drafting_is_off():
+    rows = [
+        row("adaptive", 1.0, batch_size=16, temperature=t, undrafted_share=share)
+        for t, share in ((0.0, 0.4), (1.0, 0.97))
+    ]
+    assert lines(row("head", 0.8, batch_size=16), *rows)[1].endswith(
+        "; at batch size 16 it drafted nothing in 97% of the steps at temperature 1"
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "verdict"),
     [

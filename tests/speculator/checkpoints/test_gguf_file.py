@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,22 @@ def test_the_query_and_key_of_eagle3_are_permuted_for_a_rope_of_neighbours(targe
     assert len(tensors) == len(head.state_dict())
 
 
+def test_llama3_rope_of_eagle3_is_stored_as_factors(target, tmp_path):
+    """The factors by the formula of Llama 3.1, frequency by frequency."""
+    rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    head = head_of(target, "eagle3", rope_parameters={**rope, "original_max_position_embeddings": 32})
+    assert exported(target, head, tmp_path) == 0
+    keys, tensors = read(tmp_path / "out")
+    assert keys["eagle3.rope.freq_base"] == 100.0
+    expected = []
+    for i in range(0, head.config.head_dim, 2):
+        turns = 32 * 100.0 ** (-i / head.config.head_dim) / (2 * math.pi)  # in the original context
+        smooth = min(max((turns - 1.0) / (4.0 - 1.0), 0.0), 1.0)
+        expected.append(1 / ((1 - smooth) / 4.0 + smooth))
+    assert len({round(value, 3) for value in expected}) >= 3
+    assert tensors["rope_freqs.weight"].data.tolist() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
@@ -117,6 +134,11 @@ def test_the_query_and_key_of_eagle3_are_permuted_for_a_rope_of_neighbours(targe
         ("block", {**DFLASH, "draft_tokens": TOKENS}, "refuses a DFlash head with a draft vocabulary"),
         ("block", {"markov_rank": 0}, "a head without Markov head"),
         ("block", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}, "the linear rope"),
+        (
+            "eagle3",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+            "only default or llama3",
+        ),
     ],
 )
 def test_what_llama_cpp_ignores_or_refuses_is_refused(target, tmp_path, capsys, kind, changes, reason):

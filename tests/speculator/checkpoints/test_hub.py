@@ -6,13 +6,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import tiny_head
+from conftest import tiny_head, tiny_model
 from huggingface_hub import constants
 
-from speculator import UserError
+from speculator import Target, UserError
 from speculator.__main__ import main
 from speculator.checkpoints import load_any, recognise
 from speculator.checkpoints.hub import head_folder
+from train.checks import settings
 from train.config import HeadOptions, RunConfig
 from train.initialise import with_shape_of_start
 
@@ -63,7 +64,7 @@ def hub(tmp_path, monkeypatch):
     head.save_pretrained(tmp_path / "head")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()} | {"optimizer.pt": b"no"}
-    server.asked, server.head = set(), head
+    server.asked, server.head, server.cache = set(), head, tmp_path / "cache"
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -88,7 +89,7 @@ def test_a_head_of_the_hub_is_read_and_later_found_offline(hub, monkeypatch):
 def test_a_revision_is_that_of_the_hub_alone(hub):
     assert head_folder("org/name", "v2").name == SHA["v2"]
     assert head_folder("head").samefile("head")
-    with pytest.raises(UserError, match="--speculator_revision v2: head is no hub id"):
+    with pytest.raises(UserError, match="revision v2: head is no hub id"):
         head_folder("head", "v2")
     with pytest.raises(UserError, match="org/other: no such folder, and no head on the hub"):
         head_folder("org/other")
@@ -105,5 +106,19 @@ def test_inspect_and_export_take_a_hub_id(hub, capsys):
 
 
 def test_a_run_starts_from_a_head_of_the_hub(hub):
-    config = with_shape_of_start(RunConfig(speculator=HeadOptions(warm_start="org/name")), ())
+    start = HeadOptions(warm_start="org/name", warm_start_revision="v2")
+    config = with_shape_of_start(RunConfig(speculator=start), ())
     assert config.speculator.n_predict == hub.head.config.n_predict
+    assert list((hub.cache / "models--org--name" / "snapshots").iterdir()) == [head_folder("org/name", "v2")]
+    with pytest.raises(UserError, match="warm_start_revision needs"):
+        settings(RunConfig(speculator=HeadOptions(warm_start_revision="v2")))
+
+
+@pytest.mark.parametrize(
+    "command", [["eval", "gate", "org/name", "head"], ["adapt", "--record", ".", "--head", "org/name"]]
+)
+def test_gate_and_adapt_take_a_revision(hub, command, monkeypatch, capsys):
+    monkeypatch.setattr(Target, "load", lambda *_, **__: Target(tiny_model(), tokenizer=None))
+    flags = ["--target", "T", "--suite", "none.jsonl"] if "gate" in command else []
+    assert main([*command, *flags, "--speculator_revision", "v2"]) == 2  # the next thing is missing
+    assert [path.name for path in (hub.cache / "models--org--name" / "snapshots").iterdir()] == [SHA["v2"]]

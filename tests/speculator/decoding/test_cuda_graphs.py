@@ -24,7 +24,6 @@ from speculator import (
     generate,
 )
 from speculator.decoding import cuda_graphs as graphs
-from speculator.drafters import adaptive
 from speculator.drafters.costs import StepSeconds, measure
 from speculator.target import kv_cache as cache_module
 from speculator.target.host_sync import HostSyncs
@@ -56,8 +55,6 @@ class Comparison(Double):
 def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, monkeypatch):
     """With cache buckets, then with replays; one row, and a batch whose rows end at different times."""
     target = make_target()
-    monkeypatch.setattr(adaptive, "PATH_LENGTHS", adaptive.CAPTURED_PATH_LENGTHS)  # the same drafts in all runs
-    monkeypatch.setattr(adaptive, "_HYBRID_LENGTHS", adaptive._CAPTURED_HYBRID_LENGTHS)
     for rows in (1, 4):
         eos = early_end(texts(target, make_drafter(name, target), sampling, rows))
         expected = texts(target, make_drafter(name, target), sampling, rows, eos)

@@ -3,9 +3,13 @@
 import pytest
 import torch
 from conftest import tiny_model
+from enumeration import distance_of_runs, joint_distribution
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculator import Engine, Sampling, Target, generate
+from speculator import Engine, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target, generate
 from speculator.decoding import sampling as sampling_module
+from speculator.decoding.draft import Draft
+from speculator.decoding.verify import REJECTION_RULES
 from speculator.drafters.ngram import NgramDrafter
 
 REPEATS = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
@@ -61,3 +65,89 @@ def test_seeded_texts_do_not_depend_on_the_rows_and_their_drafts(target, rows):
     ]
     drafted = generate(target, NgramDrafter(6), prompts, settings, max_new_tokens=24, max_batch_size=rows)
     assert drafted.tokens == plain
+
+
+# ---- how long each row's draft is
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target of four tokens and a head for it, in float64."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **more, max_position_embeddings=32)).double().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 20
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=4, emb_dim=8, inner_dim=8, n_predict=2)).double()
+    for parameter in head.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 4
+    return Target(model, tokenizer=None), head
+
+
+class Cut(HeadDrafter):
+    """Drafts two tokens and keeps as many as `lengths` says of the laws [R, 2, V] and of the tokens."""
+
+    def __init__(self, head, lengths):
+        super().__init__(head, 2)
+        self.lengths = lengths
+
+    def propose(self, pending, noise, texts):
+        draft = super().propose(pending, noise, texts)
+        laws = draft.probs if draft.probs is not None else torch.ones(*draft.tokens.shape, 4)
+        return Draft(draft.tokens, self.lengths(laws, draft.tokens), draft.probs, ragged=True)
+
+
+def by_price(laws, tokens):
+    """Each token is kept while the chance of the likeliest ones up to it is at least a price."""
+    return (laws.amax(-1).cumprod(1) >= 0.6).sum(1)
+
+
+def by_drawn_token(laws, tokens):
+    """A token is kept if it was likely itself."""
+    return (laws.gather(2, tokens[:, :, None])[:, :, 0] >= 0.6).long().cumprod(1).sum(1)
+
+
+def by_budget(laws, tokens):
+    """The number of tokens with the most expected ones per cost: whether the first is kept depends on the second."""
+    kept = torch.cat([torch.ones(len(laws), 1), laws.amax(-1).cumprod(1)], 1).cumsum(1)
+    return (kept / torch.tensor([1.0, 2.0, 2.35])).argmax(1)
+
+
+def distance(small, monkeypatch, lengths, rule, rows=1, count=3) -> float:
+    target, head = small
+    sampling, prompts = Sampling(1.0, top_k=2), [[0, 1, 0, 2], [3, 1]][:rows]
+
+    def run() -> tuple[int, ...]:
+        engine = Engine(target, Cut(head, lengths), slots=rows, rule=rule)
+        requests = [engine.submit(prompt, sampling, max_new_tokens=count) for prompt in prompts]
+        engine.run()
+        return tuple(token for request in requests for token in request.tokens)
+
+    exact = {(): 1.0}
+    for prompt in prompts:
+        own = joint_distribution(target.model, prompt, count, sampling)
+        exact = {(*a, *b): p * q for a, p in exact.items() for b, q in own.items()}
+    return distance_of_runs(monkeypatch, run, exact, REJECTION_RULES)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_lengths_that_follow_from_laws_keep_the_distribution(small, monkeypatch, rule):
+    assert distance(small, monkeypatch, by_price, rule) < 1e-12
+
+
+@pytest.mark.parametrize(("wrong", "rule"), [(by_drawn_token, "block"), (by_budget, "rejection")])
+def test_lengths_that_depend_on_the_token_that_they_drop_are_seen(small, monkeypatch, wrong, rule):
+    assert distance(small, monkeypatch, wrong, rule) > 0.01
+
+
+@pytest.mark.parametrize("lengths", [by_drawn_token, by_budget])
+def test_under_match_any_length_keeps_the_distribution(small, monkeypatch, lengths):
+    assert distance(small, monkeypatch, lengths, "match") < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_ragged_rows_keep_their_joint_distribution(small, monkeypatch, rule):
+    assert distance(small, monkeypatch, by_price, rule, rows=2, count=2) < 1e-12

@@ -8,7 +8,6 @@ import torch
 from conftest import RECURRENT_RUNS, Oracle, tiny_head, tiny_model
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
-from speculator.drafters.adaptive import LookupPath
 from speculator.drafters.costs import (
     CostEntry,
     CostTable,
@@ -19,7 +18,6 @@ from speculator.drafters.costs import (
     measure_costs,
     timed_steps,
 )
-from speculator.drafters.hybrid import Hybrid
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -97,48 +95,71 @@ def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
 
 
 def test_costs_between_measured_drafts_are_interpolated():
-    tree, hybrid = FixedTree([(0,), (1,)]), Hybrid(Chain(3), 2)
-    measured = {LookupPath(0): 1.0, LookupPath(8): 1.8, Chain(1): 1.2, Chain(3): 1.6, tree: 1.5}
-    entry = CostEntry(1, True, measured)
-    assert entry.of(Chain(2)) == pytest.approx(1.4)
-    assert entry.of(LookupPath(2)) == pytest.approx(1.2)
-    assert entry.of(FixedTree([(0,), (1,)])) == pytest.approx(1.5)
-    assert entry.of(hybrid) == entry.of(FixedTree([(0,)])) == inf, "not measured"
-    entry = CostEntry(1, True, measured | {hybrid: 1.9})  # 0.1 more than the chain and two looked-up tokens
-    assert entry.of(hybrid) == pytest.approx(1.9)
-    assert entry.of(Hybrid(Chain(1), 4)) == pytest.approx(1.2 + 0.4 + 0.1)
+    tree = FixedTree([(0,), (1,)])
+    entry = CostEntry(2, True, {Chain(1): 1.2, Chain(3): 1.6, tree: 1.5}, {0: 1.0, 8: 1.4, 16: 1.6})
+    assert entry.of(Chain(2), 4) == pytest.approx(1.4)
+    assert [entry.of(None, tokens) for tokens in (0, 4, 12)] == pytest.approx([1.0, 1.2, 1.5])
+    assert entry.of(FixedTree([(0,), (1,)]), 4) == pytest.approx(1.5)
+    assert entry.of(Chain(2), 10) == pytest.approx(1.4 + 0.25), "a row drafts a path of 8: 10 tokens in place of 4"
+    assert entry.of(FixedTree([(0,)]), 2) == inf, "not measured"
 
 
 def test_noise_makes_no_longer_draft_cheaper():
     entry = CostEntry(1, True, {Chain(1): 1.3, Chain(2): 1.1, Chain(4): 1.5})
-    costs = [entry.of(Chain(length)) for length in (1, 2, 3, 4)]
+    costs = [entry.of(Chain(length), length) for length in (1, 2, 3, 4)]
     assert costs == sorted(costs)
 
 
-def test_a_table_answers_from_the_next_larger_number_of_rows():
-    table = CostTable([CostEntry(rows, True, {Chain(1): float(rows)}) for rows in (1, 4, 8)])
-    assert [table(Chain(1), greedy, rows) for greedy, rows in ((True, 1), (False, 3), (True, 8), (True, 20))] == [
+def test_a_table_answers_between_numbers_of_rows():
+    """With as many tokens per row: 3 rows with a token each lie between 1 row with one and 5 with five."""
+    table = CostTable([CostEntry(rows, True, {Chain(1): float(rows)}) for rows in (1, 5, 8)])
+    assert [table(Chain(1), rows, greedy, rows) for greedy, rows in ((True, 1), (False, 3), (True, 8), (True, 20))] == [
         1,
-        4,
+        3,
         8,
         8,
     ]
 
 
+def test_a_lasting_contradiction_corrects_the_table_once_and_only_for_alike_steps(caplog):
+    entries = [CostEntry(rows, greedy, {Chain(1): 1.5}) for rows in (1, 8) for greedy in (True, False)]
+    table, fixed = CostTable(entries), CostTable(entries, learns=False)
+    for step in range(400):  # a step with drafts takes three plain steps; every tenth step stalls
+        stall = 9 if step % 10 == 0 else 1
+        for each in (table, fixed):
+            each.observe(Chain(1), 8, False, 8, 0.3 * stall) if step % 4 else each.observe(None, 0, False, 8, 0.1)
+            each.observe(Chain(1), 8, True, 8, 0.16) if step % 4 else each.observe(None, 0, True, 8, 0.1)
+    assert table(Chain(1), 8, False, 8) == pytest.approx(3, rel=0.1)
+    assert table(Chain(1), 8, True, 8) == fixed(Chain(1), 8, False, 8) == 1.5
+    assert table(None, 0, False, 8) == 1
+    assert len(caplog.records) == 1
+
+
+def test_texts_that_grow_contradict_nothing():
+    table = CostTable([CostEntry(1, True, {Chain(1): 1.5})])
+    for step in range(2000):
+        seconds = 1 + step / 500
+        table.observe(Chain(1), 1, True, 1, 1.5 * seconds) if step % 100 else table.observe(None, 0, True, 1, seconds)
+    assert table(Chain(1), 1, True, 1) == 1.5
+
+
 def test_entries_survive_json():
-    hybrid = Hybrid(FixedTree([(0,), (1,)]), 2)
-    entry = CostEntry(4, False, {LookupPath(0): 1.0, LookupPath(8): 1.4, Chain(2): 1.2, hybrid.inner: 1.3, hybrid: 1.9})
+    drafts = {Chain(2): 1.2, FixedTree([(0,), (1,)]): 1.3}
+    entry = CostEntry(4, False, drafts, {0: 1.0, 8: 1.1, 32: 1.4})
     again = entry_from_json(json.loads(json.dumps(entry_to_json(entry))))
     assert entry_to_json(again) == entry_to_json(entry)
-    assert again.of(hybrid) == entry.of(hybrid)
+    assert again.of(Chain(2), 20) == entry.of(Chain(2), 20)
 
 
 def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
-    shapes = [Chain(3), Chain(1), LookupPath(8), Hybrid(Chain(3), 2), FixedTree([(0,), (1,)])]
+    shapes = [Chain(3), Chain(1), FixedTree([(0,), (1,)])]
     sizes = [(2, True), (1, False)]
     entries = measure_costs(target, tiny_head(), shapes, sizes, seconds=60)
     assert [(entry.rows, entry.greedy) for entry in entries] == sizes
-    assert all(entry.costs.keys() == set(shapes) and min(entry.costs.values()) > 0 for entry in entries)
+    for entry in entries:
+        assert entry.drafts.keys() == set(shapes)
+        assert entry.verify.keys() == {0, 8, 8 * entry.rows}
+        assert min(*entry.drafts.values(), *entry.verify.values()) > 0
     now, step = [0.0], Engine.step
 
     def slow_step(engine):
@@ -149,5 +170,5 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
     monkeypatch.setattr("speculator.drafters.costs.time.perf_counter", lambda: now[0])
     (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=10.5)
     assert now[0] == 11, "no step begins after the limit"
-    assert list(entry.costs) == shapes[:2]
+    assert list(entry.drafts) == shapes[:2]
     assert measure_costs(target, tiny_head(), shapes, sizes, seconds=-1.0) == []

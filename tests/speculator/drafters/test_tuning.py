@@ -28,7 +28,7 @@ def test_a_tuned_head_drafts_with_the_files_figures(target_folder, tuned_folder,
     drafter = load_drafter(tuned_folder, Target.load(str(target_folder)))
     assert [choice.shape.nodes for choice in drafter.choices] == [1, 2, 3]
     assert drafter.choices[1].acceptance == {True: [0.6, 0.5], False: [0.6, 0.5]}
-    assert drafter.cost(Chain(2), True, 1) == pytest.approx(1.35)
+    assert drafter.cost(Chain(2), 2, True, 1) == pytest.approx(1.35)
     assert drafter.lookup == [0.2, 0.4]
 
 
@@ -62,9 +62,9 @@ def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(target_f
     monkeypatch.setattr(tuning, "SECONDS", 0.0)
     write_tuning(tuned_folder, processor="another")
     target = Target.load(str(target_folder))
-    assert load_drafter(tuned_folder, target).cost(Chain(1), True, 1) == 1.2
+    assert load_drafter(tuned_folder, target).cost(Chain(1), 1, True, 1) == 1.2
     head = load_head(tuned_folder, target)
-    assert adaptive_drafter(head, target).cost(Chain(1), True, 1) > 1, "typical costs"
+    assert adaptive_drafter(head, target).cost(Chain(1), 1, True, 1) > 1, "typical costs"
 
 
 def test_the_number_of_threads_is_no_other_place(target, monkeypatch):

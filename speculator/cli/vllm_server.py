@@ -1,0 +1,98 @@
+"""A vLLM server whose drafter `adapt` replaces: its routes for updates of weights, and its acceptance counters.
+
+The routes exist with VLLM_SERVER_DEV_MODE=1. The weights come through the transfer `speculator_folder` of our plugin.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+import httpx
+
+from speculator.errors import UserError, first_line, refuse
+from speculator.terminal import log
+
+LAYOUTS = ("eagle3", "speculators", "dflash")
+_DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03
+_FALL = 0.03  # of the acceptance length, as a share, beyond which the old head comes back
+_WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:{.*})? (\S+)$", re.MULTILINE)
+
+
+class VLLMServer:
+    """A running server.
+
+    Args:
+        url: with or without /v1.
+        key: API key; empty: none.
+    """
+
+    def __init__(self, url: str, key: str):
+        self.name, self.base = url, url.rstrip("/").removesuffix("/v1")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def try_head(self, new: str, old: str) -> str | None:
+        """Replace the drafter and watch its acceptance; return the reason if the old one is in use at the end.
+
+        Args:
+            new: exported folder, on the server's machine; `old` likewise, of the head in use.
+        """
+        before = self.watch()
+        if fault := self._replace(new):
+            self._replace(old)  # a failed update may leave the drafter half loaded; the texts are right all the same
+            return f"not loaded: {fault}"
+        after = self.watch()
+        if before is None or after is None:
+            log(f"--server {self.name}: fewer than {_DRAFTS} drafts to compare the heads by; the new one stays")
+            return None
+        log(f"--server {self.name}: acceptance length {before:.2f} before the update, {after:.2f} after it")
+        if after >= (1 - _FALL) * before:
+            return None
+        fault = self._replace(old)
+        refuse((fault, f"--server {self.name}: the new head accepts less, and the old one was not loaded: {fault}"))
+        return f"swapped back: acceptance length {after:.2f} in the server, {before:.2f} before"
+
+    def watch(self) -> float | None:
+        """Acceptance length of the next drafts, or None if too few come."""
+        (drafts, accepted), end = self.counters(), time.monotonic() + _WATCH_SECONDS
+        while time.monotonic() < end:
+            now = self.counters()
+            if now[0] - drafts >= _DRAFTS:
+                return 1 + (now[1] - accepted) / (now[0] - drafts)
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def counters(self) -> tuple[float, float]:
+        """Drafts and accepted tokens since the server's start."""
+        found = {"drafts": 0.0, "accepted_tokens": 0.0}
+        answer = self._ask("GET", "/metrics")
+        for name, value in _COUNTER.findall(answer.text):  # one line for each engine
+            found[name] += float(value)
+        known = answer.is_success and "vllm:spec_decode_num_drafts" in answer.text
+        refuse((not known, f"--server {self.name}: /metrics has no vLLM counters of drafts"))
+        return found["drafts"], found["accepted_tokens"]
+
+    def _replace(self, folder: str) -> str | None:
+        """Load other weights into the drafter between two steps; return the reason if that failed."""
+        steps: list[tuple[str, dict | None]] = [
+            ("/pause?mode=keep", None),  # requests in flight go on after it
+            ("/start_draft_weight_update", None),
+            ("/update_weights", {"update_info": {"folder": folder}}),
+            ("/finish_weight_update", None),
+        ]
+        try:
+            for path, body in steps:
+                answer = self._ask("POST", path, json=body)
+                if not answer.is_success:
+                    return f"{path}: status {answer.status_code}: {answer.text[:300]}"
+            return None
+        finally:
+            self._ask("POST", "/resume")
+
+    def _ask(self, method: str, path: str, json: dict | None = None) -> httpx.Response:
+        timeout = httpx.Timeout(10, read=_LOAD_SECONDS)
+        try:  # a new connection each time: vLLM closes that of a call that failed
+            return httpx.request(method, f"{self.base}{path}", headers=self.headers, timeout=timeout, json=json)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UserError(f"--server {self.name}: no answer: {first_line(error)}") from None

@@ -1,0 +1,256 @@
+"""Choose the next step's draft by the price of a verified token: one rule for one row and for many.
+
+The head drafts one shape for all rows, or nothing. A row may draft the path that n-gram lookup found for it in place of
+the head's draft. A step that verifies B drafted tokens, those of all rows together, costs C(shape, B) plain steps. If
+its tokens per cost are Θ, one more token is worth its cost if its chance of being accepted is at least the price
+Θ dC/dB. A row takes as much of its path as is worth it, if that gains more than the head's draft. Of all steps the one
+with the most expected tokens per cost is taken.
+
+Tuning measures how often drafts are accepted on one text. On another text we assume that the log-odds of all depths are
+shifted by the same amount: an exponential average over all requests, for head and lookup separately. Lookup is compared
+with the text in every step, the head only where it drafts. A head whose average is too low by chance would therefore
+stay unused, so its choice adds a quarter of a standard error to the average.
+
+The choice is made before anything of the step is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from math import exp, log, sqrt
+from operator import mul
+
+from speculator.decoding.drafter import Shape
+from speculator.decoding.request import Request
+
+LONGEST_PATH = 8
+"""The most tokens of a lookup path that a step verifies."""
+_LOOKUP_VARIANCE, _HEAD_VARIANCE = 0.5, 0.1  # of a shift before its first outcome: looked-up tokens come in runs
+_FORGETS = 0.002  # share of the way back to the first variance per step
+_OPTIMISM = 0.25  # standard errors
+_PROBE_SHARE = 0.01  # share of the time for trying a head that does not seem to pay
+_PROBE_STEPS = (16, 512)  # bounds of the number of steps between two such tries
+_PLAIN_STEPS = 128  # steps after which one is plain, to compare the others' time with
+_GRID = 1 / 8  # shifts are rounded to it, so that expected tokens can be looked up
+
+Greedy = bool
+StepCost = Callable[[Shape | None, int, Greedy, int], float]
+"""(shape of the head's draft or None, drafted tokens that all rows verify, at temperature 0, rows) -> plain steps."""
+
+
+class Shift:
+    """Exponential average of how much more often drafts are accepted than was measured, in log-odds.
+
+    Its variance falls with every outcome and rises with every step, so an old average follows new outcomes quickly.
+    """
+
+    def __init__(self, variance: float):
+        self.value, self._variance, self._first_variance = 0.0, variance, variance
+
+    def observe(self, logit: float, accepted: bool) -> None:
+        """Update with one token whose measured log-odds of acceptance are `logit`."""
+        # A step of the gradient of the log-likelihood, as large as the value is uncertain: 1 - chance after a hit,
+        # -chance after a miss.
+        self.value += self._variance * (accepted - _chance(logit + self.value))
+        self._variance /= 1 + self._variance / 4  # an outcome of chance 1/2 has the information 1/4
+
+    def advance(self) -> None:
+        """Account for a step."""
+        self._variance += (self._first_variance - self._variance) * _FORGETS
+
+    @property
+    def optimistic(self) -> float:
+        return self.value + _OPTIMISM * sqrt(self._variance)
+
+
+@dataclass(eq=False)
+class Choice:
+    """A shape that the head can draft.
+
+    Attributes:
+        shape: shape of the draft.
+        acceptance: measured acceptance rates by depth, each conditional on the parent, for greedy (True) and sampled
+            (False) rows. Rows of a missing kind never get this draft.
+    """
+
+    shape: Shape
+    acceptance: dict[Greedy, Sequence[float]]
+    logits: dict[Greedy, tuple[float, ...]] = field(init=False)
+
+    def __post_init__(self):
+        self.logits = {kind: tuple(map(_logit, rates)) for kind, rates in self.acceptance.items()}
+
+    def accepted(self, greedy: Greedy, shift: float = 0.0) -> float:
+        """Expected accepted tokens of a row's draft."""
+        return _accepted(self.logits[greedy], round(shift / _GRID))
+
+
+@lru_cache(4096)
+def _accepted(logits: tuple[float, ...], shift: int) -> float:
+    return sum(accumulate((_chance(logit + shift * _GRID) for logit in logits), mul))
+
+
+def _logit(chance: float) -> float:
+    # A measured rate of 0 or 1 comes from few samples, and its log-odds would be infinite.
+    chance = min(0.99, max(0.01, chance))
+    return log(chance / (1 - chance))
+
+
+def _chance(logit: float) -> float:
+    return 1 / (1 + exp(-logit))
+
+
+def expected_tokens(acceptance: Sequence[float]) -> float:
+    """Expected tokens of a step, the bonus token included, from acceptance rates by depth."""
+    return 1 + sum(accumulate(acceptance, mul))
+
+
+def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape:
+    """The shape with the most tokens per second at the measured acceptance rates."""
+    rates = {
+        choice.shape: (1 + choice.accepted(greedy)) / cost(choice.shape, rows * choice.shape.nodes, greedy, rows)
+        for choice in choices
+        if greedy in choice.acceptance
+    }
+    return max(rates, key=rates.__getitem__)
+
+
+@dataclass
+class Plan:
+    """What a step could draft.
+
+    Attributes:
+        rate: expected tokens of all rows over the cost in plain steps.
+        choice: what the head drafts; None: nothing.
+        lengths: tokens of each row's lookup path that are drafted in place of the head's draft.
+        tokens: drafted tokens that all rows verify.
+    """
+
+    rate: float
+    choice: Choice | None
+    lengths: list[int]
+    tokens: int
+
+
+@dataclass
+class _Row:
+    """A row at the last choice: its steps and tokens so far, the path found and its log-odds, and the head's draft."""
+
+    steps: int
+    length: int
+    path: Sequence[int]
+    logit: float
+    choice: Choice | None
+
+
+class Chooser:
+    """Chooses before each step what the head drafts, and which rows draft a looked-up path.
+
+    Args:
+        choices: what the head can draft.
+        lookup: acceptance rate of a looked-up token after a match of 1, 2, ... tokens, as measured.
+        cost: cost of a step.
+        packed: a step without a tree computes the tokens that exist; otherwise each row costs as much as the longest.
+    """
+
+    def __init__(self, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, packed: bool = True):
+        self._choices, self._cost, self._packed = choices, cost, packed
+        self._logits = [_logit(chance) for chance in lookup]
+        self._head = {kind: Shift(_HEAD_VARIANCE) for kind in (True, False)}
+        self._lookup = {kind: Shift(_LOOKUP_VARIANCE) for kind in (True, False)}
+        self._rows: dict[Request, _Row] = {}
+        self._without_head, self._with_draft = 0, 0  # steps in a row
+
+    def choose(self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]]) -> Plan:
+        """Return the plan of the next step.
+
+        Args:
+            requests: the decoding requests; their last steps tell what became of the last choice.
+            found: matched tokens (0: none) and path of the n-gram lookup of each request.
+        """
+        self._learn()
+        logits = [self._logits[min(size, len(self._logits)) - 1] if size else 0.0 for size, _ in found]
+        step = self._best(requests, found, logits)
+        self._without_head = 0 if step.choice else self._without_head + 1
+        self._with_draft = self._with_draft + 1 if step.tokens else 0
+        self._rows = {
+            request: _Row(len(request.steps), len(request.sequence), path, logit, None if length else step.choice)
+            for request, (_, path), logit, length in zip(requests, found, logits, step.lengths, strict=True)
+        }
+        return step
+
+    def _best(
+        self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]], logits: Sequence[float]
+    ) -> Plan:
+        kinds, rows = [request.sampling.greedy for request in requests], len(requests)
+        greedy, none = all(kinds), [0] * rows
+        choices = [choice for choice in self._choices if all(kind in choice.logits for kind in kinds)]
+        gains: dict[Choice | None, list[float]] = {None: [0.0] * rows}
+        for choice in choices:
+            by_kind = {kind: choice.accepted(kind, self._head[kind].optimistic) for kind in set(kinds)}
+            gains[choice] = [by_kind[kind] for kind in kinds]
+        runs = [
+            list(accumulate([_chance(logit + self._lookup[kind].value)] * min(len(path), LONGEST_PATH), mul))
+            for kind, (_, path), logit in zip(kinds, found, logits, strict=True)
+        ]
+
+        def cost(choice: Choice | None, tokens: int) -> float:
+            return self._cost(choice.shape if choice else None, tokens, greedy, rows)
+
+        def priced(choice: Choice | None, price: float) -> Plan:
+            """The plan of a choice in which rows take their paths at this price."""
+            nodes, expected, lengths = choice.shape.nodes if choice else 0, float(rows), []
+            for gain, run in zip(gains[choice], runs, strict=True):
+                length = next((n for n, chance in enumerate(run) if chance < price), len(run))
+                own = sum(run[:length])
+                pays = own - price * length > gain - price * nodes
+                lengths.append(length if pays else 0)
+                expected += own if pays else gain
+            tokens = sum(length or nodes for length in lengths)
+            if (choice and choice.shape.depth < nodes) or not self._packed:  # rows of trees are as long as the longest
+                longest = max(lengths) if self._packed else LONGEST_PATH * any(lengths)
+                tokens = rows * max(nodes, longest)
+            return Plan(expected / cost(None if all(lengths) else choice, tokens), choice, lengths, tokens)
+
+        def by_head(choice: Choice | None) -> Plan:
+            tokens = rows * choice.shape.nodes if choice else 0
+            return Plan((rows + sum(gains[choice])) / cost(choice, tokens), choice, none, tokens)
+
+        best = max(map(by_head, gains), key=lambda step: step.rate)
+        if any(runs):
+            most = rows * LONGEST_PATH
+            slope = (cost(None, most) - cost(None, 0)) / most if self._packed else 0.0
+            # The price follows from the rate, and the rate from the price: the second round has settled.
+            for _ in range(2):
+                steps = [priced(choice, best.rate * slope) for choice in gains]
+                best = max([best, *steps], key=lambda step: step.rate)
+        if all(best.lengths):
+            best.choice = None
+        if not best.choice and choices and self._without_head >= _PROBE_STEPS[0]:
+            # A head that never drafts is never observed. Trying it costs `loss` of a step, so it is tried every loss /
+            # 1% steps: a head at 0.8 of the best rate after 20 steps, one at 0.3 after 70.
+            probe = by_head(min(choices, key=lambda choice: choice.shape.nodes))
+            loss = 1 - probe.rate / best.rate
+            if self._without_head >= min(_PROBE_STEPS[1], loss / _PROBE_SHARE):
+                return probe
+        return by_head(None) if self._with_draft >= _PLAIN_STEPS else best
+
+    def _learn(self) -> None:
+        """Compare the last step's tokens with the head's draft, if it drafted, and with the lookup path in any case."""
+        for shift in (*self._head.values(), *self._lookup.values()):
+            shift.advance()
+        for request, row in self._rows.items():
+            if len(request.steps) == row.steps:
+                continue
+            step, head, lookup = request.steps[-1], *(by[request.sampling.greedy] for by in (self._head, self._lookup))
+            if row.choice and step.drafted:
+                for depth, logit in enumerate(row.choice.logits[request.sampling.greedy][: step.accepted + 1]):
+                    head.observe(logit, depth < step.accepted)
+            # The tokens that agreed, and the first that did not: what comes after it was never tested.
+            for token, looked_up in zip(request.sequence[row.length :], row.path, strict=False):
+                lookup.observe(row.logit, token == looked_up)
+                if token != looked_up:
+                    break

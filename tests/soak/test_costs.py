@@ -1,0 +1,81 @@
+"""What a step costs is what the table of costs says. Needs an idle core; three attempts."""
+
+import statistics
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculator import Engine, Sampling, Target
+from speculator.checkpoints.loading import bind
+from speculator.drafters import tuning
+from speculator.drafters.price import LONGEST_PATH, Plan
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+
+ROWS, STEPS = (1, 6, 12), 12
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A target with a large vocabulary, whose logits and noise take much of a step, and an EAGLE-3 head."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32_000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
+    target = Target(LlamaForCausalLM(config).eval(), tokenizer=None)
+    head = Eagle3Speculator(Eagle3SpeculatorConfig.for_target(config, n_predict=3, draft_vocab_size=4000))
+    return target, bind(head, target)
+
+
+def plans(drafter, rows: int) -> dict[str, Plan]:
+    chains = {choice.shape.nodes: choice for choice in drafter.choices}
+    one, every = [LONGEST_PATH, *[0] * (rows - 1)], [LONGEST_PATH] * rows
+    made = {
+        "plain": Plan(1, None, [0] * rows, 0),
+        "a path in one row": Plan(1, None, one, LONGEST_PATH),
+        "paths in all rows": Plan(1, None, every, LONGEST_PATH * rows),
+        **{f"chains of {n}": Plan(1, choice, [0] * rows, n * rows) for n, choice in chains.items()},
+    }
+    if rows > 1:
+        made["chains of 2 and a path"] = Plan(1, chains[2], one, LONGEST_PATH + 2 * (rows - 1))
+    return made
+
+
+def costs(target, drafter, rows: int, temperature: float) -> dict[str, tuple[float, float]]:
+    """Predicted and measured cost of a step by what it drafts."""
+    engine = Engine(target, drafter, slots=rows)
+    for row in range(rows):
+        engine.submit([row + 1, 2, 3, 4, 5, 6, 7, 8], Sampling(temperature, seed=row), max_new_tokens=10_000)
+    engine.step()
+    own, taken = engine.drafter, plans(drafter, rows)
+    seconds: dict[str, list[float]] = {name: [] for name in taken}
+    own._ngrams.look = lambda texts: [(1, [5] * LONGEST_PATH)] * len(texts)
+    for _ in range(STEPS):
+        for name, plan in taken.items():
+            own._chooser.choose = lambda requests, found, plan=plan: plan
+            began = time.perf_counter()
+            engine.step()
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(own) for name, own in seconds.items()}
+    shapes = {name: plan.choice and plan.choice.shape for name, plan in taken.items()}
+    return {
+        name: (drafter.cost(shapes[name], plan.tokens, temperature == 0, rows), medians[name] / medians["plain"])
+        for name, plan in taken.items()
+    }
+
+
+def test_predicted_and_measured_costs_agree(models, monkeypatch, tmp_path):
+    target, head = models
+    for attempt in range(3):
+        monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / str(attempt)))  # measured again
+        drafter = tuning.adaptive_drafter(head, target, batch_size=max(ROWS))
+        found = {
+            (rows, temperature, name): pair
+            for rows in ROWS
+            for temperature in (0.0, 1.0)
+            for name, pair in costs(target, drafter, rows, temperature).items()
+        }
+        off = {key: pair for key, pair in found.items() if not 0.75 < pair[0] / pair[1] < 1.25}
+        if not off:
+            return
+    pytest.fail(f"predicted and measured cost differ: {off}")

@@ -1,0 +1,109 @@
+"""Updates of a vLLM server's drafter: the calls in their order, and the head that is in use at the end, by a stub."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from speculator import UserError
+from speculator.cli import vllm_server
+from speculator.cli.vllm_server import VLLMServer
+
+UPDATE = ["/pause?mode=keep", "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+class Stub(ThreadingHTTPServer):
+    """Speaks vLLM's routes; each look at /metrics finds 100 more drafts, by the acceptance length of the head."""
+
+    def __init__(self, lengths: dict[str, float]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lengths, self.head, self.failing = lengths, "old", ""
+        self.calls: list[str] = []
+        self.drafts = self.accepted = 0.0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        stub = self.server
+        stub.drafts += 100
+        stub.accepted += 100 * (stub.lengths.get(stub.head, 1) - 1)
+        name = 'vllm:spec_decode_num_{}_total{{engine="0",model_name="m"}} {}\n'
+        lines = name.format("drafts", stub.drafts) + name.format("accepted_tokens", stub.accepted)
+        self.answer(200, lines + name.format("draft_tokens", 7e9) if stub.lengths else "")
+
+    def do_POST(self):
+        stub, body = self.server, self.rfile.read(int(self.headers.get("content-length", 0)))
+        stub.calls.append(self.path)
+        if stub.failing == self.path:
+            stub.failing = ""
+            return self.answer(500, "no such folder")
+        if self.path == "/update_weights":
+            assert self.headers["content-type"] == "application/json"
+            stub.head = json.loads(body)["update_info"]["folder"]
+        return self.answer(200, "{}")
+
+
+@pytest.fixture
+def start(monkeypatch):
+    monkeypatch.setattr(vllm_server, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_server, "_DRAFTS", 300)
+    running = []
+
+    def start(**lengths: float) -> tuple[VLLMServer, Stub]:
+        stub = Stub(lengths)
+        running.append(stub)
+        Thread(target=stub.serve_forever, daemon=True).start()
+        return VLLMServer(f"http://127.0.0.1:{stub.server_port}/v1", ""), stub
+
+    yield start
+    for stub in running:
+        stub.shutdown()
+        stub.server_close()
+
+
+def test_a_head_that_accepts_more_stays(start, capsys):
+    server, stub = start(old=2.0, new=2.5)
+    assert server.try_head("new", "old") is None
+    assert (stub.calls, stub.head) == (UPDATE, "new")
+    assert "acceptance length 2.00 before the update, 2.50 after it" in capsys.readouterr().err
+
+
+def test_the_old_head_comes_back_if_the_acceptance_falls(start):
+    server, stub = start(old=2.0, new=1.9)
+    assert server.try_head("new", "old") == "swapped back: acceptance length 1.90 in the server, 2.00 before"
+    assert (stub.calls, stub.head) == (2 * UPDATE, "old")
+
+
+@pytest.mark.parametrize("failing", UPDATE[:-1])
+def test_a_failed_update_leaves_the_server_running_with_the_old_head(start, failing):
+    server, stub = start(old=2.0, new=2.5)
+    stub.failing = failing
+    assert server.try_head("new", "old") == f"not loaded: {failing}: status 500: no such folder"
+    failed = UPDATE[: UPDATE.index(failing) + 1]
+    assert (stub.calls, stub.head) == ([*failed, "/resume", *UPDATE], "old")
+
+
+def test_without_traffic_the_new_head_stays(start, monkeypatch, capsys):
+    server, stub = start(old=2.0, new=1.0)
+    monkeypatch.setattr(vllm_server, "_WATCH_SECONDS", 0.0)
+    assert server.try_head("new", "old") is None
+    assert stub.head == "new"
+    assert "fewer than 300 drafts" in capsys.readouterr().err
+
+
+def test_what_is_no_vllm_with_a_drafter_is_an_error(start):
+    with pytest.raises(UserError, match="no vLLM counters"):
+        start()[0].counters()
+    with pytest.raises(UserError, match="no answer"):
+        VLLMServer("http://127.0.0.1:9", "").counters()
