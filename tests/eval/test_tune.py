@@ -119,21 +119,3 @@ def test_lookups_are_right_as_often_as_the_text_repeats_itself():
     chances = lookup_acceptance([([3, 4, 5], [3, 4, 5] * 20), ([9], [8])])
     assert chances[-1] > 0.95
     assert lookup_acceptance([([1, 2, 3, 4], [5, 6, 7, 8, 9])]) == pytest.approx([1 / 3] * 8)
-
-
-def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):
-    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(tmp_path / "head")
-    capsys.readouterr()
-    command = ["tune", "--target", str(target_folder), "--speculator", str(tmp_path / "head"), "--prompt_tokens", "8"]
-    suite = tmp_path / "suite.jsonl"
-    suite.write_text("".join(f'{{"prompt": "import os, sys, re # {i}"}}\n' for i in range(3)))
-    for flags, message in (
-        (["--suite", str(suite), "--max_new_tokens", "0"], "--max_new_tokens"),
-        (["--speculator", str(tmp_path / "nowhere")], "no folder"),
-        (["--output", str(tmp_path)], "not a regular file"),
-    ):
-        assert main([*command, *flags]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-        assert not (tmp_path / "head" / "decoding.json").exists()

@@ -120,7 +120,7 @@ def test_a_wrong_file_is_one_line_that_names_the_key(tmp_path, capsys, text, key
     assert key in refuse(["--config", str(file)], capsys)
 
 
-def test_anchors_and_merges_are_taken(tmp_path):
+def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("stage1: &one\n  learning_rate: 1e-3\n  max_steps: 40_000\nstage2:\n  <<: *one\n  max_steps: 5\n")
     config = parse(["--config", str(file)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import exit_code, write_tuning
+from kills import Killed
 from serving_here import serving, tiny_head_for
 
 from speculator.__main__ import build_parser, main
@@ -21,10 +22,6 @@ def record_shard(record, number: int, rows: int = 2) -> None:
     (record / "manifest.json").write_text(json.dumps({"recorded": True, "target": "tiny"}))
     row = json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
     (record / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress(f"{row}\n".encode() * rows))
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing handles it."""
 
 
 class Loop:
