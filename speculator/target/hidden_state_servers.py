@@ -54,7 +54,7 @@ class _BadFile(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Expected:
-    """What a file must hold.
+    """The states that a file must hold.
 
     Attributes:
         layers: their numbers, ascending: that of the last one, which is the number of layers, at the end.

@@ -176,6 +176,12 @@ def test_checkpoints_are_saved_at_every_evaluation_by_default():
     assert parse(["--stage1.eval_steps", "70", "--stage1.save_steps", "140"]).stage1.save_steps == 140
 
 
+def test_a_recipe_is_found_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flags in (["--config", "configs/dspark.yaml"], ["--config=configs/dspark.yaml"]):
+        assert parse([*flags, "--target.name_or_path", "M"]).speculator.architecture == "dspark"
+
+
 def test_a_target_without_a_config_gets_the_recipe_for_any_model():
     recipe = parse(["--config", "configs/eagle3.yaml", "--target.name_or_path", "org/name"])
     assert parse(["--target.name_or_path", "org/name"]) == recipe
