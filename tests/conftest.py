@@ -441,6 +441,13 @@ def figures_only(quick, monkeypatch) -> None:
     monkeypatch.setattr("eval.run.trace_suite", lambda *_: [])
 
 
+def shorten_validation(patch: pytest.MonkeyPatch) -> None:
+    """Decode 16 tokens per validation prompt, not 64: most of a tiny stage's time."""
+    from train import stages
+
+    patch.setattr(stages, "real_acceptance", functools.partial(stages.real_acceptance, max_new_tokens=16))
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
     """Folder with a tiny Llama and its tokenizer."""

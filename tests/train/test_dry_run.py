@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import RECURRENT
+from conftest import RECURRENT, shorten_validation
 from transformers import LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
@@ -72,9 +72,10 @@ def test_a_recipe_passes_the_checks_of_its_settings(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs(recipe, capsys, request):
+def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
     if recipe.stem != "quickstart":
         request.getfixturevalue("figures_only")
+        shorten_validation(monkeypatch)
     rehearsed(recipe)
     text = capsys.readouterr().out
     config = parse(["--config", str(recipe)])
@@ -85,6 +86,7 @@ def test_a_recipe_runs(recipe, capsys, request):
 
 
 def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
+    shorten_validation(monkeypatch)
     trained, train_stage = [], run.train_stage
 
     def watched(name, config, target, start, *rest):
@@ -104,8 +106,9 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
         rehearsed(ROOT / "configs" / "code.yaml")
 
 
-def test_a_rehearsal_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only):
+def test_a_rehearsal_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, monkeypatch):
     """Only sizes shrink. A recipe whose head or distribution were replaced too would prove nothing."""
+    shorten_validation(monkeypatch)
     Qwen3Config().save_pretrained(tmp_path)
     given = parse(["--config", str(ROOT / "configs" / "qwen3-8b.yaml"), "--dry_run"])
     speculator, target = (

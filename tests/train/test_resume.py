@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from bad_inputs.damages import flipped
-from conftest import RECURRENT_RUNS, overflow_at, tiny_head
+from conftest import RECURRENT_RUNS, overflow_at, shorten_validation, tiny_head
 from kills import Killed
 from mtp_models import config_of, model_of, mtp_of, save
 from safetensors.torch import load_file
@@ -72,6 +72,7 @@ def run(target_folder, text_file, tmp_path_factory):
             patch.setenv("SPECULATOR_CACHE", str(cache))
             patch.setattr("train.run.evaluate", report)
             patch.setattr("train.run.write_card", lambda folder: None)
+            shorten_validation(patch)
             code = main(parse([f"--output_dir={folder}", *words, *flags]))
         torch.set_num_threads(1)
         return code

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_targets import chatty, save, tiny_llama
-from conftest import tiny_head
+from conftest import shorten_validation, tiny_head
 from datasets import load_from_disk
 from filelock import FileLock
 from kills import killed_at
@@ -56,8 +56,9 @@ def target(chat_folder):
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch, figures_only):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    shorten_validation(monkeypatch)
 
 
 def config_of(chat_folder, output, **changes):
