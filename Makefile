@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: quickstart reference test check docs serving soak gpu
 
 quickstart: .venv/installed
-	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train.py
+	$(BIN)/speculator train
 
 # The reference run of docs/lab/smollm2, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
 # Needs spec_bench.jsonl: https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl

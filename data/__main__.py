@@ -1,10 +1,10 @@
-"""`python -m data`: turn text into rows of tokens.
+"""`speculator data`: turn text into rows of tokens.
 
     prepare     tokenise and pack sources into a folder of rows
     generate    let the target continue prompts, as training data for its draft head
     view        show rows as text, and which of their tokens have loss
 
-`python -m data COMMAND --help` lists the flags.
+`speculator data COMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from importlib import import_module
 
 from speculator.errors import OneLineParser, run_command, start
+from speculator.terminal import working
 
 COMMANDS = ("prepare", "generate", "view")
 
@@ -22,14 +23,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(
-        prog="python -m data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="speculator data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
     # Import only this command: `generate` needs torch, the others do not.
     module = import_module(f"data.cli.{command}")
     arguments = module.build_parser().parse_args(argv[1:])
-    return run_command(f"data {command}", lambda: module.run(arguments))
+    with working(f"data {command}"):
+        return run_command(f"data {command}", lambda: module.run(arguments))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, split_at_answers
-from data.rendering import check_tokens, document_text, text_tokens
+from data.rendering import as_chat, check_tokens, document_text, text_tokens
 from data.rows import RowError, SourceError
 from data.sources import interleave, streams
 from data.tally import Tally, log
@@ -94,7 +94,7 @@ def prompts(
 
     - text: `prompt_tokens` tokens from the beginning of a line, including BOS; shorter texts are skipped
     - chat: the chat up to the first answer, or with `last_turn` up to the user's last turn, with the generation prompt
-    - prompt and completion: the prompt
+    - prompt and completion: the prompt; a chat if the tokenizer has a template
     - tokens: those before the first token with loss, or `prompt_tokens` of them if the first token has loss
     - packed tokens: the same for each document that begins in the row
 
@@ -170,7 +170,7 @@ def _prompts(
         first += islice(rows, _PACKED_HEAD)
     # In packed texts every token has loss; in packed chats one of the first rows has a token without.
     packed_text = all(all(row.get("loss_mask", [1])) for row in first)
-    for row in chain(first, rows):
+    for row in (as_chat(row, tokenizer) for row in chain(first, rows)):
         if "input_ids" in row:
             try:
                 check_tokens(row, tokenizer)

@@ -26,7 +26,7 @@ from data.rows import KEYS, RowError, SourceError, content
 from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json, read_rows
-from speculator.terminal import library_bars
+from speculator.terminal import loading
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Each split as a range of the documents' SHA-256 modulo 100."""
@@ -288,7 +288,7 @@ def hub_id(location: str) -> tuple[str, str | None, str]:
 def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
     """Load a dataset with the `datasets` library: downloaded once, then memory-mapped."""
     try:
-        with library_bars():
+        with loading(name):
             return load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, DatasetsError, pyarrow.ArrowException) as error:
         raise SourceError(f"{name}: not found here or on the hub: {first_line(error)}") from None

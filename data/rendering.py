@@ -28,8 +28,10 @@ _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
 
 
-def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a hub id or a local folder."""
+def load_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, raw: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a hub id or a local folder; with `raw`, without its chat template."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=trust_remote_code)
         tokenizer("a", verbose=False)
@@ -37,7 +39,17 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"can't load the tokenizer of {name!r}: {type(tokenizer).__name__} is not a fast tokenizer")
+    if raw:
+        tokenizer.chat_template = None
     return tokenizer
+
+
+def as_chat(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Add the messages of a chat to a prompt with its completion, if the tokenizer has a chat template."""
+    if "completion" not in document or not tokenizer.chat_template or not document["prompt"].strip():
+        return document
+    roles = {"user": "prompt", "assistant": "completion"}
+    return {**document, "messages": [{"role": r, "content": document[key].strip()} for r, key in roles.items()]}
 
 
 def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[list[int]]:
@@ -58,10 +70,11 @@ def render(
     Texts and completions end with EOS, chats as their template ends them.
 
     Args:
-        tally: counts documents that can't be rendered (default: the first one raises).
+        tally: counts documents that can't be rendered (default: the first one raises), and chats.
         processes: processes that render. The rows do not depend on it, but more processes read further ahead.
     """
     tally = tally or Tally()
+    documents = (as_chat(document, tokenizer) for document in documents)
     for rendered in map_in_order(partial(_render_batch, tokenizer=tokenizer), _batches(documents), processes):
         for each in rendered:
             if isinstance(each, RowError):
@@ -191,6 +204,7 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
                 rendered += _token_rows(row, whole, tokenizer)
         facts = {
             "where": document["where"],
+            "completion": "completion" in document,
             "rows": len(rendered),
             "answers": sum(len(row.spans) for row in chat.rows),
             "left_out": chat.left_out,

@@ -25,6 +25,12 @@ def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
     )
 
 
+def add_raw(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flag `--raw` of the commands that read sources."""
+    what = "never apply the chat template: prompts and completions stay text"
+    parser.add_argument("--raw", action="store_true", help=what)
+
+
 @dataclass
 class Tally:
     """Counts of the rows that were read, and of the bad rows and exact copies among them, which are skipped.
@@ -39,6 +45,7 @@ class Tally:
         answers: number of the assistant's turns that have loss.
         left_out: number of the assistant's turns that have none, by reason.
         first_left_out: place of the first of them by reason.
+        completions: number of chats that are a prompt with its completion.
         greetings: number of the assistant's turns that began a chat, and were dropped.
     """
 
@@ -52,6 +59,7 @@ class Tally:
     answers: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     first_left_out: dict[str, str] = field(default_factory=dict)
+    completions: int = 0
     greetings: int = 0
 
     @classmethod
@@ -85,6 +93,7 @@ class Tally:
         self.chat_rows += chat["rows"]
         self.answers += chat["answers"]
         self.greetings += chat["dropped"]
+        self.completions += chat["completion"]
         for number, reason in chat["left_out"]:
             self.left_out[reason] += 1
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
@@ -118,6 +127,11 @@ class Tally:
             line += f", {self.left_out.total():,} have none: {'; '.join(reasons)}" if reasons else ""
             line += f"; {self.greetings:,} answers before the first question are dropped" if self.greetings else ""
             log(line)
+        if self.completions:
+            log(
+                f"{name}: {self.completions:,} prompts with completions are rendered as chats; --raw, in a run "
+                "--data.raw true, keeps them as text"
+            )
 
     def counted_copies(self) -> str:
         """Return how many rows were left out because they are copies."""

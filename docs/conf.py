@@ -12,6 +12,7 @@ html_title = "speculator"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["wrap.css"]
+html_js_files = ["copy.js"]
 html_show_copyright = False
 html_copy_source = False
 smartquotes = False  # they turn --flag into a dash

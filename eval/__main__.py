@@ -1,4 +1,4 @@
-"""`python -m eval [tune | compare | gate | lossless]`; --help explains the flags of each command."""
+"""`speculator eval [tune | compare | gate | lossless]`; --help explains the flags of each command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 from speculator.errors import run_command, start
+from speculator.terminal import working
 
 COMMANDS = ("tune", "compare", "gate", "lossless")
 """Subcommands; without one, `eval.run` measures and reports."""
@@ -17,7 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     name = next((command for command in COMMANDS if argv[:1] == [command]), None)
     module = import_module(f"eval.{name or 'run'}")  # takes seconds, so after `start`
     arguments = module.build_parser().parse_args(argv[1:] if name else argv)
-    return run_command(f"eval {name}" if name else "eval", lambda: module.run(arguments))
+    title = f"eval {name}" if name else "eval"
+    with working(title):
+        return run_command(title, lambda: module.run(arguments))
 
 
 if __name__ == "__main__":

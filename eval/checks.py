@@ -1,4 +1,4 @@
-"""One result of `python -m eval lossless`."""
+"""One result of `speculator eval lossless`."""
 
 from __future__ import annotations
 

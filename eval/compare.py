@@ -1,4 +1,4 @@
-"""Compare two reports of `python -m eval`: the differences B - A, with 95% intervals.
+"""Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
 
 The measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores intervals
 and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
@@ -25,7 +25,7 @@ _BOUNDED = ("adaptive", "ngram")
 
 def build_parser() -> OneLineParser:
     """The flags of `compare`."""
-    parser = OneLineParser(prog="python -m eval compare", description=__doc__)
+    parser = OneLineParser(prog="speculator eval compare", description=__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
     parser.add_argument("b", type=Path, metavar="B", help="second report")
     return parser
@@ -125,5 +125,5 @@ def _read(path: Path) -> dict:
         path = next((place for place in places if place.is_file()), places[0])
     report = parse_json(read_text(path), str(path))
     if not isinstance(report, dict) or report.get("schema") != 2:
-        raise UserError(f'{path} is not a report.json of `python -m eval` with "schema": 2')
+        raise UserError(f'{path} is not a report.json of `speculator eval` with "schema": 2')
     return report

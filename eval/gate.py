@@ -2,7 +2,7 @@
 
 The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
 acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
-`python -m speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
+`speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
 other.
 """
 
@@ -19,6 +19,7 @@ from eval.servers import SERVERS, default_lengths
 from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import load_drafter
 from speculator.cli import drafting
 from speculator.decoding.request import acceptance_length
@@ -32,9 +33,10 @@ from speculator.terminal import Progress
 
 def build_parser() -> OneLineParser:
     """The flags of `gate`."""
-    parser = OneLineParser(prog="python -m eval gate", description=__doc__)
+    parser = OneLineParser(prog="speculator eval gate", description=__doc__)
     parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
     parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
+    drafting.add_revision(parser, "OLD")
     add_flags(parser, max_prompts=64)
     parser.add_argument(
         "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"
@@ -60,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     share = arguments.guard_loss
     refuse((not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"))
     target, sampling = drafting.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
-    heads = [load_head(folder, target) for folder in (arguments.old, arguments.new)]
+    folders = head_folder(arguments.old, arguments.speculator_revision), head_folder(arguments.new)
+    heads = [load_head(folder, target) for folder in folders]
     suite = suite_of(arguments, arguments.suite, target)
     guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
     for each in filter(None, (suite, guard)):
         check_lengths(target, max(map(len, each.prompts)), arguments.max_new_tokens)
     if arguments.server == "ours":
-        folders = (arguments.old, arguments.new)
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
     else:
         lengths = [*default_lengths(arguments.server, heads[1]), heads[1].n_predict]

@@ -31,14 +31,14 @@ from speculator.tables import markdown_table
 
 def build_parser() -> OneLineParser:
     """The flags of `lossless`."""
-    parser = OneLineParser(prog="python -m eval lossless", description=__doc__)
+    parser = OneLineParser(prog="speculator eval lossless", description=__doc__)
     add_flags(parser, max_prompts=32)
     drafting.add_flags(parser)
     parser.add_argument(
         "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
     )
     parser.add_argument(
-        "--suite", default=PYTHON_SOURCES, help="prompts, as in `python -m eval` (default: python-sources)"
+        "--suite", default=PYTHON_SOURCES, help="prompts, as in `speculator eval` (default: python-sources)"
     )
     parser.add_argument("--sampled_prompts", type=int, default=4, help="prompts to sample from (default: 4)")
     parser.add_argument("--samples", type=int, default=4000, help="completions per sampled prompt (default: 4000)")

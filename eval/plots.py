@@ -38,9 +38,12 @@ def draw_plots(report: dict, folder: Path) -> None:
         "lengths": _lengths,
         "draft_lengths": _draft_lengths,
         "categories": _categories,
+        "training": _training,
     }
     for name in plots(report):
-        panels = groups(report)
+        panels: dict[str, list] = groups(report)
+        if name == "training":
+            panels = {f"{stage}: {what}": points for stage, c in report[name].items() for what, points in c.items()}
         if name == "categories":
             panels = {heading: rows for heading, rows in panels.items() if "categories" in rows[0]}
         columns = min(_COLUMNS, len(panels))
@@ -143,6 +146,12 @@ def _draft_lengths(axis, rows: list[dict], lengths: set[int]) -> None:
     axis.set_xlabel("num_speculative_tokens G", fontsize=8)
     axis.set_ylabel("speedup over plain decoding", fontsize=8)
     axis.margins(y=0.25)
+
+
+def _training(axis, points: list[list[float]], lengths: set[int]) -> None:
+    axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None, markersize=3, color=_SHADES[0])
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_xlabel("step", fontsize=8)
 
 
 def _categories(axis, rows: list[dict], lengths: set[int]) -> None:

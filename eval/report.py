@@ -105,6 +105,8 @@ def plots(report: dict) -> dict[str, str]:
         names["draft_lengths"] = "speedup by num_speculative_tokens"
     if any("categories" in row for row in report["suites"]):
         names["categories"] = "speedup by category, with 95% intervals"
+    if report.get("training"):
+        names["training"] = "loss, and measured acceptance length of greedy decoding, by training step"
     return names
 
 

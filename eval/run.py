@@ -1,10 +1,10 @@
-"""`python -m eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
+"""`speculator eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
 
 Other commands (each has --help):
-`python -m eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
-`python -m eval lossless` checks that speculative decoding keeps the target's output.
-`python -m eval compare A/report.json B/report.json` shows the differences of two reports.
-`python -m eval gate OLD NEW` says whether a new head should replace an old one.
+`speculator eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
+`speculator eval lossless` checks that speculative decoding keeps the target's output.
+`speculator eval compare A/report.json B/report.json` shows the differences of two reports.
+`speculator eval gate OLD NEW` says whether a new head should replace an old one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from data.sources import PYTHON_SOURCES
-from eval import tracking
+from eval import serving, tracking
 from eval.decoders import OPTIONAL, Decoder, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import write_page
@@ -45,8 +45,8 @@ from speculator.verdict import headlines
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `python -m eval`."""
-    parser = OneLineParser(prog="python -m eval", description=__doc__)
+    """The flags of `speculator eval`."""
+    parser = OneLineParser(prog="speculator eval", description=__doc__)
     add_flags(parser, max_prompts=32)
     parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
     drafting.add_revision(parser)
@@ -75,6 +75,12 @@ def build_parser() -> OneLineParser:
         default="ours",
         help="draft as this server does by default, and predict the acceptance figures that it logs: chains of greedy "
         "tokens, or with --rule rejection or block sampled ones (default: ours)",
+    )
+    parser.add_argument(
+        "--server",
+        dest="server_url",
+        metavar="URL",
+        help="measure the vLLM at this address, which serves the exported head, by its own counters",
     )
     parser.add_argument(
         "--rule",
@@ -113,6 +119,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     )
     check_output_folder("--output", arguments.output)
+    if arguments.server_url:
+        return serving.run(arguments)
     tracking.check(arguments.report_to)
     target = drafting.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
@@ -167,6 +175,7 @@ def evaluate(
     rule: str | None = None,
     hybrid: bool = False,
     server: str = "ours",
+    training: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
@@ -179,6 +188,7 @@ def evaluate(
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
         hybrid: also measure the hybrid draft of head and n-gram lookup.
+        training: curves of the head's training for the report, see `train.stages.curves`.
         server: a name from `SERVERS`. Another server's drafts are compared with plain decoding only.
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
@@ -236,6 +246,8 @@ def evaluate(
         "warnings": warnings(rows),
         "suites": rows,
     }
+    if training:
+        report["training"] = training
     write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
     render(report, traces, output)
     for line in report["warnings"]:

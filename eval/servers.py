@@ -1,4 +1,4 @@
-"""`python -m eval --as SERVER`: acceptance under another server's drafting, and the figures that the server logs.
+"""`speculator eval --as SERVER`: acceptance under another server's drafting, and the figures that the server logs.
 
 vLLM, SGLang (with one token per level) and llama.cpp draft chains of the likeliest tokens. Above temperature 0, vLLM
 and SGLang accept such a token x with probability p(x), and llama.cpp compares it with its own sample. Both have the law

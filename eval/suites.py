@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.prompts import Room, prompts
 from data.readers import is_recorded, raw_rows
+from data.rows import content
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
 from speculator.chat import DATA_DAY
@@ -106,6 +107,8 @@ def _is_text(row: Any) -> bool:
 def _prompt(where: str, row: Any, chat: bool) -> Prompt:
     """The prompt of a row. Messages end at the user's last one, because another model's answer follows it."""
     refuse((_is_text(row), f'{where}: has "text" to cut a prompt from, but the first row is a prompt'))
+    if isinstance(row, dict) and not any(row.get(key) is not None for key in KEYS):
+        row = content(row, where)  # the other formats of chats
     prompt = prompt_of(where, row)
     roles = [message.get("role") for message in prompt.messages]
     refuse(("user" not in roles, f"{where}: no message of the user"))

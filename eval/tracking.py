@@ -11,10 +11,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from speculator import terminal
-from speculator.errors import first_line, refuse
+from speculator.errors import UserError, first_line, refuse
 
 PROJECT = "speculator"  # of trackio, mlflow and, by default, wandb
 Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow", "none"]
@@ -46,28 +45,21 @@ def send(report: dict, folder: Path, report_to: str) -> None:
 
 
 def start(folder: Path, **facts: Any) -> None:
-    """Start a wandb run whose files are in a folder: online if there is a key and the server answers, else offline.
+    """Start a wandb run whose files are in a folder. Nothing is uploaded, unless WANDB_MODE is online.
 
-    The variables WANDB_MODE, WANDB_PROJECT and WANDB_BASE_URL take precedence. `facts` are arguments of `wandb.init`.
+    `facts` are arguments of `wandb.init`; the variables WANDB_MODE and WANDB_PROJECT take precedence.
     """
     import wandb
 
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and server in netrc.read_text())
+    mode = os.environ.get("WANDB_MODE", "offline")
     project = os.environ.get("WANDB_PROJECT", PROJECT)
-    mode = None if "WANDB_MODE" in os.environ else "online" if has_key else "offline"
-
-    def init(mode: str | None) -> None:
-        settings = wandb.Settings(silent=True)
-        wandb.init(project=project, dir=str(folder), mode=mode, settings=settings, **facts)
-
     try:
-        init(mode)
+        wandb.init(project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts)
     except wandb.Error as error:
-        refuse((mode != "online", f"wandb: {first_line(error)}"))
-        terminal.log(f"wandb: {first_line(error)}; continuing offline; upload the run with `wandb sync`")
-        init("offline")
+        raise UserError(f"WANDB_MODE={mode}: wandb: {first_line(error)}") from None
+    if wandb.run is not None and wandb.run.settings.mode == "offline":
+        place = Path(wandb.run.dir).parent  # of the files
+        terminal.log(f"wandb: offline, nothing is uploaded; to upload this run: wandb sync {place}")
 
 
 def stop() -> None:

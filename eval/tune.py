@@ -2,12 +2,13 @@
 
 That is: how often each token of a draft is accepted at temperatures 0 and 1, how often n-gram lookup is right, and the
 cost of steps with several drafts at 1 to 32 rows. They give the trees worth drafting and the predicted speedups, which
-are printed. Measured speedups come from `python -m eval`.
+are printed. Measured speedups come from `speculator eval`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
@@ -42,7 +43,7 @@ _COST_SECONDS = 20.0
 
 def build_parser() -> OneLineParser:
     """The flags of `tune`."""
-    parser = OneLineParser(prog="python -m eval tune", description=__doc__)
+    parser = OneLineParser(prog="speculator eval tune", description=__doc__)
     add_flags(parser, max_prompts=16)
     parser.add_argument(
         "--speculator",
@@ -149,7 +150,8 @@ def table(rows: list[dict]) -> str:
         (
             f"{row['temperature']:g}",
             row["draft"],
-            *(f"{row[name]:.2f}" for name in ("tokens", "cost", "speedup")),
+            f"{row['tokens']:.2f}",
+            *(f"{row[name]:.2f}" if math.isfinite(row["cost"]) else "not timed" for name in ("cost", "speedup")),
             "best" * row["best"],
         )
         for row in rows

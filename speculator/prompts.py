@@ -1,6 +1,6 @@
 """Prompts: rows of a JSON lines file, in one of four formats.
 
-{"prompt": "..."}                           text to continue
+{"prompt": "..."}                           text to continue; with a "completion", one user turn
 {"messages": [{"role", "content"}, ...]}    chat; optional "tools" go to the chat template
 {"turns": ["...", ...]}                     user turns of a conversation, each asked after the answers so far
 {"question": "..."}                         one user turn
@@ -117,6 +117,8 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
         needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
     value, category = row[key], row.get("category") or ""
+    if key == "prompt" and isinstance(value, list):  # TRL's conversational form
+        key = "messages"
     if key == "messages":
         value = [from_json(each) for each in value] if isinstance(value := from_json(value), list) else value
     texts = value if key == "turns" else [value]
@@ -125,7 +127,8 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if not isinstance(items, list) or not items or not all(isinstance(item, kind) for item in items):
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
     if key != "messages":
-        return Prompt([_user(texts[0])], texts[1:], key != "prompt", None, category, where)
+        chat = key != "prompt" or isinstance(row.get("completion"), str)
+        return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
     messages = []
     for number, given in enumerate(items, start=1):
         try:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import IO, Any
 
 from tqdm import tqdm
@@ -14,7 +17,7 @@ from speculator.errors import printable
 
 GREEN, DIM, BOLD, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _SECONDS = 30.0
-"""Time between the lines of a progress bar in a file or pipe."""
+"""Longest time without a line while a command works, and the time between a progress bar's lines in a file or pipe."""
 
 
 def colours(stream: IO[str]) -> bool:
@@ -29,10 +32,65 @@ def log(line: str) -> None:
 
 
 def phase(number: int, count: int, title: str) -> None:
-    """Print the header of a command's phase, such as "2/6 preparing data"."""
+    """Print the header of a command's phase, such as "2/6 preparing data", which then names the work."""
     if _is_first():
         header = printable(f"{number}/{count} {title}")
         _write(f"{BOLD}{header}{PLAIN}" if colours(sys.stderr) else header)
+        if _Heartbeat.work and isinstance(work := _Heartbeat.work[0], _Named):
+            work.title, work.began = title, time.monotonic()
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """Print a line whenever nothing else was printed for half a minute, until the block ends."""
+    work = _Named(title)
+    _Heartbeat.begin(work)
+    try:
+        yield
+    finally:
+        _Heartbeat.end(work)
+
+
+class _Named:
+    """Work that has a title and no progress bar."""
+
+    def __init__(self, title: str):
+        self.title, self.began = title, time.monotonic()
+
+    def beat(self) -> None:
+        _write(printable(f"{self.title}: {timedelta(seconds=int(time.monotonic() - self.began))} elapsed"))
+
+
+class _Heartbeat(threading.Thread):
+    """Prints the progress of the innermost work when nothing has been printed for half a minute."""
+
+    work: list[Any] = []  # noqa: RUF012  shared: one thread per process
+    written = 0.0
+    """Time of the last line."""
+    _thread: _Heartbeat | None = None
+
+    @classmethod
+    def begin(cls, work: Any) -> None:
+        if _is_first():
+            if not cls.work:
+                cls.written = time.monotonic()
+            cls.work.append(work)
+            if cls._thread is None or not cls._thread.is_alive():  # a forked process has none
+                cls._thread = cls(name="heartbeat", daemon=True)
+                cls._thread.start()
+
+    @classmethod
+    def end(cls, work: Any) -> None:
+        cls.work = [each for each in cls.work if each is not work]  # tqdm compares bars by their place
+
+    def run(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(max(_SECONDS / 10, self.written + _SECONDS - time.monotonic()))
+            if self.work and time.monotonic() >= self.written + _SECONDS:
+                type(self).written = time.monotonic()
+                with suppress(Exception):  # the work may end meanwhile
+                    self.work[-1].beat()
 
 
 def _is_first() -> bool:
@@ -40,11 +98,16 @@ def _is_first() -> bool:
 
 
 def _write(line: str) -> None:
+    _Heartbeat.written = time.monotonic()
     if not sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
         return
     with tqdm.external_write_mode(sys.stderr, nolock=True):
         print(line, file=sys.stderr, flush=True)
+
+
+_TITLE = 60
+"""Most characters of a bar's title: longer ones, such as with paths, would push the numbers off a terminal."""
 
 
 class Progress(tqdm):
@@ -62,7 +125,7 @@ class Progress(tqdm):
         bar = "{percentage:3.0f}%|{bar}| " if known and not self.plain else ""
         super().__init__(
             items,
-            desc=title,
+            desc=title if len(title) <= _TITLE else f"...{title[3 - _TITLE :]}",
             unit=unit,
             disable=disable or not _is_first(),
             file=sys.stderr,
@@ -71,18 +134,28 @@ class Progress(tqdm):
             bar_format=f"{{desc}}: {bar}{count} {{unit}} [{after}]",
             **settings,
         )
+        if not self.disable:
+            _Heartbeat.begin(self)
+
+    def beat(self) -> None:
+        """Show the bar, which no item has moved for half a minute."""
+        if self.plain:
+            _write(str(self))
+        else:
+            super().refresh()
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
         if sys.stderr.isatty():
             return tqdm.status_printer(file)
-        return lambda line: print(line, file=file, flush=True) if line else None
+        return lambda line: _write(line) if line else None
 
     def refresh(self, *args: Any, **kwargs: Any) -> None:
         if not self.plain or self._time() >= self.last_print_t + _SECONDS:
             super().refresh(*args, **kwargs)
 
     def close(self) -> None:
+        _Heartbeat.end(self)
         if self.plain:
             self.delay = float("inf")  # as if it had never been shown, so that no line end follows
         super().close()
@@ -101,8 +174,8 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def library_bars() -> Iterator[None]:
-    """On a terminal, show the libraries' bars: of a download, of weights that are read."""
+def loading(name: str) -> Iterator[None]:
+    """On a terminal, show the libraries' bars of a download and of weights that are read; else lines of `working`."""
     from transformers.utils import logging
 
     quiet_libraries()
@@ -111,6 +184,7 @@ def library_bars() -> Iterator[None]:
         if (datasets := sys.modules.get("datasets")) is not None:
             datasets.enable_progress_bars()
     try:
-        yield
+        with working(f"loading {name}"):
+            yield
     finally:
         quiet_libraries()

@@ -93,15 +93,22 @@ def _plain(value: Any) -> Any:
 
 
 def _files_first(argv: list[str]) -> list[str]:
-    """Move config files to the front, so that flags override them."""
+    """Move config files to the front, so that flags override them; configs/NAME.yaml is found in any folder."""
     files, flags = [], []
     words = iter(argv)
     for word in words:
         if word == "--config":
-            files += [word, *islice(words, 1)]
+            files += [word, *map(_found, islice(words, 1))]
+        elif word.startswith("--config="):
+            files.append(f"--config={_found(word.removeprefix('--config='))}")
         else:
-            (files if word.startswith("--config=") else flags).append(word)
+            flags.append(word)
     return files + flags
+
+
+def _found(file: str) -> str:
+    ours = ROOT / file
+    return str(ours) if not os.path.exists(file) and ours.parent == CONFIGS and ours.is_file() else file
 
 
 def default_recipe(argv: list[str]) -> Path:

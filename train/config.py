@@ -36,8 +36,15 @@ class TargetConfig:
     without decoding; device_map over the GPUs of one process."""
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
+    server: list[str] | str = field(default_factory=list)
+    """Base URLs of vLLM servers that run the target and give its hidden states, as started by `speculator
+    server-command`. This process then loads what is outside the layers."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as you serve it: '{enable_thinking: false}'."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.server, str):
+            self.server = [self.server]
 
 
 @dataclass
@@ -60,6 +67,8 @@ class HeadOptions:
     warm_start: str | None = None
     """Folder or hub id of a trained head to start from, in any checkpoint layout. Its architecture, sizes and options
     apply where none are given; those that are given must be the same."""
+    warm_start_revision: str | None = None
+    """Hub branch, tag or commit of warm_start."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
     --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
@@ -100,6 +109,8 @@ class DataConfig:
     """Maximum number of training tokens (default: all)."""
     max_package_bytes: PositiveInt = 2_000_000
     """Maximum number of bytes of each top-level package, for python-sources."""
+    raw: bool = False
+    """Never apply the target's chat template: prompts and completions stay text."""
     max_bad_rows: ClosedUnitInterval = 0.05
     """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None
@@ -251,7 +262,7 @@ class RunConfig:
     deterministic: bool = False
     """Ask torch for operations whose results repeat exactly on a GPU (slower; torch warns of those that cannot)."""
     report_to: Tracker = "wandb"
-    """Tracker: wandb (offline unless a key is set); tensorboard, trackio or mlflow (local files); or none."""
+    """Tracker: wandb (offline unless WANDB_MODE is online); tensorboard, trackio or mlflow (local files); or none."""
 
     def __post_init__(self) -> None:
         for stage in (self.stage1, self.stage2):

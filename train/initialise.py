@@ -37,9 +37,10 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     options = config.speculator
     if not options.warm_start:
         return config
-    recognised = recognise(options.warm_start)
+    folder = head_folder(options.warm_start, options.warm_start_revision)
+    recognised = recognise(folder)
     names = {head.config_class.model_type: name for name, head in ARCHITECTURES.items()}
-    start = load_any(options.warm_start).config
+    start = load_any(folder).config
     found = {name: getattr(start, name) or 0 for name in _SHARED_OPTIONS}
     found["architecture"] = names[recognised.head.config_class.model_type]
     if "architecture" in given and options.architecture != found["architecture"]:
@@ -59,9 +60,11 @@ def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
 def start_of(config: RunConfig) -> str | Path | None:
     """Return the folder of the trained head that a run starts from, which may be that of the target."""
     options, target = config.speculator, config.target
-    if options.warm_start or options.initialise != "target" or not head_class(options).config_class.ships_with_target:
-        return options.warm_start
-    return head_folder(target.name_or_path, target.revision)
+    if options.warm_start:
+        return head_folder(options.warm_start, options.warm_start_revision)
+    if options.initialise == "target" and head_class(options).config_class.ships_with_target:
+        return head_folder(target.name_or_path, target.revision)
+    return None
 
 
 def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
@@ -140,7 +143,7 @@ def check_options(options: HeadOptions) -> SpeculatorConfig:
     Returns the config of the head for some target.
     """
     if options.warm_start:
-        recognise(options.warm_start)
+        recognise(head_folder(options.warm_start, options.warm_start_revision))
     stand_in = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
     return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
 

@@ -17,11 +17,12 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _temporary: list[Path] = []
+_last_words = ""
 _stop = threading.Event()
 _saves = threading.Event()
 
@@ -48,7 +49,16 @@ def _watch(reader: int) -> None:
             for folder in _temporary:
                 shutil.rmtree(folder, ignore_errors=True)
             _kill_children()
+            if _last_words:
+                with suppress(OSError):
+                    os.write(2, f"\n{_last_words}\n".encode())  # below what Ctrl-C shows, and the progress bar
             os._exit(_CODES[signal.Signals(number)])
+
+
+def say_when_interrupted(line: str) -> None:
+    """Print a line when a signal ends the process; on the first process of a launch only."""
+    global _last_words
+    _last_words = line if os.environ.get("RANK", "0") == "0" else ""
 
 
 def _end_children() -> None:

@@ -1,1 +1,1 @@
-"""Commands of `python -m data`, one file each."""
+"""Commands of `speculator data`, one file each."""

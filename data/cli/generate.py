@@ -1,4 +1,4 @@
-"""`python -m data generate`: let the target continue prompts, as training data for its draft head."""
+"""`speculator data generate`: let the target continue prompts, as training data for its draft head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, conversations
 from data.rendering import load_tokenizer
-from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows
+from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows, add_raw
 from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.cli import drafting
@@ -37,7 +37,7 @@ ALL = sys.maxsize
 
 def build_parser() -> OneLineParser:
     """Define the flags."""
-    parser = OneLineParser(prog="python -m data generate", description=__doc__)
+    parser = OneLineParser(prog="speculator data generate", description=__doc__)
     drafting.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
@@ -53,6 +53,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--max_rows", type=int, help=f"largest number of prompts (default: all; {ROWS} for self)")
     text = parser.add_argument_group("--sources of text")
     text.add_argument("--split", help="split of the sources (default: train)")
+    add_raw(text)
     add_max_bad_rows(text)
     text.add_argument("--prompt_tokens", type=int, help="length of each prompt (default: 64)")
     what = "answers to write in a chat of --sources: all, or the first N (default: all; 1 for self)"
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     samplings = _samplings(arguments)
     how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.server is not None:
-        tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
+        tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code, arguments.raw)
         set_template_variables(tokenizer, arguments.chat_template_kwargs)
         context = _context_length(arguments)
         prompts = _prompts(arguments, tokenizer, context)
@@ -110,6 +111,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     else:
         target = drafting.load_target(arguments)
+        if arguments.raw:
+            target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
         revision = arguments.speculator_revision

@@ -1,4 +1,4 @@
-"""`python -m data prepare`: tokenize sources and pack them into rows.
+"""`speculator data prepare`: tokenize sources and pack them into rows.
 
 The output is a `datasets` folder with the splits train, validation and held-out. As a source of a training run
 (`--data.sources`) it keeps these splits.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.prepare import save_rows
 from data.rendering import load_tokenizer
-from data.tally import add_max_bad_rows
+from data.tally import add_max_bad_rows, add_raw
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder
 from speculator.terminal import quiet_libraries
@@ -19,7 +19,7 @@ from speculator.terminal import quiet_libraries
 
 def build_parser() -> OneLineParser:
     """Define the flags."""
-    parser = OneLineParser(prog="python -m data prepare", description=__doc__)
+    parser = OneLineParser(prog="speculator data prepare", description=__doc__)
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument(
@@ -43,6 +43,7 @@ def build_parser() -> OneLineParser:
         type=int,
         help="processes that tokenize; the rows do not depend on it (default: one per core, up to 8)",
     )
+    add_raw(parser)
     add_max_bad_rows(parser)
     parser.add_argument("--output", required=True, type=Path, help="output folder, which must not exist")
     return parser
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     counts = save_rows(
         arguments.sources,
-        load_tokenizer(arguments.target, arguments.revision),
+        load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw),
         arguments.seq_length,
         arguments.output,
         max_tokens=arguments.max_tokens,

@@ -1,4 +1,4 @@
-"""`python -m data view`: show rows as text, and mark the tokens that have loss.
+"""`speculator data view`: show rows as text, and mark the tokens that have loss.
 
 Text with loss is green and other text is dim. Without colours (in a file or pipe, or with NO_COLOR), text with loss is
 in [[double brackets]]. A line under the name of a chat says why it became several rows, or why an answer has no loss.
@@ -16,17 +16,18 @@ from transformers import PreTrainedTokenizerBase
 
 from data.rendering import load_tokenizer
 from data.sources import token_documents
-from data.tally import Tally
+from data.tally import Tally, add_raw
 from speculator.errors import OneLineParser, printable, refuse
 from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
 
 
 def build_parser() -> OneLineParser:
     """Define the flags."""
-    parser = OneLineParser(prog="python -m data view", description=__doc__)
-    parser.add_argument("source", help="a folder that `python -m data prepare` wrote, or any other source")
+    parser = OneLineParser(prog="speculator data view", description=__doc__)
+    parser.add_argument("source", help="a folder that `speculator data prepare` wrote, or any other source")
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_raw(parser)
     parser.add_argument("--rows", type=int, default=3, help="number of rows (default: 3)")
     parser.add_argument("--color", action="store_true", help="use colors even if stdout is not a terminal")
     return parser
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the first rows."""
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     quiet_libraries()
-    tokenizer = load_tokenizer(arguments.target, arguments.revision)
+    tokenizer = load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw)
     marks = (DIM, PLAIN, GREEN, PLAIN) if arguments.color or colours(sys.stdout) else ("", "", "[[", "]]")
     tally = Tally(max_share=1.0)
     documents = token_documents([arguments.source], None, tokenizer, tally=tally)

@@ -2,8 +2,8 @@
 
     python examples/smollm2_135m_instruct/about_texts.py --model M --rows D > about.jsonl
 
-D is a folder that `python -m data generate --sources self` has written for SmolLM2-135M-Instruct. What the model says
-to these prompts is what the head loss_mask of long ones: `python -m data generate --target M --prompts about.jsonl`.
+D is a folder that `speculator data generate --sources self` has written for SmolLM2-135M-Instruct. What the model says
+to these prompts is what the head loss_mask of long ones: `speculator data generate --target M --prompts about.jsonl`.
 """
 
 import argparse

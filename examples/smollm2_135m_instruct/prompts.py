@@ -5,7 +5,7 @@
     python examples/smollm2_135m_instruct/prompts.py texts --rows peps.jsonl > texts.jsonl
 
 mathematics reads rows with "question" (GSM8K's training side), texts reads rows with "text", and code needs no rows: it
-asks for the documented functions of Python's standard library. Answer them with `python -m data generate --prompts`.
+asks for the documented functions of Python's standard library. Answer them with `speculator data generate --prompts`.
 """
 
 import argparse

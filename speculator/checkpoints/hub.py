@@ -35,7 +35,7 @@ def head_folder(name: str | Path, revision: str | None = None, whole: bool = Fal
         whole: download all files, not those of a head alone.
     """
     if not is_hub_id(name):
-        refuse((revision is not None, f"--speculator_revision {revision}: {name} is no hub id, so has no revisions"))
+        refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
         return Path(name)
     try:
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=None if whole else FILES))

@@ -12,7 +12,7 @@ from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
-from speculator.target.fingerprint import same_target
+from speculator.target.fingerprint import same_target, similar_target
 from speculator.target.linear import pack_linears
 from speculator.target.model import Target
 from speculator.target.training import TrainingTarget
@@ -36,10 +36,10 @@ def load_head(folder: str | Path, target: Target, revision: str | None = None) -
     config = head.config
     trained_for = config.base_model_fingerprint
     if trained_for and not same_target(trained_for, target.fingerprint):
-        _log.warning(
-            f"{folder} was trained for other weights ({config.base_model_name_or_path}) than those of {target.name}: "
-            "fewer drafts will be accepted; the text stays the target's"
-        )
+        others = f"other weights ({config.base_model_name_or_path}) than those of {target.name}"
+        if similar_target(trained_for, target.fingerprint):
+            others = f"other weights of the same model than {target.name}, such as a quantised copy or a fine-tune"
+        _log.warning(f"{folder} was trained for {others}: fewer drafts may be accepted; the text stays the target's")
     pack_linears(head)
     return head
 
@@ -55,7 +55,7 @@ def load_drafter(
 ) -> AdaptiveDrafter:
     """Load a head that drafts adaptively: before each step the fastest of its drafts, n-gram lookup, both or neither.
 
-    Acceptance and step costs come from the folder's `decoding.json`, see `python -m eval tune`. Costs that are unknown
+    Acceptance and step costs come from the folder's `decoding.json`, see `speculator eval tune`. Costs that are unknown
     for this machine are measured, which takes up to six seconds once.
 
     Args:

@@ -368,15 +368,12 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that draft with the MTP layers of their target."""
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
-    chain = config.num_hidden_layers > 1
-    first = "drafts with the first layer of a chain only"
+    how, ran = f"vllm serve {folder} --speculative-config '{options}'", ("glm4_moe", "qwen3_5_text")
+    vllm = Server("vLLM 0.32", True if config.block["model_type"] in ran else None, how)  # type: ignore[index]
+    if config.num_hidden_layers > 1:
+        vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = f"sglang serve --model-path {folder} --speculative-algorithm NEXTN"
-    return [
-        Server(
-            "vLLM 0.32 and 0.33", not chain, first if chain else f"vllm serve {folder} --speculative-config '{options}'"
-        ),
-        Server("SGLang 0.5.23", None, sglang),
-    ]
+    return [vllm, Server("SGLang 0.5.23", None, sglang)]
 
 
 MTP = Layout(

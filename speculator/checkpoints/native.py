@@ -20,7 +20,7 @@ _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Return the only program that loads a native layout: the bundled decoder."""
     target = config.base_model_name_or_path or "BASE"
-    how = f"python -m speculator generate --target {target} --speculator {folder} --prompt ..."
+    how = f"speculator generate --target {target} --speculator {folder} --prompt ..."
     return [Server("speculator", True, how)]
 
 

@@ -1,11 +1,11 @@
-"""`python -m speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
+"""`speculator adapt`: rounds of training on recorded answers, the gate, and the swap.
 
     OUTPUT/speculator             link to the head in use
     OUTPUT/rounds.html, .svg      page and plot of all rounds
     OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
     OUTPUT/round-001/run/         run of train.py
     OUTPUT/round-001/exported/    old and new head for vLLM; deleted at its end
-    OUTPUT/round-001/gate.json    figures of `python -m eval gate`
+    OUTPUT/round-001/gate.json    figures of `speculator eval gate`
     OUTPUT/round-001/round.json   outcome of the round, written last
 
 These files say how far a round is, so the same command resumes it after a kill.
@@ -35,7 +35,7 @@ import httpx
 
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
-from speculator.cli import vllm_server
+from speculator.cli import drafting, vllm_server
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.cli.vllm_server import VLLMServer
 from speculator.drafters.tuning import TUNED
@@ -46,6 +46,8 @@ from speculator.workshop import ROOT
 
 HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
 _POLL_SECONDS = 5
+_LOG_SECONDS = 30
+"""Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</title>
 <style>body {{ font: 15px/1.5 system-ui; max-width: 72rem; margin: auto }} td {{ padding: .2rem .8rem }}</style>
@@ -66,6 +68,7 @@ def add_flags(parser: OneLineParser) -> None:
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
     parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
+    drafting.add_revision(parser)
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
     parser.add_argument(
@@ -86,7 +89,7 @@ def add_flags(parser: OneLineParser) -> None:
         type=shlex.split,
         default=[],
         metavar="FLAGS",
-        help="flags of `python -m eval gate`, such as '--guard python-sources'",
+        help="flags of `speculator eval gate`, such as '--guard python-sources'",
     )
     parser.add_argument(
         "--every_tokens",
@@ -115,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
         (arguments.layout and not arguments.server, "--layout needs --server"),
     )
-    arguments.head = head_folder(arguments.head)
+    arguments.head = head_folder(arguments.head, arguments.speculator_revision)
     read_config(arguments.head)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
@@ -195,6 +198,7 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
+    said, again = 0, 0.0
     while True:
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
@@ -207,6 +211,9 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
         late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
         if count >= arguments.every_tokens or (count > 0 and late):
             return
+        if count != said and time.monotonic() >= again:
+            said, again = count, time.monotonic() + _LOG_SECONDS
+            log(f"{max(count, 0):,} of {arguments.every_tokens:,} new answer tokens")
         time.sleep(_POLL_SECONDS)
 
 

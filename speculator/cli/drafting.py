@@ -24,7 +24,7 @@ from speculator.drafters import (
 from speculator.drafters.hybrid import Hybrid
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.target.model import Target
-from speculator.terminal import library_bars
+from speculator.terminal import loading
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
@@ -32,9 +32,9 @@ _CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes")
 
 
-def add_target_flags(parser: OneLineParser) -> None:
+def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
     """Add the flags of the target."""
-    parser.add_argument("--target", required=True, help="hub id, folder or GGUF file of a causal LM")
+    parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
@@ -61,7 +61,7 @@ def _object(text: str) -> dict[str, Any]:
 
 def load_target(arguments: argparse.Namespace) -> Target:
     """Load the target that the flags name."""
-    with library_bars():
+    with loading(arguments.target):
         target = Target.load(
             arguments.target,
             revision=arguments.revision,
@@ -101,9 +101,9 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
 
 
-def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:
     """Add the flag of a head's version on the hub."""
-    parser.add_argument("--speculator_revision", metavar="REVISION", help="hub branch, tag or commit of the head")
+    parser.add_argument("--speculator_revision", metavar="REVISION", help=f"hub branch, tag or commit of {head}")
 
 
 def _numbers(text: str) -> list[int]:

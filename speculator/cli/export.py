@@ -1,4 +1,4 @@
-"""`python -m speculator export`: write a trained head in a server's layout, and the reverse."""
+"""`speculator export`: write a trained head in a server's layout, and the reverse."""
 
 from __future__ import annotations
 

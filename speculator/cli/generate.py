@@ -1,4 +1,4 @@
-"""`python -m speculator generate`: continue prompts or chat, with or without a drafter."""
+"""`speculator generate`: continue prompts or chat, with or without a drafter."""
 
 from __future__ import annotations
 
@@ -80,6 +80,9 @@ def run(arguments: argparse.Namespace) -> None:
         mark = "green" if colours(sys.stdout) else "in [[brackets]]"
         print(f"accepted draft tokens are {mark}; the other tokens are sampled from the target", file=sys.stderr)
     requests = _converse(submit, engine, arguments) if conversation else _continue(submit, engine, rows, arguments)
+    cut = sum(each.finish_reason == "length" for each in requests)
+    if cut and not conversation and any(prompt.chat for _, prompt in rows):
+        print(f"{cut} of {len(requests)} answers ended at --max_new_tokens {arguments.max_new_tokens}", file=sys.stderr)
     print(_summary(requests, engine), file=sys.stderr)
 
 
@@ -158,6 +161,8 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
             request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
             engine.run()
             stream.finish()
+            if request.finish_reason == "length":
+                print(f"(the answer ended at --max_new_tokens {arguments.max_new_tokens})", file=sys.stderr)
             requests.append(request)
             messages.append(answer_message(tokenizer, ids, request.tokens))
     print(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`python -m speculator inspect`: describe a head's folder and the layouts it can be exported to."""
+"""`speculator inspect`: describe a head's folder and the layouts it can be exported to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m speculator push`: upload a head's folder to the Hugging Face hub."""
+"""`speculator push`: upload a head's folder to the Hugging Face hub."""
 
 from __future__ import annotations
 

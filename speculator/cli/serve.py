@@ -1,4 +1,4 @@
-"""`python -m speculator serve`: a server with OpenAI's API."""
+"""`speculator serve`: a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from speculator.drafters.ngram import MEMORY
 from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
 from speculator.files import check_output_folder
 from speculator.tables import gigabytes
-from speculator.target.fingerprint import same_target
+from speculator.target.fingerprint import similar_target
 from speculator.target.model import Target
 from speculator.terminal import log
 
@@ -37,10 +37,14 @@ _SWITCH_SECONDS = 0.001  # longest wait of the engine's thread for the interpret
 
 def add_flags(parser: OneLineParser) -> None:
     """Add the command's flags."""
-    drafting.add_target_flags(parser)
+    parser.add_argument("model", nargs="?", metavar="TARGET", help="the target, in place of --target")
+    drafting.add_target_flags(parser, required=False)
     drafting.add_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback only)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
+    parser.add_argument(
+        "--served_model_name", metavar="NAME", help="name of the model in the API (default: the target)"
+    )
     parser.add_argument("--max_num_seqs", type=int, default=8, help="requests to decode at a time (default: 8)")
     parser.add_argument("--max_model_len", type=int, help="tokens of a prompt and its answer (default: the context)")
     parser.add_argument(
@@ -95,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
     app = create_app(
         target,
         worker,
-        name=arguments.target,
+        name=arguments.served_model_name or arguments.target,
         api_key=key,
         max_queue=arguments.queue,
         recorder=recorder,
@@ -118,7 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
     """Create the drafter that the flags describe, with another head."""
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
-    if trained_for and not same_target(trained_for, target.fingerprint):
+    if trained_for and not similar_target(trained_for, target.fingerprint):
         raise UserError(f"{folder} was trained for another target than {target.name}")
     return make_drafter(argparse.Namespace(**{**vars(arguments), "speculator": folder}))
 
@@ -146,6 +150,9 @@ def _check(arguments: argparse.Namespace) -> str:
     """Check the flags before a model is loaded, and return the API key."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
+    named = bool(arguments.model) + bool(arguments.target)
+    refuse((named != 1, "name one target: speculator serve TARGET, or --target TARGET"))
+    arguments.target = arguments.target or arguments.model
     refuse_below(arguments, max_num_seqs=1, queue=0)
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))  # else it wraps around
     refuse((arguments.max_model_len is not None and arguments.max_model_len < 2, "--max_model_len must be at least 2"))

@@ -1,4 +1,4 @@
-"""Multi-candidate drafts: trees whose shape was chosen beforehand, as `python -m eval tune` does from acceptance."""
+"""Multi-candidate drafts: trees whose shape was chosen beforehand, as `speculator eval tune` does from acceptance."""
 
 from __future__ import annotations
 

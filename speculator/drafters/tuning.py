@@ -1,4 +1,4 @@
-"""Figures that adaptive drafting starts from: `decoding.json` in a head's folder, written by `python -m eval tune`.
+"""Figures that adaptive drafting starts from: `decoding.json` in a head's folder, written by `speculator eval tune`.
 
 A head that was never tuned starts from typical acceptance rates. Step costs of another machine or dtype are measured
 again when decoding starts, within six seconds, and kept in the user's cache folder.

@@ -25,6 +25,9 @@ from speculator.server.responses import ChatWriter, CompletionWriter
 from speculator.server.schema import ChatRequest, CompletionRequest, GenerationRequest, LoadRequest, parse
 from speculator.server.worker import Job, StepOutput, Worker
 from speculator.target.model import Target
+from speculator.terminal import log
+
+_LOG_SECONDS = 10.0
 
 
 def create_app(
@@ -53,9 +56,11 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        logging = asyncio.create_task(routes.log_traffic())
         try:
             yield
         finally:
+            logging.cancel()
             worker.stop()
             if recorder:
                 recorder.close()
@@ -129,6 +134,14 @@ class _Routes:
     async def model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
         return self._model()
+
+    async def log_traffic(self) -> None:
+        """Log what the server does, every few seconds, while it does something."""
+        while True:
+            await asyncio.sleep(_LOG_SECONDS)
+            traffic = self.worker.take_traffic()
+            if line := traffic.line(_LOG_SECONDS, self.worker.in_use, self.worker.queued):
+                log(line)
 
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"}) if self.worker.alive else JSONResponse({"status": "down"}, 503)

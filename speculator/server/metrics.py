@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -67,6 +68,40 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
+
+
+@dataclass
+class Traffic:
+    """What the engine did since the last line of the server's log.
+
+    Attributes:
+        tokens: new tokens, those of prefills included.
+        accepted: tokens of verification steps, the bonus tokens included.
+    """
+
+    answers: int = 0
+    tokens: int = 0
+    steps: int = 0
+    accepted: int = 0
+
+    def count(self, request: Request, new: int) -> None:
+        """Count a step of a request that gave it some new tokens."""
+        self.answers += request.finish_reason is not None
+        self.tokens += new
+        if len(request.tokens) > new:  # else it was the prefill
+            self.steps += 1
+            self.accepted += new
+
+    def line(self, seconds: float, decoding: int, waiting: int) -> str:
+        """Line of the log about the last seconds; empty if nothing happened."""
+        if not self.tokens and not decoding:
+            return ""
+        parts = [
+            f"{decoding} requests decoding, {waiting} waiting, {self.answers} answered",
+            f"{self.tokens / seconds:,.1f} tokens/s",
+            *([f"acceptance length {self.accepted / self.steps:.2f}"] if self.steps else []),
+        ]
+        return ", ".join(parts)
 
 
 class CountRequests:

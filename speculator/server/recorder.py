@@ -30,7 +30,7 @@ class Recorder:
         FOLDER/manifest.json          the target
         FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or those of a minute
 
-    A row has the columns of `python -m data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
+    A row has the columns of `speculator data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
     completion) and "rejected" (1 on tokens that replaced a rejected draft token). Nothing else is kept. A shard appears
     with its last row, so a kill loses only the rows since the last shard.
 

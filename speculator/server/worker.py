@@ -19,6 +19,7 @@ from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.request import Request
 from speculator.errors import UserError, first_line
 from speculator.server.errors import APIError
+from speculator.server.metrics import Traffic
 
 _log = logging.getLogger(__name__)
 _FAILED = "the engine failed: the server's log has the reason"
@@ -85,6 +86,7 @@ class Worker:
         self._jobs: list[Job] = []
         self._outputs: list[tuple[Job, StepOutput | APIError]] = []
         self._stopping = self._broken = False
+        self._traffic = Traffic()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -124,6 +126,11 @@ class Worker:
         """Number of requests that wait for a slot."""
         return max(0, self.load - self.in_use)
 
+    def take_traffic(self) -> Traffic:
+        """Return the counts since the last call."""
+        taken, self._traffic = self._traffic, Traffic()
+        return taken
+
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queue requests made by `Engine.request`."""
         job = Job(list(requests))
@@ -155,6 +162,7 @@ class Worker:
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
         """`on_step` callback of a request."""
         request = job.requests[index]
+        self._traffic.count(request, len(tokens))
         if request.finish_reason == "memory":
             self._outputs.append((job, APIError(_TOO_LARGE, code="out_of_memory")))
             return

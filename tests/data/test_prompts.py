@@ -39,7 +39,7 @@ def test_each_kind_of_document_gives_its_prompt(tmp_path):
     )
     assert tokenizer.decode(found[0]).startswith("<|begin_of_text|>x = 1\nx = 1\n")
     assert len(found[0]) == 12
-    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, "<|begin_of_text|>2 + 2 ="]
+    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, opening.replace("Hi", "2 + 2 =")]
     assert found[4:] == [[5, 6], list(range(12))]
     assert prompts([source], None, tokenizer, 12, 2) == found[:2]
 

@@ -113,7 +113,11 @@ def test_an_answer_is_cut_where_the_prompt_ends_though_one_token_could_span_the_
         "{% endfor %}"
     )
     assert tokenizer("a\n\nb")["input_ids"] == [1, 4, 2]
-    for content in ({"messages": chat("a", "\nb")}, {"prompt": "a\n", "completion": "\nb"}):
+    for template, content in (
+        (tokenizer.chat_template, {"messages": chat("a", "\nb")}),
+        (None, {"prompt": "a\n", "completion": "\nb"}),
+    ):
+        tokenizer.chat_template = template
         [document] = rendered(tokenizer, **content)
         assert (document["input_ids"], document["loss_mask"]) == ([1, 3, 3, 2, 0], [0, 0, 1, 1, 1])
 
@@ -148,7 +152,7 @@ def test_every_token_of_a_text_has_loss():
     assert document["loss_mask"] == [1] * len(document["input_ids"])
 
 
-def test_tokens_are_taken_as_they_are_and_cut_at_their_documents():
+def test_token_rows_are_unchanged_and_separate_documents():
     parts = rendered(tiny_tokenizer(), input_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], document_ids=[0, 0, 1, 1])
     columns = [(part["input_ids"], part["loss_mask"]) for part in parts]
     assert columns == [([5, 6], [1, 1]), ([7, 8], [0, 1])]
@@ -159,11 +163,26 @@ def test_a_token_that_the_tokenizer_lacks_is_named():
         rendered(tiny_tokenizer(), input_ids=[5, 300], loss_mask=[1, 1])
 
 
+def test_a_prompt_with_its_completion_is_a_chat_if_there_is_a_template(capsys):
+    tokenizer, tally = chat_tokenizer("llama3"), Tally()
+    pair = {"id": "f:1", "where": "f:1", "prompt": "2 + 2 =\n", "completion": " 4"}
+    [document] = render([pair], tokenizer, tally)
+    [same] = rendered(tokenizer, messages=chat("2 + 2 =", "4"))
+    assert [document[key] for key in ("input_ids", "loss_mask")] == [same[key] for key in ("input_ids", "loss_mask")]
+    tally.warn("f")
+    assert "--data.raw" in capsys.readouterr().err
+    tokenizer.chat_template = None
+    [document] = render([pair], tokenizer)
+    assert tokenizer.decode(document["input_ids"]).startswith("<|begin_of_text|>2 + 2 =\n 4")
+
+
 def test_a_special_token_that_a_text_spells_is_text():
     tokenizer = chat_tokenizer("llama3")
     eos = tokenizer.eos_token_id
     [text] = rendered(tokenizer, text="it ends with <|eot_id|> it says")
+    template, tokenizer.chat_template = tokenizer.chat_template, None
     [pair] = rendered(tokenizer, prompt="what is <|eot_id|>?", completion="<|eot_id|> is a token")
+    tokenizer.chat_template = template
     for document in (text, pair):
         assert document["input_ids"].count(eos) == 1
         assert document["input_ids"][0] == tokenizer.bos_token_id

@@ -23,6 +23,15 @@ PUBLISHED = {
 }
 
 
+FORMATS = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    {"instruction": "Hi", "input": "", "output": "Hello"},
+    {"prompt": "Hi", "completion": "Hello"},
+    {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
+]
+
+
 class Model:
     """The attributes of a target that a suite needs."""
 
@@ -155,3 +164,12 @@ def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
 def test_a_malformed_suite_is_one_line(tmp_path, rows, message):
     with pytest.raises(UserError, match=message):
         load(write(tmp_path / "q.jsonl", *rows))
+
+
+@pytest.mark.parametrize("row", FORMATS)
+def test_a_chat_in_any_format_is_asked(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    model = Model(chat=True)
+    suite = load(tmp_path / "rows.jsonl", model)
+    assert suite.chat
+    assert model.tokenizer.decode(suite.prompts[0]) == "<user>Hi<assistant>"

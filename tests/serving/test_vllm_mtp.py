@@ -66,6 +66,9 @@ def test_drafts_and_text_equal_ours(family, tmp_path, run_in, report):
     if family == "qwen3_5":
         (tmp_path / "torchvision").mkdir()
         (tmp_path / "torchvision" / "__init__.py").write_text(ANYTHING)
+        (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+        about = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
+        (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text(about)
         run_in = partial(run_in, PYTHONPATH=str(tmp_path))
     made = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine, target=str(tmp_path / "exported"))
     same = steps = accepted = 0

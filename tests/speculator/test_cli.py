@@ -335,7 +335,8 @@ def test_a_conversation_keeps_its_turns_and_prefills_only_new_tokens(
         answers.append(decode(tokenizer, greedy(chat_folder, ids, 8)))
         text += answers[-1] + "\n"
     assert shown.out == "".join(f"{answer}\n" for answer in answers)
-    assert shown.err.startswith("> " * 4)
+    assert shown.err.count("> ") == 5  # an empty line, and the end
+    assert shown.err.count("(the answer ended at --max_new_tokens 8)\n") == 3
     assert "tokens/s" in shown.err
     assert len(engines) == 1
     assert 0 < engines[0].num_prefilled_tokens < read

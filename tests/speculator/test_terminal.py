@@ -2,11 +2,12 @@
 
 import io
 import sys
+import time
 
 import pytest
 
 from speculator import terminal
-from speculator.terminal import Progress, colours, log, phase
+from speculator.terminal import Progress, colours, log, phase, working
 
 
 class Terminal(io.StringIO):
@@ -39,7 +40,24 @@ def test_a_bar_in_a_pipe_is_a_line_from_time_to_time(monkeypatch):
     assert all(line.startswith(("outer: ", "inner: ", "a line")) for line in lines.splitlines())
 
 
-def test_a_short_bar_in_a_pipe_says_nothing(monkeypatch):
+def test_silent_work_prints_its_duration(monkeypatch):
+    monkeypatch.setattr(terminal, "_SECONDS", 0.02)
+    monkeypatch.setattr(terminal._Heartbeat, "_thread", None)  # that of another test may sleep for half a minute
+    monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
+    with working("eval"):
+        while "eval: 0:00:00 elapsed" not in pipe.getvalue():
+            time.sleep(0.01)
+        with Progress(title="stuck", unit="rows", total=3) as bar:
+            bar.update(2)
+            while "stuck: 2 of 3 rows" not in pipe.getvalue():
+                time.sleep(0.01)
+    time.sleep(0.1)  # a line may be in flight
+    before = pipe.getvalue()
+    time.sleep(0.1)
+    assert pipe.getvalue() == before
+
+
+def test_a_short_progress_bar_in_a_pipe_prints_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
     assert list(Progress(range(3), title="short", unit="rows")) == [0, 1, 2]
     assert not pipe.getvalue()

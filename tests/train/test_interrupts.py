@@ -74,6 +74,14 @@ def test_sigterm_to_the_workers_first_is_without_a_word(tmp_path):
     assert process.returncode == 143
 
 
+def test_a_run_says_how_to_resume(tmp_path):
+    process = start(f"interrupts.say_when_interrupted('resume'); {LONG_CALL}", tmp_path / "temporary")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[1].strip() == "resume"
+    assert process.returncode == 130
+
+
 def test_a_run_that_fails_does_not_wait_for_its_data_loaders(tmp_path):
     loading = "rows = iter(torch.utils.data.DataLoader(range(100), num_workers=1)); next(rows); sys.exit(2)"
     process = start(f"import torch; {loading}", tmp_path / "temporary")

@@ -87,7 +87,9 @@ def test_labels_off_by_one_are_detected(architecture):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.soak] * (name == "mtp")) for name in ARCHITECTURES]
+)
 def test_a_draft_vocabulary_with_all_tokens_of_the_text_loses_nothing(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape, pruned=True) == 4.0
 

@@ -142,6 +142,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
         "acceptance.png",
         "lengths.png",
         "speed.png",
+        "training.png",
     }
     ids = [(finished / stage / "wandb_id").read_text() for stage in ("stage1", "stage2")]
     runs = [path.name.split("-")[-1] for path in sorted((finished / "wandb").glob("offline-run-*"))]
@@ -154,6 +155,11 @@ def test_a_run_leaves_its_folder_as_documented(finished):
 def test_the_report_holds_what_scripts_read(finished):
     report = json.loads((finished / "eval" / "report.json").read_text())
     assert report["schema"] == 2
+    _, history = state_of(finished, 20)
+    losses, lengths = (report["training"]["stage1"][name] for name in ("loss", "acceptance length"))
+    assert losses == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
+    assert [step for step, _ in lengths] == [5, 10, 15, 20]
+    assert report["training"]["stage2"]["acceptance length"][-1][0] == 10
     assert {(row["drafter"], row["temperature"]) for row in report["suites"]} == {
         (drafter, temperature) for drafter in ("none", "head", "ngram", "adaptive") for temperature in (0.0, 1.0)
     }

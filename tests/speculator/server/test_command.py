@@ -27,13 +27,14 @@ ROOT = Path(__file__).parents[3]
         ["--port", "0", "--max_model_len", "1000000"],
         ["--ngram", "--branches", "2"],
         ["--port", "0", "--target", "/nowhere"],
+        ["--port", "0", "another_target"],
     ],
 )
 def test_wrong_flags_are_one_line(capsys, target_folder, flags):
     assert exit_code(main, ["serve", "--target", str(target_folder), *flags]) == 2
     error = capsys.readouterr().err.removeprefix(f"loading {target_folder}\n").removeprefix("loading /nowhere\n")
     assert error.count("\n") == 1
-    assert flags[-2] in error or flags[-1] in error
+    assert flags[-2] in error or flags[-1] in error or "one target" in error
 
 
 def test_a_taken_port_is_an_error_before_the_target_is_loaded(capsys, target_folder, monkeypatch):
@@ -51,8 +52,8 @@ def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
 
 
 def test_sigterm_lets_requests_in_flight_finish(target_folder):
-    command = [sys.executable, "-m", "speculator", "serve", "--target", str(target_folder), "--ngram", "--port", "0"]
-    command += ["--max_model_len", "125", "--max_num_seqs", "3"]
+    command = [sys.executable, "-m", "speculator", "serve", str(target_folder), "--ngram", "--port", "0"]
+    command += ["--served_model_name", "tiny", "--max_model_len", "125", "--max_num_seqs", "3"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr.readline().startswith("loading ")
@@ -69,7 +70,8 @@ def test_sigterm_lets_requests_in_flight_finish(target_folder):
 
         until(listens, 30)
         with httpx.Client(base_url=url, timeout=60) as client:
-            assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 125
+            (model,) = client.get("/v1/models").json()["data"]
+            assert (model["id"], model["max_model_len"]) == ("tiny", 125)
             assert client.post("/v1/completions", json={"prompt": [5] * 125}).status_code == 400
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()

@@ -5,6 +5,7 @@ import json
 import math
 import socket
 import threading
+import time
 from itertools import accumulate
 from urllib.parse import urlsplit
 
@@ -17,8 +18,9 @@ from serving_here import serving, until
 from speculator import Engine, Sampling, Target, generate
 from speculator.chat import set_template_variables
 from speculator.decoding.streaming import decode
+from speculator.server import app
 from speculator.server.app import create_app
-from speculator.server.metrics import Metrics
+from speculator.server.metrics import Metrics, Traffic
 from speculator.server.responses import ChatWriter
 from speculator.server.schema import ChatRequest
 from speculator.server.worker import StepOutput, Worker
@@ -332,6 +334,37 @@ def test_metrics_give_acceptance_length_and_rates(chat_target, drafter):
     assert accepted == sorted(accepted, reverse=True)
     assert float(page["speculator_new_tokens_total"]) == sum(map(len, made.tokens))
     assert float(page["speculator_queue"]) == 3
+
+
+def test_the_log_tells_what_the_server_does_and_nothing_when_it_is_idle(chat_target, drafter, monkeypatch, capsys):
+    monkeypatch.setattr(app, "_LOG_SECONDS", 0.2)
+    with serving(chat_target, drafter) as (url, _):
+        body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).is_success
+        until(lambda: "tokens/s" in capsys.readouterr().err, 5)
+        time.sleep(0.5)
+        capsys.readouterr()  # of the seconds in which the answer ended
+        time.sleep(0.5)
+        assert not capsys.readouterr().err
+
+
+def test_the_lines_of_traffic():
+    assert not Traffic().line(10, 0, 0)
+    line = Traffic(answers=2, tokens=52, steps=20, accepted=50).line(10, 1, 3)
+    assert line == "1 requests decoding, 3 waiting, 2 answered, 5.2 tokens/s, acceptance length 2.50"
+    assert "acceptance" not in Traffic(tokens=1).line(10, 1, 0)
+
+
+def test_a_prefill_is_no_verification_step(chat_target, drafter):
+    traffic = Traffic()
+    engine = Engine(chat_target, drafter)
+    request = engine.request(PROMPT, max_new_tokens=12, eos_token_ids=())
+    request.on_step = lambda new, _: traffic.count(request, len(new))
+    engine.enqueue(request)
+    while engine.busy:
+        engine.step()
+    assert (traffic.answers, traffic.tokens, traffic.accepted) == (1, 12, 11)
+    assert traffic.steps == len(request.steps)
 
 
 def test_metrics_count_requests(client):
