@@ -101,6 +101,7 @@ def factories(target: Target | None = None) -> dict[str, Callable[[], Drafter | 
         "auto": lambda: alternating_drafter(tiny_head().to(dtype)),
         "auto-attention": lambda: alternating_drafter(tiny_head(architecture="eagle3").to(dtype)),
         "auto-block": lambda: alternating_drafter(tiny_block_head(target)),
+        "auto-mtp": lambda: alternating_drafter(tiny_mtp_head(target)),
     }
     return {"none": lambda: None, **made, "ngram": NgramDrafter, **pruned, **early, **both, **auto}
 
@@ -123,7 +124,6 @@ GREEDY = [
     "lstm-chain",
     "lstm-tree",
     "attention-tree",
-    "mtp-tree",
     "block-chain",
     "block-tree",
     "dflash-tree",
@@ -145,6 +145,7 @@ FEW = ["none", "head-tree", "attention-tree", "block-tree", "exit-tree", "mixed-
     ("family", "names"),
     [
         *((family, GREEDY if family in ("llama", "gemma4") else FEW) for family in CONFIGS),
+        ("llama", ["mtp-tree", "auto-mtp"]),
         *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)}-drafters",
