@@ -180,6 +180,9 @@ def doubts(measured: dict[str, list[dict]], prompts: int) -> list[str]:
         "one client warmed each server up for 3 seconds: what it compiles or captures later is in the figures",
         "compare servers that decode as many requests at a time; beyond that number, clients wait",
     ]
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores + 1:
+        lines.append(f"other work ran: {load:.0f} processes wanted one of {cores} cores in the last minute")
     for name, rows in measured.items():
         for row in rows:
             where, requests = f"{name}, {row['clients']} clients", row["requests"]

@@ -18,7 +18,7 @@ from data.duplicates import NearDuplicates
 from data.onpolicy import Ends
 from speculator.chat import DATA_DAY, chat_text, chat_tokens
 from speculator.errors import UserError, refuse
-from speculator.target.model import Target
+from speculator.target.training import TrainingTarget
 
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _NGRAM, _MIN_NGRAMS = 4, 12
@@ -76,7 +76,7 @@ class UserTurns:
         ends: stop tokens and strings of a user turn; None without a chat template: the text just continues.
     """
 
-    def __init__(self, target: Target, turns: int, max_prompt_tokens: int, max_new_tokens: int):
+    def __init__(self, target: TrainingTarget, turns: int, max_prompt_tokens: int, max_new_tokens: int):
         self.tokenizer = tokenizer = target.tokenizer
         self._texts = turn_texts(tokenizer, turns > 1)
         self._special = {*tokenizer.added_tokens_decoder, *target.eos_token_ids}

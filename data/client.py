@@ -6,8 +6,10 @@ import asyncio
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,11 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.conversations import Answering, Conversation
-from data.onpolicy import ON_POLICY, record_of
+from data.onpolicy import ON_POLICY, Ends, record_of
 from data.tally import log
 from speculator.chat import end_token
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, check_secret, first_line, hide, refuse
+from speculator.target.hidden_state_servers import discard
 
 CONCURRENCY = 32
 """Concurrent requests to each server."""
@@ -42,11 +45,12 @@ def fetch_rows(
     prompts: Sequence[Conversation],
     folder: str | Path,
     *,
-    sampling: Sampling = ON_POLICY,
+    sampling: Sampling | Sequence[Sampling] = ON_POLICY,
     max_new_tokens: int = 256,
     max_prompt_tokens: int = sys.maxsize,
     concurrency: int = CONCURRENCY,
     seed: int = 0,
+    ends: Ends | None = None,
     progress: bool = True,
 ) -> Dataset:
     """Generate rows like `data.onpolicy.generate_rows`, by servers: vLLM, SGLang, llama.cpp and others.
@@ -61,7 +65,7 @@ def fetch_rows(
         tokenizer: the target's.
         prompts: prompts to continue, and conversations to answer.
         folder: see `generate_rows`; completions are stored in batches of `concurrency` rows.
-        sampling, max_new_tokens, max_prompt_tokens, seed, progress: see `generate_rows`.
+        sampling, max_new_tokens, max_prompt_tokens, seed, ends, progress: see `generate_rows`.
         concurrency: concurrent requests to each server.
 
     Raises:
@@ -75,9 +79,12 @@ def fetch_rows(
         (not bases, "no --server is given"),
         (len({*bases}) < len(bases), "--server names the same URL twice"),
     )
-    record = {"target": target, "drafter": "server", **record_of([sampling], seed, max_new_tokens, prompts)}
+    samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+    record = {"target": target, "drafter": "server", **record_of(samplings, seed, max_new_tokens, prompts)}
+    if ends:
+        record["ends"] = asdict(ends)
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
-    servers = [_Server(base, target, tokenizer, sampling, max_new_tokens) for base in bases]
+    servers = [_Server(base, target, tokenizer, samplings, max_new_tokens, ends) for base in bases]
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
         if batches := work.todo():
             todo = {batch: rows[batch] for batch in batches}
@@ -91,7 +98,8 @@ def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
     for facts in batches:
         by_server.update(facts["servers"])
     answers, speed = {"servers": dict(by_server), "answers": by_server.total()}, {"speculative": None, "plain": None}
-    return {**answers, "acceptance_length": None, "tokens_per_second": speed}
+    seconds = sum(facts["seconds"] for facts in batches)
+    return {**answers, "acceptance_length": None, "tokens_per_second": speed, "seconds": seconds}
 
 
 async def _fetch(
@@ -107,6 +115,7 @@ async def _fetch(
     available = set(servers)
     finished: dict[int, dict[int, Answering]] = {batch: {} for batch in batches}
     by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
+    written_at = time.monotonic()
 
     def drop(server: _Server, error: Exception) -> None:
         fault = server.describe(error)
@@ -142,9 +151,11 @@ async def _fetch(
             free_slots.put_nowait(server)
         finished[batch][row] = answering
         if len(finished[batch]) == len(batches[batch]):
-            made = finished.pop(batch)
+            nonlocal written_at
+            made, seconds = finished.pop(batch), time.monotonic() - written_at
             rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
-            work.write(batch, rows, servers=dict(by_server.pop(batch)))
+            work.write(batch, rows, servers=dict(by_server.pop(batch)), seconds=seconds)
+            written_at = time.monotonic()
 
     try:
         await asyncio.gather(*map(probe, servers))
@@ -162,7 +173,13 @@ class _Server:
     """A server that continues prompts. The arguments are those of `fetch_rows`."""
 
     def __init__(
-        self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
+        self,
+        base: str,
+        target: str,
+        tokenizer: PreTrainedTokenizerBase,
+        samplings: list[Sampling],
+        max_new_tokens: int,
+        ends: Ends | None = None,
     ):
         self.url = re.sub(r"//[^/]*@", "//", base)  # without a password
         try:
@@ -179,7 +196,8 @@ class _Server:
             self.client = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=_RETRIES)
         except Exception as error:  # httpx has its own error types for a wrong URL, proxy or certificate
             raise UserError(f"--server {self.url}: {first_line(error)}") from None
-        self._model, self.tokenizer, self._sampling, self._max_new_tokens = target, tokenizer, sampling, max_new_tokens
+        self._model, self.tokenizer, self._max_new_tokens = target, tokenizer, max_new_tokens
+        self._samplings, self._ends = samplings, ends
         self._end_tokens: dict[bool, int | None] = {}
         self.longest = sys.maxsize
 
@@ -207,20 +225,25 @@ class _Server:
             self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
         for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
             texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
-            if texts[0] != texts[1] or self._sampling.temperature < _WARM:
+            if texts[0] != texts[1] or self._sampling(row).temperature < _WARM:
                 return
         raise UserError(
             f"{self.url} returns the same text for two seeds: it does not sample at temperature "
-            f"{self._sampling.temperature:g}"
+            f"{self._sampling(row).temperature:g}"
         )
+
+    def _sampling(self, row: int) -> Sampling:
+        return self._samplings[row % len(self._samplings)]
 
     async def complete(
         self, row: int, ids: list[int], prompt: Conversation, seed: int, max_tokens: int | None = None
     ) -> tuple[list[int], bool]:
         """Return the tokens of the answer to `ids`, and whether it ended by itself."""
-        sampling, max_tokens = self._sampling, max_tokens or self._max_new_tokens
+        sampling, max_tokens = self._sampling(row), max_tokens or self._max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
-        samplers = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+        samplers: dict[str, Any] = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+        if self._ends:
+            samplers |= {"stop_token_ids": self._ends.eos_token_ids, "stop": self._ends.stop_strings}
         try:
             request = self.client.completions.create(
                 model=self._model,
@@ -232,6 +255,7 @@ class _Server:
                 extra_body={**samplers, "return_token_ids": True},
             )
             answer = await asyncio.wait_for(request, _REQUEST_SECONDS)
+            await asyncio.to_thread(discard, answer)
             choice = answer.choices[0]
             ended = choice.finish_reason == "stop"
             tokens = getattr(choice, "token_ids", None) or self._tokenize(

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from data.batches import Batches
 from data.chat_turns import UserTurns
-from data.conversations import Row
+from data.conversations import Conversation, Row
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
 from data.sources import parse
 from speculator.decoding.sampling import Sampling
@@ -24,6 +24,8 @@ from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
 from speculator.files import read_json
 from speculator.target.model import Target
+from speculator.target.server import ServerTarget
+from speculator.target.training import TrainingTarget
 
 SELF = "self"
 """Name of the source."""
@@ -53,7 +55,7 @@ def prompt_sampling_of(temperature: float, top_p: float, prefix: str) -> Samplin
 
 
 def self_rows(
-    target: Target,
+    target: TrainingTarget,
     drafter: Drafter | None,
     folder: str | Path,
     *,
@@ -132,20 +134,22 @@ def self_rows(
         """Run a pass; return the new tokens of each row, and the marks on those that replaced rejected ones."""
         output = work.begin() / f"{len(passes) + 1}-{what}"
         marked = mark_rejected and ends is None
-        generated = generate_rows(
-            target,
-            drafter,
-            prompts,
-            output,
-            sampling=how,
-            max_new_tokens=count,
-            batch_size=batch_size,
-            seed=seed + len(passes) * _SEED_STRIDE,
-            ends=ends,
-            progress=progress,
-            mark_rejected=marked,
-            title=what,
-        )
+        options: dict[str, Any] = {
+            "sampling": how,
+            "max_new_tokens": count,
+            "seed": seed + len(passes) * _SEED_STRIDE,
+            "ends": ends,
+            "progress": progress,
+        }
+        if isinstance(target, ServerTarget):
+            from data.client import fetch_rows  # imports openai, for a second
+
+            chats = [Conversation(each) for each in prompts]
+            generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
+        else:
+            assert isinstance(target, Target)
+            options |= {"batch_size": batch_size, "mark_rejected": marked, "title": what}
+            generated = generate_rows(target, drafter, prompts, output, **options)
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         pairs = list(zip(generated, map(len, prompts), strict=True))

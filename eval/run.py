@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from data.sources import PYTHON_SOURCES
-from eval import tracking
+from eval import serving, tracking
 from eval.decoders import OPTIONAL, Decoder, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import write_page
@@ -77,6 +77,12 @@ def build_parser() -> OneLineParser:
         "tokens, or with --rule rejection or block sampled ones (default: ours)",
     )
     parser.add_argument(
+        "--server",
+        dest="server_url",
+        metavar="URL",
+        help="measure the vLLM at this address, which serves the exported head, by its own counters",
+    )
+    parser.add_argument(
         "--rule",
         choices=Chain(1).rules,
         help="accept rule of every drafter above temperature 0; the head then drafts chains (default: each drafter's)",
@@ -113,6 +119,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     )
     check_output_folder("--output", arguments.output)
+    if arguments.server_url:
+        return serving.run(arguments)
     tracking.check(arguments.report_to)
     target = drafting.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)

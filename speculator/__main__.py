@@ -1,14 +1,15 @@
 """`speculator`, or `python -m speculator`: train a draft head, measure it, and use it.
 
-    train       train a head
-    data        prepare, generate or view training data
-    eval        measure a head: report, tune, compare, gate, lossless
-    generate    continue prompts or chat
-    serve       start a server with OpenAI's API
-    adapt       train the head on the server's answers, and load it there if it is faster
-    inspect     describe a head's folder
-    export      write a head in another checkpoint layout
-    push        upload a head to the Hugging Face hub
+    train           train a head
+    server-command  print the line that starts a server for training, and check the server
+    data            prepare, generate or view training data
+    eval            measure a head: report, tune, compare, gate, lossless
+    generate        continue prompts or chat
+    serve           start a server with OpenAI's API
+    adapt           train the head on the server's answers, and load it there if it is faster
+    inspect         describe a head's folder
+    export          write a head in another checkpoint layout
+    push            upload a head to the Hugging Face hub
 
 `speculator COMMAND --help` lists the flags.
 """
@@ -27,8 +28,9 @@ from speculator.terminal import working
 from speculator.workshop import make_importable
 
 COMMANDS = ("generate", "serve", "adapt", "inspect", "export", "push")
-WORKSHOP = ("train", "data", "eval")
+WORKSHOP = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
 """Commands of the packages of these names, which need the extra `train`."""
+_MODULES = {**WORKSHOP, "server-command": "train.server_command"}
 _SILENT = ("inspect", "export", "push")
 """Commands of `COMMANDS` that print nothing while they work."""
 _DISTRIBUTION = "speculator-llm"
@@ -39,12 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"speculator {_version()}")
-    parser.add_argument("command", choices=(*WORKSHOP, *COMMANDS))
+    parser.add_argument("command", choices=(*_MODULES, *COMMANDS))
     if not argv:
         parser.print_help()
         return 0
     command = parser.parse_args(argv[:1]).command
-    if command in WORKSHOP:
+    if command in _MODULES:
         return _workshop(command)(argv[1:])
     arguments = build_parser(command).parse_args(argv[1:])
     with working(command) if command in _SILENT else nullcontext():
@@ -61,7 +63,7 @@ def _version() -> str:
 def _workshop(command: str) -> Callable[[list[str]], int]:
     make_importable()
     try:
-        return import_module(f"{command}.__main__").main
+        return import_module(_MODULES[command]).main
     except ModuleNotFoundError as error:
         print(
             f"speculator {command}: the package {error.name} is missing: pip install '{_DISTRIBUTION}[train]'",

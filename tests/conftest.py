@@ -425,6 +425,22 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_tiny_bpe(vocab_size)), eos_token="<eos>")
 
 
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Whole reports of evaluation, whose intervals and costs are less precise."""
+    monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
+    monkeypatch.setattr("eval.decoders._COST_BLOCKS", 2)
+    monkeypatch.setattr("speculator.drafters.costs._ROUNDS", 1)
+    monkeypatch.setattr("speculator.drafters.costs._TIMED_STEPS", 1)
+
+
+@pytest.fixture
+def figures_only(quick, monkeypatch) -> None:
+    """Reports of evaluation without plots and pages, which take most of a tiny evaluation's time."""
+    monkeypatch.setattr("eval.run.render", lambda *_: None)
+    monkeypatch.setattr("eval.run.trace_suite", lambda *_: [])
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
     """Folder with a tiny Llama and its tokenizer."""

@@ -162,7 +162,7 @@ def block_breaks(w: World, case: Case) -> Breaks:
     return breaks
 
 
-def walk_breaks(w: World, case: Case) -> Breaks:
+def match_breaks(w: World, case: Case) -> Breaks:
     """u of a depth against the bounds of all tokens' intervals, at whatever node it is used."""
     breaks: Breaks = [set() for _ in range(len(case.tokens) + 1)]
     for node in range(-1, len(case.tokens)):

@@ -7,23 +7,11 @@ step, reads changing numbers from tensors only, and writes every result to its p
 from collections import Counter
 
 import torch
-from conftest import alternating_drafter, tiny_block_head, tiny_head, tiny_model
+from conftest import tiny_model
+from drafters import SHAPES
 from torch.utils import _pytree
 
-from speculator import (
-    Candidates,
-    Chain,
-    DraftModelDrafter,
-    EarlyExitDrafter,
-    Engine,
-    FixedTree,
-    HeadDrafter,
-    HybridDrafter,
-    NgramDrafter,
-    Sampling,
-    Target,
-    Tree,
-)
+from speculator import Engine, Sampling, Target
 from speculator.decoding import cuda_graphs as graphs
 from speculator.target import kv_cache as cache_module
 from speculator.target.host_sync import HostSyncs
@@ -38,59 +26,26 @@ SAMPLINGS = {
         Sampling(1.0, min_p=0.05, seed=3),
     ],
 }
-SHAPES = {
-    "chain": Chain(3),
-    "greedy-chain": Chain(3, sampled=False),
-    "tree": Tree((4, 3, 2), nodes=8),
-    "candidates": Candidates((3, 2, 1)),
-    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
-}
 NAMES = [
     "none",
-    *(f"head-{name}" for name in SHAPES),
+    *(f"head-{shape}" for shape in SHAPES if "cautious" not in shape),
     "model-chain",
     "model-tree",
     "lstm-chain",
     "pruned-tree",
     "exit-tree",
-    "eagle3-tree",
+    "attention-tree",
     "block-chain",
     "block-tree",
     "ngram",
-    "hybrid-fixed-tree",
-    "auto-eagle3",
+    "hybrid-attention-fixed-tree",
+    "adaptive-attention",
 ]
 
 
 def make_target(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Target:
     """A target with sliding and full attention layers."""
     return Target(tiny_model("gemma3").to(device, dtype), tokenizer=None)
-
-
-def make_drafter(name: str, target: Target):
-    source, _, shape = name.partition("-")
-    if source == "none":
-        return None
-    if source == "auto":
-        return alternating_drafter(tiny_head(architecture=shape).to(target.device, target.dtype))
-    if source == "ngram":
-        return NgramDrafter()
-    if source == "hybrid":
-        return HybridDrafter(make_drafter(f"eagle3-{shape}", target), NgramDrafter(2))
-    if source == "model":
-        return DraftModelDrafter(
-            Target(tiny_model("qwen3").to(target.device, target.dtype), None), target, SHAPES[shape]
-        )
-    if source == "exit":
-        return EarlyExitDrafter(target, 1, SHAPES[shape])
-    heads = {
-        "head": tiny_head,
-        "lstm": lambda: tiny_head(architecture="lstm"),
-        "eagle3": lambda: tiny_head(architecture="eagle3"),
-        "block": lambda: tiny_block_head(target),
-        "pruned": lambda: tiny_head(draft_tokens=list(range(1, 32, 2))),
-    }
-    return HeadDrafter(heads[source]().to(target.device, target.dtype), SHAPES[shape])
 
 
 class Record(HostSyncs):

@@ -13,6 +13,7 @@ import eval.__main__ as eval_
 import speculator
 from speculator.__main__ import WORKSHOP
 from speculator.errors import OneLineParser
+from train import server_command
 from train.command_line import parse
 from train.config import mapping_names, section_names
 
@@ -32,6 +33,7 @@ OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "llama-server", "
 OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
+    *("--tensor-parallel-size", "--enable-expert-parallel", "--shm-size"),  # vLLM, Docker
     "--loss",  # a column of settings
 }
 
@@ -97,6 +99,8 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert set(re.findall(r"\w+", " ".join(re.findall(r"\[.*?\]", words[-1])))) <= set(extras)
+    elif words[:2] == ["speculator", "server-command"]:
+        parse(server_command.split(words[2:])[1])
     elif words[0] == "speculator" and words[1] in WORKSHOP:
         check(["python", "-m", *words[1:]] if words[1] != "train" else ["train.py", *words[2:]], monkeypatch)
     elif words[0] == "speculator" or words[1:3] in (["-m", "speculator"], ["-m", "data"]):
@@ -143,5 +147,5 @@ def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
 def known_flags() -> set[str]:
     names = [f"speculator {name}" for name in ("generate", "serve", "adapt", "export", "inspect", "push")]
     names += [f"data {name}" for name in ("prepare", "generate", "view")]
-    names += ["train.py", "eval", "eval tune", "eval lossless", "eval compare", "eval gate"]
+    names += ["train.py", "train server_command", "eval", "eval tune", "eval lossless", "eval compare", "eval gate"]
     return {flag for name in names for action in parser_of(name)._actions for flag in action.option_strings}

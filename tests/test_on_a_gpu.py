@@ -6,8 +6,9 @@ import httpx
 import pytest
 import torch
 from conftest import tiny_block_head, tiny_head, tiny_model, tiny_tokenizer
+from drafters import make_drafter
 from make_believe_gpu import gpu
-from replays import PROMPTS, SAMPLINGS, capturing, make_drafter, texts
+from replays import PROMPTS, SAMPLINGS, capturing, texts
 from serving_here import serving
 from transformers import TrainingArguments
 
@@ -28,11 +29,11 @@ DRAFTERS = (
     "none",
     "head-chain",
     "model-chain",
-    "eagle3-tree",
+    "attention-tree",
     "block-tree",
     "ngram",
-    "hybrid-fixed-tree",
-    "auto-eagle3",
+    "hybrid-attention-fixed-tree",
+    "adaptive-attention",
 )
 
 

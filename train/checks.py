@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from data.magpie import SELF, names_self, only_self, prompt_sampling_of
 from data.sources import parse
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
 from train.config import GenerateConfig, RunConfig, StageConfig
@@ -49,7 +49,9 @@ def settings(config: RunConfig) -> None:
         raise UserError(f"data.sources names {SELF} twice")
     own = config.data.self_source
     prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
-    if config.target.parallel in SHARDED:
+    if config.target.server:
+        _server(config)
+    elif config.target.parallel in SHARDED:
         writes_nothing(config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map")
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
@@ -64,6 +66,19 @@ def settings(config: RunConfig) -> None:
         raise UserError("seed must be in 0..4294967295")
     if config.eval.max_new_tokens < 2:
         raise UserError("eval.max_new_tokens must be at least 2: the first new token comes from the prefill")
+
+
+def _server(config: RunConfig) -> None:
+    """Refuse settings of a target that runs here."""
+    target = config.target
+    refuse(
+        (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
+        (target.adapter, "target.server: servers run merged weights; merge the adapter"),
+        (
+            config.stage2.max_steps and config.stage2.rejected_token_weight is not None,
+            "stage2.rejected_token_weight needs text that is decoded here, not by target.server",
+        ),
+    )
 
 
 def writes_nothing(config: RunConfig, why: str, instead: str = "") -> None:

@@ -36,8 +36,15 @@ class TargetConfig:
     without decoding; device_map over the GPUs of one process."""
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
+    server: list[str] | str = field(default_factory=list)
+    """Base URLs of vLLM servers that run the target and give its hidden states, as started by `speculator
+    server-command`. This process then loads what is outside the layers."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as you serve it: '{enable_thinking: false}'."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.server, str):
+            self.server = [self.server]
 
 
 @dataclass

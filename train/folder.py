@@ -34,6 +34,9 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     """The settings that a result depends on."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
     del settings["data"]["num_proc"]
+    # Any servers of the target will do, so their addresses do not matter.
+    if settings["target"].pop("server"):
+        settings["target"]["server"] = True
     return settings
 
 

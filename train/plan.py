@@ -160,6 +160,7 @@ class Plan:
         if config.target.parallel == "device_map":
             raise UserError("target.parallel device_map can't be planned")
         self.config, self.place, self.text = config, place, target.get_text_config()
+        self.served = bool(config.target.server)  # its layers run elsewhere, and so does the writing of text
         sharded = config.target.parallel != "none"
         self.shards = divided(place.processes, config.target.parallel_size) if sharded else 1
         self.head = head_config(config.speculator, self.text)
@@ -193,7 +194,8 @@ class Plan:
         if self.config.target.dtype != "auto":
             return getattr(torch, self.config.target.dtype)
         stored = self.text.dtype or target.dtype
-        return stored if self.place.memory and isinstance(stored, torch.dtype) else torch.float32
+        here = self.place.memory or self.served
+        return stored if here and isinstance(stored, torch.dtype) else torch.float32
 
     def length(self, stage: str) -> int:
         """Tokens of a stage's training row."""
@@ -204,7 +206,7 @@ class Plan:
     def memory(self) -> dict[str, Counter[str]]:
         """Peak bytes of each part in one process, by phase of the run."""
         # Of N processes that share a target each has 1/N of the body, and the whole output matrix.
-        target = self.weights * self.size // self.shards
+        target = 2 * self.table * self.size if self.served else self.weights * self.size // self.shards
         if self.shards > 1:  # the output matrix is whole in every process
             target += self.table * self.size
             target -= self.table * self.size // self.shards if self.config.target.parallel == "tp" else 0
@@ -216,7 +218,7 @@ class Plan:
         training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
         needs = {name: always + training + self._micro_batch(name) for name in self.stages}
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
-        for name, own in self.writings.items():
+        for name, own in () if self.served else self.writings.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own
             needs[name] = always + (frozen if own.depth else Counter()) + self._decoding(own, caches)
         return needs
@@ -231,6 +233,8 @@ class Plan:
         widest = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
         widest = max(widest) if isinstance(widest, list | tuple) else widest or 4 * text.hidden_size
         forward = tokens * (3 * widest + 4 * text.hidden_size * parts) * self.size
+        if self.served:
+            forward = 0
         if self.shards > 1 and parts == 1:  # FSDP: a layer as received and as used
             forward += 2 * self.weights * self.size // text.num_hidden_layers
         vocab, drafted = text.vocab_size, self.head.output_size
@@ -296,7 +300,8 @@ class Plan:
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
         # 2 operations per weight in the forward pass, and 4 more in the backward pass, which the frozen target lacks.
-        target, head = 2 * self.active + attention, 6 * self.head_module.weights_per_token(self.length(name))
+        target = 0 if self.served else 2 * self.active + attention
+        head = 6 * self.head_module.weights_per_token(self.length(name))
         loss = self.config.loss
         if loss.kl or loss.total_variation or loss.lk:
             target += 2 * self.table  # the target's own distribution
@@ -311,6 +316,18 @@ class Plan:
         # At best every draft is accepted as a whole: 1 + G tokens per step.
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
+
+    def _expected(self, name: str) -> str:
+        if self.served and name in self.writings:
+            return "by the servers"
+        return _time(self.seconds(name) / _USUAL_MFU) + " without waiting for servers" * self.served
+
+    def _for_servers(self) -> str:
+        """What the servers of the target have to hold, compute and send."""
+        inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
+        state = inputs * self.text.hidden_size * self.size
+        weights = f"{gigabytes(self.weights * self.size)} GB of weights in {dtype_name(self.dtype)}"
+        return f"servers: {weights}; per token {2 * self.active / 1e9:,.1f} GFLOP and {state / 1024:,.1f} KiB of states"
 
     def disk(self) -> dict[str, int]:
         """Bytes that the run leaves on disk."""
@@ -336,7 +353,7 @@ class Plan:
         if place.memory is not None:
             memory.append(["fits", *("yes" if total <= place.memory else "NO" for total in totals)])
         work = [
-            [name, f"{count:,}", *([_time(self.seconds(name) / _USUAL_MFU)] if place.gpu else [])]
+            [name, f"{count:,}", *([self._expected(name)] if place.gpu else [])]
             for name, count in self.tokens().items()
         ]
         header = ["phase", "tokens", *(["expected time"] if place.gpu else [])]
@@ -348,6 +365,7 @@ class Plan:
                 + dtype_name(self.dtype),
                 f"head: {self.config.speculator.architecture}, {self.trained / 1e6:,.1f} million weights",
                 f"processes: {place.processes} on {place.name}{has}{shards}",
+                *([self._for_servers()] if self.served else []),
                 "",
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",

@@ -116,6 +116,7 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
         f"lr {logs['learning_rate']:.1e}",
         f"{logs['tokens_per_second']:,.0f} tokens/s",
         *([f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []),
+        *([f"{logs['waiting_for_servers']:.0%} waiting"] if "waiting_for_servers" in logs else []),
         f"{timedelta(seconds=round(logs['seconds_left']))} left",
     ]
     return ", ".join(parts)

@@ -7,8 +7,9 @@ import gc
 import json
 import os
 import shlex
+import shutil
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from data.prompts import Room, conversations
 from data.tally import Tally
 from eval import tracking
 from eval.run import evaluate, render
+from eval.serving import FORECAST, commands_for_server
 from eval.suites import Suite, from_text
 from eval.tune import write_tuning
 from speculator import HeadDrafter
@@ -41,6 +43,7 @@ from speculator.files import cache_folder, read_json
 from speculator.heads import Speculator
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
+from speculator.target.server import ServerTarget
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
 from speculator.terminal import loading, log, phase, quiet_libraries, working
@@ -54,6 +57,7 @@ from train.initialise import for_rows, new_head
 from train.plan import plan, refuse_too_large
 from train.processes import join, one_speaks
 from train.self_source import fresh_rows, with_self_written
+from train.server_command import needed_of_server
 from train.sizes import with_shorter_rows, with_sizes_of_target, with_steps
 from train.stages import curves, is_published, publish, start_tracking, train_stage
 
@@ -130,8 +134,10 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
         refuse_foreign(folder, config, state.num_processes)
     state.wait_for_everyone()
     report = folder / "eval" / "report.json"
-    if report.exists() and report.with_suffix(".md").exists() and not config.overwrite_output_dir:
-        if state.is_main_process and not (folder / "speculator" / CARD).exists():
+    card = folder / "speculator" / CARD
+    measured = report.exists() and report.with_suffix(".md").exists()
+    if (measured or (config.target.server and card.exists())) and not config.overwrite_output_dir:
+        if state.is_main_process and not card.exists():
             write_card(folder / "speculator")  # the run was killed just before
         state.print(
             f"{folder} is done; another --output_dir starts another run, --overwrite_output_dir replaces this one"
@@ -149,8 +155,17 @@ def _run(config: RunConfig, shorten: bool = False) -> None:
     refuse_too_large(config, state.num_processes)
     announce(config, _LOAD)
     target = load_target(config)
+    with closing(target) if isinstance(target, ServerTarget) else nullcontext():
+        _run_with(target, config, shorten)
+
+
+def _run_with(target: TrainingTarget, config: RunConfig, shorten: bool) -> None:
+    """Run everything with a loaded target."""
+    state, folder = PartialState(), Path(config.output_dir)
     announce(config, _PREPARE)
     checks.fits_target(config, target)
+    if isinstance(target, ServerTarget):
+        target.check(*needed_of_server(config, target.config, target.context_length), state.num_processes)
     asked, read = config, with_self_written(config, target)
     if shorten:
         read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
@@ -217,6 +232,8 @@ def _train(
             )
         if state.is_main_process:
             publish(load_any(best), head_folder)
+            if (best / FORECAST).exists():
+                shutil.copyfile(best / FORECAST, head_folder / FORECAST)
     state.wait_for_everyone()
     announce(config, _MEASURE)
     if state.is_main_process:
@@ -246,8 +263,7 @@ def summary(config: RunConfig) -> str:
     if variables := config.target.chat_template_kwargs:
         how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
     if not (folder / "eval" / "report.json").exists():  # the target only trains
-        head = shlex.quote(str(folder / "speculator"))
-        return f"head:   {head}\nexport: python -m speculator inspect {head} prints which servers load it"
+        return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
     report = json.loads((folder / "eval" / "report.json").read_text())
     trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
     lines = [
@@ -281,15 +297,20 @@ def _measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> Non
 
 
 def load_target(config: RunConfig) -> TrainingTarget:
-    """Load the configured target: a `Target`, or its training half if it can't be decoded."""
+    """Load the configured target: a `Target`, its training half if it can't be decoded, or one that servers run."""
     given = dataclasses.asdict(config.target)
-    variables = given.pop("chat_template_kwargs")
-    with loading(config.target.name_or_path):
-        target = InProcessTarget.load(given.pop("name_or_path"), **given)
+    variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
+    target: ServerTarget | InProcessTarget
+    if urls:
+        own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
+        target = ServerTarget.connect(name, urls, **own)
+    else:
+        with loading(name):
+            target = InProcessTarget.load(name, **given)
     set_template_variables(target.tokenizer, variables)
     if config.data.raw:
         target.tokenizer.chat_template = None
-    if config.target.parallel in SHARDED:
+    if isinstance(target, ServerTarget) or config.target.parallel in SHARDED:
         return target
     try:
         return Target.of(target)
@@ -392,14 +413,38 @@ def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversati
     )
 
 
+def _text_by_servers(
+    config: RunConfig, target: ServerTarget, own_prompts: list[Conversation] | None, folder: Path
+) -> datasets.Dataset:
+    from data.client import fetch_rows  # imports openai, for a second
+
+    if own_prompts is None:
+        return fresh_rows(config, target, None, folder)
+    settings = config.stage2.generate
+    return fetch_rows(
+        target.urls,
+        target.name,
+        target.tokenizer,
+        own_prompts,
+        folder,
+        sampling=checks.own_sampling(settings),
+        max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=config.data.seq_length,
+        seed=config.seed,
+    )
+
+
 def generate_own_text(
-    config: RunConfig, target: Target, head_folder: Path, own_prompts: list[Conversation] | None
+    config: RunConfig, target: TrainingTarget, head_folder: Path, own_prompts: list[Conversation] | None
 ) -> datasets.Dataset:
     """Let the target continue prompts from the training text, with the head drafting.
 
     Without prompts the target writes the prompts as well.
     """
     settings, folder = config.stage2.generate, Path(config.output_dir) / "generated"
+    if isinstance(target, ServerTarget):
+        return _text_by_servers(config, target, own_prompts, folder)
+    assert isinstance(target, Target)  # see `checks.writes_nothing`
     fixed, sampling = settings.num_speculative_tokens, checks.own_sampling(settings)
     drafter = (
         HeadDrafter(load_head(head_folder, target), fixed)

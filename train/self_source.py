@@ -20,7 +20,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.files import acquire, cache_folder, make_folder
-from speculator.target.model import Target
+from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train import checks
 from train.checkpoint import reporting_full_disk
@@ -29,7 +29,7 @@ from train.config import RunConfig
 _STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for stage 2
 
 
-def with_self_written(config: RunConfig, target: Target) -> RunConfig:
+def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
     """The config with the folder of the target's chats in the place of `self`, for those who read sources.
 
     On every process of the run. The chats are written unless they are there, after a look at the other sources.
@@ -50,14 +50,14 @@ def with_self_written(config: RunConfig, target: Target) -> RunConfig:
     return replace(config, data=replace(config.data, sources=read))
 
 
-def folder_of(config: RunConfig, target: Target) -> Path:
+def folder_of(config: RunConfig, target: TrainingTarget) -> Path:
     """Folder of the chats, named after everything that they depend on."""
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
     key = json.dumps([*who, dataclasses.asdict(config.data.self_source), config.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
-def fresh_rows(config: RunConfig, target: Target, drafter: Drafter, folder: Path) -> Dataset:
+def fresh_rows(config: RunConfig, target: TrainingTarget, drafter: Drafter | None, folder: Path) -> Dataset:
     """Write chats for stage 2 by the settings of `stage2.generate`, different from those of stage 1."""
     settings = config.stage2.generate
     made = self_rows(
@@ -83,7 +83,7 @@ def _prompt_settings(config: RunConfig) -> dict[str, Any]:
     return {"turns": own.turns, "prompt_sampling": sampling, "max_prompt_tokens": own.max_prompt_tokens}
 
 
-def _look_at(location: str, config: RunConfig, target: Target) -> None:
+def _look_at(location: str, config: RunConfig, target: TrainingTarget) -> None:
     """Read the first document of a source, because the target may write for hours before it is read."""
     tally = Tally(config.data.max_bad_rows)
     packages = config.data.max_package_bytes
@@ -92,7 +92,7 @@ def _look_at(location: str, config: RunConfig, target: Target) -> None:
         raise SourceError(f"the train split of {location} holds nothing to train on")
 
 
-def _write(config: RunConfig, target: Target, folder: Path) -> None:
+def _write(config: RunConfig, target: TrainingTarget, folder: Path) -> None:
     own, main = config.data.self_source, PartialState().is_main_process
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():

@@ -19,6 +19,7 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
+from eval.serving import write_forecast
 from eval.suites import Suite
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
@@ -26,6 +27,7 @@ from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.target.model import Target
+from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train import checkpoint, interrupts
@@ -74,6 +76,7 @@ def train_stage(
     # As the plan counts; chats may be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
+    remote = isinstance(target, ServerTarget)
     metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST
 
     def decode(head: Speculator) -> dict[str, float]:
@@ -101,7 +104,7 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(head.config, settings.rejected_token_weight),
+        data_collator=Collator(head.config, settings.rejected_token_weight, for_servers=remote),
         train_dataset=train_rows,
         eval_dataset=filled(validation_rows, batch * state.num_processes),
     )
@@ -138,6 +141,10 @@ def train_stage(
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
+        if metric == checkpoint.FORECAST:
+            step = int(best.name.removeprefix("checkpoint-"))
+            logged = (entry for entry in done["log_history"] if entry["step"] == step and metric in entry)
+            write_forecast(best_head, next(logged))
     state.wait_for_everyone()
     return best_head
 

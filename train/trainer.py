@@ -22,11 +22,13 @@ from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
 from speculator.target.linear import pack_linears
 from speculator.target.probe import not_finite
+from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
 from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
+from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookingAhead
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.progress import Pace, ProgressLine
 from train.sharded_adam import ShardedAdam
@@ -44,13 +46,14 @@ class Collator:
     Args:
         config: config of the head.
         rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
+        for_servers: add the `Documents` that servers read.
 
     Attributes:
         epoch: number of times that the rows were read before.
     """
 
-    def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None):
-        self.config, self.rejected_token_weight = config, rejected_token_weight
+    def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None, for_servers: bool = False):
+        self.config, self.rejected_token_weight, self.for_servers = config, rejected_token_weight, for_servers
         self.epoch = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -68,11 +71,13 @@ class Collator:
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
+        if self.for_servers:
+            batch[DOCUMENTS] = Documents(rows)
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights")
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -115,6 +120,7 @@ class SpeculatorTrainer(Trainer):
             self.remove_callback(callback)
         self.add_callback(ProgressLine(title))
         self.target, self.decode, self.keep = target, decode, keep
+        self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
@@ -157,7 +163,10 @@ class SpeculatorTrainer(Trainer):
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
         with self.pace.of_target(input_ids) if model.training else nullcontext():
-            hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
+            if self.look_ahead is not None:
+                hidden, states = self.look_ahead.take(inputs)
+            else:
+                hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
@@ -191,6 +200,11 @@ class SpeculatorTrainer(Trainer):
         loss = objective * scale / items.clamp_min(1)
         return (loss, metrics) if return_outputs else loss
 
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.look_ahead is not None:
+            epoch_iterator = self.look_ahead.continued(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
     def _refuse_unless_finite(self, what: str, value: float) -> None:
         """Check a figure that is on the host already: reading one in every step would stall the device."""
         if not math.isfinite(value):
@@ -220,6 +234,8 @@ class SpeculatorTrainer(Trainer):
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
             logs |= self.pace.figures(self.state, self.args.world_size)
+            if self.look_ahead is not None:
+                logs["waiting_for_servers"] = self.look_ahead.share_waited()
         # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.
         with suppress(Exception) if interrupts.stop_asked() else nullcontext():
             tracking.at_step(self.state.global_step)
@@ -231,10 +247,12 @@ class SpeculatorTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         collator: Any = self.data_collator
         epoch, collator.epoch = collator.epoch, 0  # the same training positions in every evaluation
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.look_ahead is not None:
+            dataloader = LookingAhead(dataloader, self.look_ahead)
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         collator.epoch = epoch
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")

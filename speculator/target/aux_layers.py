@@ -101,18 +101,17 @@ class AuxLayers:
 
     def check(self, wanted: Sequence[int], name: str) -> None:
         """Raise a UserError if the target of this name lacks one of the wanted layers."""
-        count, listed = len(self.layers), " ".join(map(str, wanted))
-        refuse(
-            (
-                bool(wanted) and not count,
-                f"{name}: its layers' inputs are not the hidden states that transformers reports; use a head that "
-                "reads the last hidden state, such as mlp or lstm",
-            ),
-            (
-                any(not 0 <= k < count for k in wanted),
-                f"aux_layers {listed}: {name} has {count} layers, so use 0 to {count - 1}",
-            ),
-        )
+        why = f"{name}: its layers' inputs are not the hidden states that transformers reports"
+        use = "use a head that reads the last hidden state, such as mlp or lstm"
+        refuse((bool(wanted) and not self.layers, f"{why}; {use}"))
+        check_layers(wanted, len(self.layers), name)
+
+
+def check_layers(wanted: Sequence[int], count: int, name: str) -> None:
+    """Raise a UserError unless all wanted layers are among those of a target of this name."""
+    listed = " ".join(map(str, wanted))
+    too_far = f"aux_layers {listed}: {name} has {count} layers, so use 0 to {count - 1}"
+    refuse((any(not 0 <= k < count for k in wanted), too_far))
 
 
 def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:

@@ -54,7 +54,60 @@ class _GivenHidden(nn.Module):
         return _BodyOutput(last_hidden_state=self.hidden)
 
 
-class InProcessTarget(TrainingTarget):
+class ModelHere(TrainingTarget):
+    """A training target that holds a transformers model, whole or without its layers: it computes the logits.
+
+    Attributes:
+        output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
+    """
+
+    model: Any
+    output_matrix: nn.Module | None
+
+    def _prepare_logits(self) -> None:
+        self.output_matrix = None
+        self._body = without_output_layer(self.model, self.model.base_model)
+        self._prefix = next((name for name, part in self.model.named_children() if part is self._body), "")
+        self._given = _GivenHidden(self._body)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        return self.model.generation_config
+
+    def embedding_matrix(self) -> Tensor:  # [V, D]
+        return whole(self.model.get_input_embeddings().weight)
+
+    def output_layer(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
+        """Compute the model's own logits of hidden states.
+
+        Without an `output_matrix`, the model's forward pass runs with its body replaced by the hidden states, which
+        keeps logit scaling and soft-capping.
+        """
+        if self.output_matrix is not None:
+            return self.output_matrix(hidden).to(hidden.device)
+        # As one row of a batch: a token's logits depend on its own state alone.
+        self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
+        setattr(self.model, self._prefix, self._given)
+        try:
+            logits = self.model(inputs_embeds=self._given.hidden, use_cache=False).logits
+        finally:
+            setattr(self.model, self._prefix, self._body)
+        return logits.view(*hidden.shape[:-1], -1).to(hidden.device)
+
+
+class InProcessTarget(ModelHere):
     """A causal LM whose hidden states this process computes, alone or with the other processes of a group.
 
     `hidden` is always the state after the final norm, [B, T, D]: the input of the lm_head. The model's own code
@@ -71,7 +124,6 @@ class InProcessTarget(TrainingTarget):
         original_attention: the model's attention implementation before, for `set_attn_implementation`.
         document_attention: attention and layout that read several documents in a row exactly; None if none does.
         aux_layers: the auxiliary hidden states between its layers.
-        output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
 
     Raises:
         UserError: its logits are not those of its hidden states, or not finite.
@@ -94,11 +146,8 @@ class InProcessTarget(TrainingTarget):
             make_whole(model.get_output_embeddings())
         pack_linears(self.model)
         self.aux_layers = AuxLayers(model)
-        self.output_matrix: nn.Module | None = None
         self.document_attention: tuple[Any, Layout] | None = None
-        self._body = without_output_layer(model, model.base_model)
-        self._prefix = next((name for name, part in model.named_children() if part is self._body), "")
-        self._given = _GivenHidden(self._body)
+        self._prepare_logits()
         probe_training(self)
         self.fingerprint = fingerprint(model)
 
@@ -160,24 +209,6 @@ class InProcessTarget(TrainingTarget):
         vars(target).update(vars(half))
         return target
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def generation_config(self) -> GenerationConfig | None:
-        return self.model.generation_config
-
-    def embedding_matrix(self) -> Tensor:  # [V, D]
-        return whole(self.model.get_input_embeddings().weight)
-
-    def output_layer(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
-
     def check_aux_layers(self, wanted: Sequence[int]) -> None:
         self.aux_layers.check(wanted, self.name)
 
@@ -220,21 +251,3 @@ class InProcessTarget(TrainingTarget):
         with using_attention(self.model, attention), self.aux_layers.selecting(own):
             output = self._body(**layout(self.model, tokens, documents), use_cache=False)
         return own(output.last_hidden_state)
-
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
-        """Compute the model's own logits of hidden states.
-
-        Without an `output_matrix`, the model's forward pass runs with its body replaced by the hidden states, which
-        keeps logit scaling and soft-capping.
-        """
-        if self.output_matrix is not None:
-            return self.output_matrix(hidden).to(hidden.device)
-        # As one row of a batch: a token's logits depend on its own state alone.
-        self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
-        setattr(self.model, self._prefix, self._given)
-        try:
-            logits = self.model(inputs_embeds=self._given.hidden, use_cache=False).logits
-        finally:
-            setattr(self.model, self._prefix, self._body)
-        return logits.view(*hidden.shape[:-1], -1).to(hidden.device)

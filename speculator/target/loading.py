@@ -28,7 +28,7 @@ from speculator.target.sharding import Group, check_heads
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 # Parts of a checkpoint that text does not pass through: MTP layers and the towers of multimodal models.
-_OTHER_PARTS = "mtp", "vision", "visual", "image", "video", "audio", "speech", "multi_modal"
+OTHER_PARTS = "mtp", "vision", "visual", "image", "video", "audio", "speech", "multi_modal"
 
 
 def read_target(
@@ -49,7 +49,7 @@ def read_target(
             warnings.simplefilter("ignore")  # torch warns before errors that are reported here
             where = {**located(name, revision), "trust_remote_code": trust_remote_code}
             if not is_gguf(name) and (name.startswith((".", "/")) or Path(name).exists()):
-                _check_folder(Path(name))
+                check_folder(Path(name))
             tokenizer = AutoTokenizer.from_pretrained(**where)
             config = AutoConfig.from_pretrained(**where)
             if isinstance(place, Group):
@@ -133,7 +133,7 @@ def add_adapter(model: Any, adapter: str) -> None:
         raise UserError(f"can't add the adapter {adapter!r} to {model.config.name_or_path}: {reason}") from None
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     missing = f"no {CONFIG} in {folder}, so not the folder of a model"
     if (folder / ADAPTER).is_file():
         missing += f"; its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"
@@ -144,7 +144,7 @@ def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatch
     """Raise a UserError unless the files hold all weights of the model, in its shapes, and no others."""
     text = model.config.get_text_config()
     mtp_layers = range(getattr(text, "num_nextn_predict_layers", 0) or 0)
-    other_parts = [*_OTHER_PARTS, *(rf"\blayers\.{text.num_hidden_layers + i}\." for i in mtp_layers)]
+    other_parts = [*OTHER_PARTS, *(rf"\blayers\.{text.num_hidden_layers + i}\." for i in mtp_layers)]
     unread = [key for key in unexpected_keys if not re.search("|".join(other_parts), key)]
     scheme = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
     # A method that transformers knows has turned the dict into an object.

@@ -18,7 +18,7 @@ class Case:
     Attributes:
         command: `train`, `data`, `eval` or `speculator` with its flags, as a shell splits them. A word in capitals that
             names a shared input (TARGET, MLP, ...) stands for its path.
-        keyword: a word that the line must contain.
+        keyword: words that the line must contain.
         files: files that the command finds in its working folder, by name; a name that ends in / is a folder.
     """
 

@@ -1,15 +1,20 @@
-"""Damaged targets and heads: each function changes one thing in a copy of a good folder."""
+"""Damaged targets, heads and checkpoints: each function changes one thing in a copy of a good folder."""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import tiny_tokenizer
 from safetensors.torch import load_file, save_file
+
+from speculator.files import MANIFEST
 
 Damage = Callable[[Path], None]
 
@@ -51,14 +56,52 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return damage
 
 
-def cut(name: str) -> Damage:
-    """Drop the second half of a file."""
+def changed(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """Change a file's bytes."""
 
     def damage(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
 
     return damage
+
+
+def cut(name: str) -> Damage:
+    """Drop the second half of a file."""
+    return changed(name, lambda raw: raw[: len(raw) // 2])
+
+
+def flipped(name: str, at: float = 0.5) -> Damage:
+    """Flip a bit of the byte at this part of a file: 0 is the first byte, 1 the last."""
+
+    def change(raw: bytes) -> bytes:
+        place = int(at * (len(raw) - 1))
+        return raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :]
+
+    return changed(name, change)
+
+
+class Touch:
+    """A pickle that makes a folder when it is opened."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def pickled(folder: Path) -> None:
+    """Store the weights as a pickle with code in it."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"w": Touch(), "x": "0" * 10**6}))
+
+
+def without_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": {"x": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_folder(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
 
 
 def damaged_copy(good: Path, damage: Damage, workdir: Path) -> None:
@@ -78,6 +121,10 @@ TARGETS: dict[str, Damage] = {
     "model that is not causal": config(model_type="bert"),
     "code of its own": config(model_type="own", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "e.M"}),
     "another hidden_size": config(hidden_size=64),
+    "fewer layers than stored": config(num_hidden_layers=1),
+    "a shard missing": without_a_shard,
+    "a pickle with code": pickled,
+    "tokenizer of another vocabulary": lambda folder: tiny_tokenizer(400).save_pretrained(folder),
     "no tokenizer": replaced("tokenizer.json", None),
     "cut tokenizer": cut("tokenizer.json"),
 }
@@ -90,9 +137,29 @@ HEADS: dict[str, Damage] = {
     **BOTH,
     "architecture of a target": config(architectures=["LlamaForCausalLM"]),
     "n_predict 0": config(n_predict=0),
+    "n_predict of a hundred million": config(n_predict=10**8),
+    "a pickle with code": pickled,
     "another emb_dim": config(emb_dim=33),
     "too large draft_vocab_size": config(draft_vocab_size=10**6),
 }
+CHECKPOINTS: dict[str, Damage] = {
+    "no manifest": replaced(MANIFEST, None),
+    "half a manifest": cut(MANIFEST),
+    "a manifest of bytes": replaced(MANIFEST, bytes(range(128, 256))),
+    "an empty manifest": replaced(MANIFEST, "{}"),
+    "a list for a manifest": replaced(MANIFEST, '["model.safetensors"]'),
+    "empty weights": replaced("model.safetensors", ""),
+    "a flipped bit": flipped("model.safetensors"),
+    "a missing file": replaced("trainer_state.json", None),
+    "a folder for a file": as_folder,
+}
+KEYWORDS = {
+    "fewer layers than stored": "layers",
+    "a shard missing": "00002",
+    "tokenizer of another vocabulary": "400",
+    "n_predict of a hundred million": "n_predict",
+}
+"""Words that the error must contain, next to the folder's name."""
 TUNED: dict[str, Damage] = {
     "empty": replaced("decoding.json", ""),
     "length too large": replaced("decoding.json", '{"settings": [{"temperature": 0, "num_speculative_tokens": 99}]}'),

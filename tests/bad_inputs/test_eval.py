@@ -31,7 +31,16 @@ FLAGS = [
     *flags(
         f"eval lossless {COMMON} --suite TEXT", {"--rule multi_candidate": "multi_candidate", "--samples 0": "samples"}
     ),
-    *flags(f"eval tune {COMMON} --suite TEXT", {"--batch_size 0": "batch_size", "--output no/such.json": "no"}),
+    *flags(
+        f"eval tune {COMMON} --suite TEXT",
+        {
+            "--batch_size 0": "batch_size",
+            "--max_new_tokens 0": "--max_new_tokens",
+            "--speculator nowhere": "no folder",
+            "--output no/such.json": "no",
+            "--output .": "not a regular file",
+        },
+    ),
 ]
 ROWS = [
     {"prompt": 7},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bad_inputs.cases import NOT_TEXT, Case, bad_files, flags, table
-from bad_inputs.damages import HEADS, TARGETS, TEMPLATES, TUNED, damaged_copy
+from bad_inputs.damages import HEADS, KEYWORDS, TARGETS, TEMPLATES, TUNED, damaged_copy
 
 GENERATE = "speculator generate --target TARGET --max_new_tokens 4"
 PROMPT = f"{GENERATE} --prompt 'import os'"
@@ -66,7 +66,7 @@ def test_a_wrong_flag_or_prompt_is_one_line(case, fails_in_one_line):
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_damaged_target_is_one_line(name, fails_in_one_line, inputs, workdir):
     damaged_copy(inputs["TARGET"], TARGETS[name], workdir)
-    fails_in_one_line(Case(f"{PROMPT} --target ./damaged", "damaged"))
+    fails_in_one_line(Case(f"{PROMPT} --target ./damaged", f"damaged {KEYWORDS.get(name, '')}"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -78,7 +78,7 @@ def test_a_bad_template_is_one_line(name, fails_in_one_line, inputs, workdir):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_damaged_head_is_one_line(name, fails_in_one_line, inputs, workdir):
     damaged_copy(inputs["MLP"], HEADS[name], workdir)
-    fails_in_one_line(Case(f"{PROMPT} --speculator ./damaged", "damaged"))
+    fails_in_one_line(Case(f"{PROMPT} --speculator ./damaged", f"damaged {KEYWORDS.get(name, '')}"))
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -12,7 +12,7 @@ from train.command_line import parse
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
-def test_a_recipe_s_steps_are_measured_beside_the_plan(architecture):
+def test_the_steps_of_a_recipe_are_measured_next_to_the_plan(architecture):
     options = {"mlp": "{}", "eagle3": "{aux_layers: [0, 1]}", "dspark": "{aux_layers: [0, 1], anchors: 8}"}
     flags = {"--speculator.architecture": architecture, "--speculator.options": options[architecture]}
     flags |= {

@@ -24,7 +24,8 @@ def test_a_server_answers_every_request(target_folder, tmp_path):
     assert all(row["requests"] and not row["failed"] for row in rows)
 
 
-def test_a_chart_comes_with_what_makes_it_invalid(tmp_path):
+def test_a_chart_comes_with_what_makes_it_invalid(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
     good = {"clients": 1, "requests": 9, "failed": 0, "failures": [], "short": 0, "tokens_per_second": 40.0}
     good["user_tokens_per_second"] = 45.0
     bad = good | {"clients": 8, "failed": 2, "failures": ["ConnectError: refused"], "short": 3}
@@ -33,5 +34,7 @@ def test_a_chart_comes_with_what_makes_it_invalid(tmp_path):
     assert [line.partition(": ")[0] for line in lines] == ["ours, 8 clients"] * 3 + ["ours"]
     for part, line in zip(("refused", "3 of 9", "9 requests only", "18 requests for 9 prompts"), lines, strict=True):
         assert part in line
+    monkeypatch.setattr("os.getloadavg", lambda: (900.0, 0.5, 0.5))
+    assert any("900 processes" in line for line in serving.doubts({"ours": [good]}, 9))
     serving.draw({"ours": [good, bad]}, "a CPU", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"

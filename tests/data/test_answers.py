@@ -236,7 +236,7 @@ def test_answers_that_share_a_context_share_a_row():
 
 
 @pytest.mark.parametrize("name", ["counts the turns", "shortens what lies behind"])
-def test_a_template_that_changes_what_lies_behind_needs_a_row_for_each_answer(name):
+def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_each_answer(name):
     turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     template = {
         "counts the turns": "{{ messages | length }} turns\n" + CHATML,
@@ -447,6 +447,6 @@ def test_a_template_that_reminds_of_its_tools_after_every_chat_gives_the_reminde
     assert answers_of(rows) == [[CALL.removesuffix(END)]]
 
 
-def test_what_follows_the_first_end_token_is_not_the_answers():
+def test_tokens_after_the_first_end_token_are_not_of_the_answer():
     template = HEAD + "{{ m.content or '' }}" + CALLS + "{% if m.tool_calls %}" + CLOSES + "{% endif %}" + TAIL + ASK
     assert answers_of(rows_of(tokenizer_of(template), messages=TOOLS[:4])) == [[CALL, "It is 22." + END]]

@@ -96,25 +96,7 @@ def test_view_shows_a_prepared_row_document_by_document(target, capsys):
     assert max(map(max, stored["document_ids"])) > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--output", "no/rows"], "no folder"),
-        (["--output", "rows", "--max_tokens", "8"], "--max_tokens"),
-        (["--output", "rows", "--seq_length", "1"], "--seq_length"),
-        (["--output", "rows", "--max_package_bytes", "-5"], "--max_package_bytes"),
-        (["--output", "rows", "--max_bad_rows", "1.5"], "--max_bad_rows"),
-        (["--output", "rows", "--sources", "chats.jsonl@0.5", "target"], "target has no weight"),
-    ],
-)
-def test_wrong_input_of_prepare_is_one_line_and_writes_nothing(target, tmp_path, flags, message, capfd):
-    assert prepare(target, *flags) == 2
-    error = capfd.readouterr().err.splitlines()[-1]
-    assert re.match(f"data prepare: .*{message}", error)
-    assert not (tmp_path / "rows").exists()
-
-
-def test_view_says_when_there_are_more_rows(target, capsys):
+def test_view_prints_when_there_are_more_rows(target, capsys):
     assert main(["view", "chats.jsonl", "--target", target]) == 0
     assert "--rows" in capsys.readouterr().err
     assert main(["view", "chats.jsonl", "--target", target, "--rows", "200"]) == 0

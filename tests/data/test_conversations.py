@@ -53,7 +53,7 @@ def spans(mask: list[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def test_every_answer_is_what_the_target_says_after_its_own_answers(target, chats_file, tmp_path):
+def test_every_answer_follows_the_targets_own_earlier_answers(target, chats_file, tmp_path):
     """Checked against one chat at a time, rendered anew for every turn, without slots, prefix sharing and a draft."""
     chats, tokenizer = chats_of(chats_file, target.tokenizer), target.tokenizer
     sizes = {"vocab_size": target.vocab_size, "emb_dim": 32, "inner_dim": 16, "n_predict": 3}

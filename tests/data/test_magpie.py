@@ -112,28 +112,6 @@ def test_a_text_is_repetitive_if_most_ngrams_repeat():
     assert not is_repetitive(list(range(20)) + list(range(12)))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--sources", "self", "x.jsonl"], "--sources self"),
-        (["--server", "http://127.0.0.1:9"], "--server"),
-        (["--max_prompt_tokens", "0"], "--max_prompt_tokens"),
-        (["--prompt_top_p", "2"], "--prompt_top_p must be in (0, 1]"),
-        (
-            ["--turns", "2", "--max_new_tokens", "9", "--max_prompt_tokens", "9"],
-            "no chat template",
-        ),
-    ],
-)
-def test_wrong_flags_are_one_line_and_leave_nothing(target_folder, tmp_path, capsys, flags, message):
-    words = ["--target", str(target_folder), "--output", str(tmp_path / "out"), "--sources", "self", *flags]
-    assert main(["generate", *words]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data generate: ")]
-    assert len(said) == 1
-    assert message in said[0]
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_command_prints_the_number_of_dropped_prompts(model, tmp_path, capsys):
     folder = save(chatty(model), tmp_path / "target")
     sizes = ["--max_rows", "60", "--max_prompt_tokens", "24", "--max_new_tokens", "12", "--batch_size", "8"]
@@ -150,7 +128,7 @@ def test_the_command_prints_the_number_of_dropped_prompts(model, tmp_path, capsy
 def test_a_chat_ends_if_the_next_user_turn_does_not_fit(model, tmp_path, context_length):
     target = chatty(model)
     target.context_length = context_length
-    assert made(target, tmp_path / "out", turns=4)
+    assert made(target, tmp_path / "out", turns=4, rows=16)
 
 
 def test_lengths_that_do_not_fit_the_context_are_an_error_before_decoding(model, tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ def _prepare_in_a_process(source, queue):
 
 
 def test_processes_that_come_together_share_one_preparation(source, tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # a spawned process imports torch for seconds
     queue = context.Queue()
     processes = [context.Process(target=_prepare_in_a_process, args=(source, queue)) for _ in range(2)]
     for process in processes:

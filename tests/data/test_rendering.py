@@ -152,7 +152,7 @@ def test_every_token_of_a_text_has_loss():
     assert document["loss_mask"] == [1] * len(document["input_ids"])
 
 
-def test_tokens_are_taken_as_they_are_and_cut_at_their_documents():
+def test_token_rows_are_unchanged_and_separate_documents():
     parts = rendered(tiny_tokenizer(), input_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], document_ids=[0, 0, 1, 1])
     columns = [(part["input_ids"], part["loss_mask"]) for part in parts]
     assert columns == [([5, 6], [1, 1]), ([7, 8], [0, 1])]

@@ -46,7 +46,7 @@ def report_of(target, suite, folder, head=None, **options) -> dict:
     return evaluate(target, head or talking_head(), [suite], folder, **settings)
 
 
-def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path):
+def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path, quick):
     rows = [("a", ["one two"]), ("a", ["three", "four"]), ("a", ["five"]), ("b", ["six", "seven"])]
     target = talking_target()
     suite = load_suite(questions(tmp_path, *rows), target, prompt_tokens=8, max_prompts=9, max_new_tokens=16)
@@ -68,7 +68,7 @@ def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path):
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)  # no NaN
 
 
-def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decoding(tmp_path):
+def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decoding(tmp_path, figures_only):
     target = talking_target()
     suite = load_suite(
         questions(tmp_path, ("a", ["one", "two"])), target, prompt_tokens=8, max_prompts=9, max_new_tokens=8
@@ -91,7 +91,7 @@ def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decodin
         assert all(prompts == [[*suite.prompts[0], *first_answer, *question]] for _, prompts in second)
 
 
-def test_an_answer_ends_where_the_target_ends_it(tmp_path):
+def test_an_answer_ends_where_the_target_ends_it(tmp_path, figures_only):
     """Chats stop at EOS in every decoder, and the next turn omits it; continuations of text do not stop."""
     plain = talking_target()
     talk = Prompt([{"role": "user", "content": "one"}], ["two"])
@@ -115,7 +115,7 @@ def test_an_answer_ends_where_the_target_ends_it(tmp_path):
     assert all(timed.tokens[0] == free for timed in again.timed.values())
 
 
-def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
+def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path, figures_only):
     target = talking_target()
     rows = questions(tmp_path, ("a", ["one", "two " * 60, "three"]), ("a", ["four"]))
     suite = load_suite(rows, target, prompt_tokens=8, max_prompts=9, max_new_tokens=16)
@@ -125,7 +125,7 @@ def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path):
     assert any("2 turns left out" in line for line in report["warnings"])
 
 
-def test_batches_give_every_prompt_its_own_text(tmp_path):
+def test_batches_give_every_prompt_its_own_text(tmp_path, figures_only):
     """Transformers pads prompts of different lengths; greedy completions are the same alone and in batches."""
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]])
@@ -157,7 +157,7 @@ def test_acceptance_by_context_by_hand():
     assert by_context([(62, [Step(3, 2, 2)])], None) == []
 
 
-def test_steps_beyond_the_trained_length_warn(tmp_path):
+def test_steps_beyond_the_trained_length_warn(tmp_path, figures_only):
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[1, 2, 3, 4]])
     for trained, expected in ((10, 1), (1000, 0)):
@@ -174,7 +174,7 @@ def test_a_prediction_that_is_off_by_more_than_15_percent_warns(predicted, count
     assert len(warnings([row])) == count
 
 
-def test_several_draft_lengths_and_every_baseline(tmp_path):
+def test_several_draft_lengths_and_every_baseline(tmp_path, quick):
     target = talking_target()
     target.tokenizer.save_pretrained(tmp_path / "small")
     target.model.save_pretrained(tmp_path / "small")
@@ -201,7 +201,7 @@ def test_several_draft_lengths_and_every_baseline(tmp_path):
     assert (tmp_path / "out" / "draft_lengths.png").exists()
 
 
-def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch):
+def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch, quick):
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[1, 2, 3], [4, 5, 6]])
 
@@ -232,7 +232,7 @@ def test_figures_by_hand():
     assert figures["acceptance_by_position"] == [3 / 4, 2 / 3, 1 / 2]
 
 
-def test_answers_of_chats_end_where_the_target_ends_them_and_texts_go_on(target):
+def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
     head, prompts, count = tiny_head(), [[1, 2, 3, 4], [5, 6, 7, 8]], 24
     texts = generate(target, None, prompts, max_new_tokens=count, eos_token_ids=()).tokens
     end = texts[0][7]

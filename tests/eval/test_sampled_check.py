@@ -46,7 +46,7 @@ def test_a_wrong_distribution_of_either_token_is_seen_though_every_pair_is_rare(
     assert homogeneity(pairs(4000, generator, *fair), pairs(4000, generator, *wrong))[2] < 1e-6
 
 
-def test_the_deviation_said_to_be_seen_is_seen():
+def test_the_stated_detectable_deviation_is_detected():
     """16 equal cells, every second one too likely: at the stated deviation nearly all tests fail, at a third few."""
     generator = torch.Generator().manual_seed(0)
     samples, cells = 4000, 16

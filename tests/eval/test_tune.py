@@ -2,14 +2,14 @@
 
 import itertools
 import json
-from math import prod
+from math import inf, prod
 
 import pytest
 import torch
 from conftest import tiny_head
 
 from eval.__main__ import main
-from eval.tune import best_tree, lookup_acceptance, rank_acceptance
+from eval.tune import best_tree, lookup_acceptance, rank_acceptance, table
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, load_drafter
 from speculator.drafters import price
 from speculator.drafters.tuning import measured_on, rates_by_depth
@@ -109,26 +109,13 @@ def test_tune_writes_what_generate_then_drafts_with(target_folder, text_file, tm
     assert generate(target, drafter, [[1, 2, 3]], max_new_tokens=16).tokens == plain
 
 
+def test_a_draft_that_was_not_timed_has_no_speedup():
+    row = {"temperature": 0, "draft": "tree", "tokens": 1.2, "cost": inf, "speedup": 0.0, "best": False}
+    assert "| not timed | not timed |" in table([row])
+
+
 def test_lookups_are_right_as_often_as_the_text_repeats_itself():
     """Where nothing is known, a third of the lookups counts as right."""
     chances = lookup_acceptance([([3, 4, 5], [3, 4, 5] * 20), ([9], [8])])
     assert chances[-1] > 0.95
     assert lookup_acceptance([([1, 2, 3, 4], [5, 6, 7, 8, 9])]) == pytest.approx([1 / 3] * 8)
-
-
-def test_wrong_input_is_one_line(target_folder, tmp_path, capsys):
-    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=8)).save_pretrained(tmp_path / "head")
-    capsys.readouterr()
-    command = ["tune", "--target", str(target_folder), "--speculator", str(tmp_path / "head"), "--prompt_tokens", "8"]
-    suite = tmp_path / "suite.jsonl"
-    suite.write_text("".join(f'{{"prompt": "import os, sys, re # {i}"}}\n' for i in range(3)))
-    for flags, message in (
-        (["--suite", str(suite), "--max_new_tokens", "0"], "--max_new_tokens"),
-        (["--speculator", str(tmp_path / "nowhere")], "no folder"),
-        (["--output", str(tmp_path)], "not a regular file"),
-    ):
-        assert main([*command, *flags]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-        assert not (tmp_path / "head" / "decoding.json").exists()

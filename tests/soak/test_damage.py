@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 from bad_inputs.conftest import COMMANDS
+from bad_inputs.damages import Damage, cut, flipped, replaced
 from conftest import exit_code
 from soak.running import outcome, rows_of, train_argv
 
 SMALL = {"stage1.max_steps": 10, "stage2.max_steps": 5, "stage2.generate.max_rows": 24, "eval.max_prompts": 1}
-DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
-    "cut": lambda raw: raw[: len(raw) // 2],
-    "flipped": lambda raw: raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :],
-    "deleted": lambda raw: None,
+DAMAGES: dict[str, Callable[[str], Damage]] = {
+    "cut": cut,
+    "flipped": flipped,
+    "deleted": lambda name: replaced(name, None),
 }
 
 
@@ -66,19 +67,17 @@ def test_damage_is_reported_or_harmless(name, inputs, workdir, capfd):
         command, *argv = scene.argv(folder, inputs)
         return exit_code(COMMANDS[command], argv), capfd.readouterr().err
 
-    def resume_with(damaged: str, change: Callable[[bytes], bytes | None]) -> tuple[int, str]:
+    def resume_with(damage: Damage) -> tuple[int, str]:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(whole, copy)
         for part in scene.removed:
             shutil.rmtree(copy / part)
-        if damaged:
-            content = change((copy / damaged).read_bytes())
-            (copy / damaged).unlink() if content is None else (copy / damaged).write_bytes(content)
+        damage(copy)
         return run(copy)
 
     code, error = run(whole)
     assert code == 0, error
-    code, error = resume_with("", bytes)
+    code, error = resume_with(lambda folder: None)
     assert code == 0, error
     expected, faults = scene.result(copy), []
     paths = sorted(path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file())
@@ -86,10 +85,10 @@ def test_damage_is_reported_or_harmless(name, inputs, workdir, capfd):
         gone = any(path.startswith(f"{part}/") for part in scene.removed)
         if gone or path.endswith((".lock", "README.md")) or not re.match(scene.files, path):
             continue
-        for kind, change in DAMAGES.items():
+        for kind, damage in DAMAGES.items():
             if not (whole / path).stat().st_size:
                 continue
-            code, error = resume_with(path, change)
+            code, error = resume_with(damage(path))
             # A damaged checkpoint is passed over with a warning: the next one is another result.
             warned = f"{(copy / path).parent}" in error
             if code not in (0, 2) or "Traceback" in error:

@@ -1,15 +1,15 @@
-"""Targets and heads whose files do not fit together, contain code, or belong to other weights."""
+"""Code that comes with a target, checksums of a published head, and a head for other weights.
 
-import json
+`tests/bad_inputs` has damaged targets and heads.
+"""
+
 import logging
-import os
-import pickle
 import shutil
 
 import pytest
 import torch
-from conftest import _SHAPE, exit_code, tiny_head, tiny_model, tiny_tokenizer
-from safetensors.torch import load_file, save_file
+from bad_inputs.damages import config, fields, flipped
+from conftest import _SHAPE, exit_code, tiny_head, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.rendering import load_tokenizer
@@ -33,16 +33,6 @@ def head_folder(tmp_path):
     return tmp_path / "head"
 
 
-def edit(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def edit_weights(folder, change):
-    file = folder / "model.safetensors"
-    save_file({name: change(tensor) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-
-
 def refused(folder, capsys) -> str:
     """Run `generate` and return its one line of error."""
     capsys.readouterr()
@@ -50,43 +40,6 @@ def refused(folder, capsys) -> str:
     line = capsys.readouterr().err
     assert line.count("\n") == 1, line
     return line
-
-
-class Touch:
-    """A pickle that does something when it is opened."""
-
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-def as_pickle(folder, content):
-    (folder / "model.safetensors").unlink()
-    with (folder / "pytorch_model.bin").open("wb") as file:
-        pickle.dump(content, file)
-
-
-def as_shards(folder, **weight_map):
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-DAMAGED_TARGETS = {
-    "fewer layers than stored": (lambda f: edit(f, num_hidden_layers=1), "layers"),
-    "another tokenizer": (lambda f: tiny_tokenizer(400).save_pretrained(f), "400"),
-    "a shard missing": (lambda f: as_shards(f, x="model-00002-of-00002.safetensors"), "00002"),
-    "a pickle with code": (lambda f: as_pickle(f, {"w": Touch(), "x": "0" * 10**6}), "target"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_TARGETS)
-def test_a_damaged_target_is_one_line(folder, monkeypatch, tmp_path, capsys, damage):
-    monkeypatch.chdir(tmp_path)
-    change, word = DAMAGED_TARGETS[damage]
-    change(folder)
-    line = refused(folder, capsys)
-    assert word in line
-    assert str(folder) in line
-    assert not (tmp_path / "executed").exists()
 
 
 # --- code that comes with a model
@@ -100,10 +53,9 @@ def with_code(folder, tmp_path, monkeypatch):
     code += "from transformers import LlamaForCausalLM as OwnModel, LlamaTokenizer as OwnTokenizer\n"
     (folder / "own.py").write_text(code)
     auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}
-    edit(folder, model_type="own", auto_map=auto)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config.update(tokenizer_class="OwnTokenizer", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    config(model_type="own", auto_map=auto)(folder)
+    tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    fields("tokenizer_config.json", **tokenizer)(folder)
     yield folder
     assert not (tmp_path / "executed").exists()
 
@@ -121,35 +73,10 @@ def test_code_of_a_tokenizer_or_base_is_not_run_either(with_code):
     assert known_config(config) is None
 
 
-# --- heads
-
-
-DAMAGED_HEADS = {
-    "a hundred million steps": (lambda f: edit(f, n_predict=10**8), "n_predict"),
-    "a pickle with code": (lambda f: as_pickle(f, {"w": Touch()}), "pytorch_model.bin"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_HEADS)
-def test_a_damaged_head_is_one_line(head_folder, monkeypatch, tmp_path, capsys, damage):
-    monkeypatch.chdir(tmp_path)
-    change, word = DAMAGED_HEADS[damage]
-    change(head_folder)
-    capsys.readouterr()
-    assert main(["inspect", str(head_folder)]) == 2
-    line = capsys.readouterr().err
-    assert word in line
-    assert line.count("\n") == 1
-    assert not (tmp_path / "executed").exists()
-
-
 def test_a_published_head_is_verified_by_its_checksums(head_folder, capsys):
     write_manifest(head_folder)
     assert main(["inspect", str(head_folder)]) == 0
-    weights = head_folder / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1  # still a number
-    weights.write_bytes(content)
+    flipped("model.safetensors", at=1)(head_folder)  # still a number
     capsys.readouterr()
     assert main(["inspect", str(head_folder)]) == 2
     assert "checksum" in capsys.readouterr().err

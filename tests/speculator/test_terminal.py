@@ -40,7 +40,7 @@ def test_a_bar_in_a_pipe_is_a_line_from_time_to_time(monkeypatch):
     assert all(line.startswith(("outer: ", "inner: ", "a line")) for line in lines.splitlines())
 
 
-def test_silent_work_says_how_long_it_has_taken(monkeypatch):
+def test_silent_work_prints_its_duration(monkeypatch):
     monkeypatch.setattr(terminal, "_SECONDS", 0.02)
     monkeypatch.setattr(terminal._Heartbeat, "_thread", None)  # that of another test may sleep for half a minute
     monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
@@ -57,7 +57,7 @@ def test_silent_work_says_how_long_it_has_taken(monkeypatch):
     assert pipe.getvalue() == before
 
 
-def test_a_short_bar_in_a_pipe_says_nothing(monkeypatch):
+def test_a_short_progress_bar_in_a_pipe_prints_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
     assert list(Progress(range(3), title="short", unit="rows")) == [0, 1, 2]
     assert not pipe.getvalue()

@@ -22,7 +22,7 @@ def lines(*rows: dict) -> list[str]:
     return headlines({"suites": [{**row("none", 1.0), "acceptance_length": 1.0}, *rows]})
 
 
-def test_the_head_comes_first_and_adaptive_drafting_beside_it():
+def test_the_verdict_begins_with_the_head_and_then_adaptive_drafting():
     warm = row("head", 1.2, 1.5, temperature=1.0)
     alone, adaptive, _ = lines(row("head", 1.4, 2.26), warm, row("ngram", 1.3), row("adaptive", 1.62))
     assert alone == (
@@ -67,7 +67,7 @@ def test_a_verdict_names_the_next_step(rows, verdict):
     assert ("lookup" in said) == ("lookup" in verdict)
 
 
-def test_without_a_head_the_fastest_drafter_is_named_and_suites_are_told_apart():
+def test_without_a_head_the_fastest_drafter_of_each_suite_is_named():
     assert lines(row("ngram", 1.3)) == [
         "n-gram lookup is 1.30 (1.25 to 1.35) times as fast as plain decoding at temperature 0"
     ]

@@ -1,8 +1,10 @@
+"""Which checkpoint a run resumes from."""
+
 import errno
-import json
 import shutil
 
 import pytest
+from bad_inputs.damages import CHECKPOINTS
 from safetensors import SafetensorError
 
 from speculator.errors import UserError
@@ -21,55 +23,13 @@ def stage(tmp_path):
     return tmp_path
 
 
-def test_the_newest_whole_one_is_taken_by_number(stage):
+def test_a_run_resumes_from_the_checkpoint_of_the_highest_step(stage):
     assert newest(stage) == (stage / "checkpoint-20", [])
 
 
-def cut_off(folder):
-    (folder / MANIFEST).unlink()
-
-
-def truncate(folder):
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def flip_a_bit(folder):
-    raw = bytearray((folder / "model.safetensors").read_bytes())
-    raw[0] ^= 1
-    (folder / "model.safetensors").write_bytes(raw)
-
-
-def lose_a_file(folder):
-    (folder / "trainer_state.json").unlink()
-
-
-def half_a_manifest(folder):
-    (folder / MANIFEST).write_text(json.dumps({"a": "b"})[:4])
-
-
-def other_than_a_manifest(folder):
-    (folder / MANIFEST).write_text('["model.safetensors"]')
-
-
-def an_empty_manifest(folder):
-    (folder / MANIFEST).write_text("{}")
-
-
-def a_manifest_of_bytes(folder):
-    (folder / MANIFEST).write_bytes(bytes(range(128, 256)))
-
-
-def a_file_of_another_kind(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").mkdir()
-
-
-HARM = [cut_off, truncate, flip_a_bit, lose_a_file, half_a_manifest, other_than_a_manifest, an_empty_manifest]
-
-
-@pytest.mark.parametrize("harm", [*HARM, a_manifest_of_bytes, a_file_of_another_kind])
-def test_a_damaged_one_is_passed_over_and_said_so(stage, harm):
-    harm(stage / "checkpoint-20")
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_damaged_checkpoint_is_skipped_with_one_line(stage, name):
+    CHECKPOINTS[name](stage / "checkpoint-20")
     found, lines = newest(stage)
     assert found == stage / "checkpoint-10"
     assert len(lines) == 1
@@ -80,7 +40,7 @@ def test_a_damaged_one_is_passed_over_and_said_so(stage, harm):
 @pytest.mark.parametrize(
     "name", ["checkpoint-30.bak", "checkpoint-best", "checkpoint-030", "checkpoint-", "checkpoint-٣٠"]
 )
-def test_folders_of_other_names_are_not_looked_at(stage, name):
+def test_folders_with_other_names_are_ignored(stage, name):
     shutil.copytree(stage / "checkpoint-5", stage / name)
     (stage / "checkpoint-40").touch()  # a file
     assert newest(stage) == (stage / "checkpoint-20", [])
@@ -98,7 +58,7 @@ def test_folders_of_other_names_are_not_looked_at(stage, name):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_no_room_is_a_line_that_names_the_path_whoever_finds_out(tmp_path, error):
+def test_a_full_disk_is_one_line_that_names_the_path_whichever_library_reports_it(tmp_path, error):
     with (
         pytest.raises(UserError, match=f"can't write {tmp_path}: .*; the same command resumes"),
         reporting_full_disk(tmp_path),
@@ -108,9 +68,9 @@ def test_no_room_is_a_line_that_names_the_path_whoever_finds_out(tmp_path, error
         raise RuntimeError("other")
 
 
-def test_nothing_whole_means_from_the_start(stage):
+def test_without_an_undamaged_checkpoint_a_run_starts_again(stage):
     for step in (5, 10, 20):
-        cut_off(stage / f"checkpoint-{step}")
+        (stage / f"checkpoint-{step}" / MANIFEST).unlink()
     found, lines = newest(stage)
     assert found is None
     assert len(lines) == 3

@@ -120,7 +120,7 @@ def test_a_wrong_file_is_one_line_that_names_the_key(tmp_path, capsys, text, key
     assert key in refuse(["--config", str(file)], capsys)
 
 
-def test_anchors_and_merges_are_taken(tmp_path):
+def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("stage1: &one\n  learning_rate: 1e-3\n  max_steps: 40_000\nstage2:\n  <<: *one\n  max_steps: 5\n")
     config = parse(["--config", str(file)])
@@ -174,6 +174,12 @@ def test_whatever_a_setting_is_given_the_answer_is_a_config_or_one_line(capsys):
 def test_checkpoints_are_saved_at_every_evaluation_by_default():
     assert parse(["--stage1.eval_steps", "70"]).stage1.save_steps == 70
     assert parse(["--stage1.eval_steps", "70", "--stage1.save_steps", "140"]).stage1.save_steps == 140
+
+
+def test_a_recipe_is_found_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flags in (["--config", "configs/dspark.yaml"], ["--config=configs/dspark.yaml"]):
+        assert parse([*flags, "--target.name_or_path", "M"]).speculator.architecture == "dspark"
 
 
 def test_a_target_without_a_config_gets_the_recipe_for_any_model():

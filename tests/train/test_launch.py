@@ -67,7 +67,7 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
     assert node == 1
 
 
-def test_the_group_waits_as_long_as_it_says(monkeypatch):
+def test_the_process_group_has_the_documented_timeout(monkeypatch):
     given = {}
     monkeypatch.setattr(processes, "PartialState", lambda **kwargs: given.update(kwargs))
     processes.join()
@@ -75,7 +75,7 @@ def test_the_group_waits_as_long_as_it_says(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_a_launcher_that_would_take_the_head_apart_is_refused(monkeypatch, variable):
+def test_launchers_that_shard_the_head_are_refused(monkeypatch, variable):
     monkeypatch.setattr(processes, "PartialState", lambda **_: None)
     monkeypatch.setenv(variable, "false")
     processes.join()
@@ -97,7 +97,7 @@ LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by pe
         (RuntimeError("a defect"), "0", None, "a defect"),
     ],
 )
-def test_who_only_suffers_from_an_end_leaves_it_to_others_to_say(monkeypatch, error, local_rank, waits, said):
+def test_only_the_process_that_caused_the_end_prints_it_at_once(monkeypatch, error, local_rank, waits, said):
     waited = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(interrupts, "wait_for_end", waited.append)
@@ -214,7 +214,7 @@ def test_a_process_killed_on_another_machine_ends_those_of_this_one(launch):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_of_one_process_is_one_line_and_what_was_saved_is_whole(launch, rank):
+def test_a_full_disk_of_one_process_is_one_line_and_checkpoints_stay_valid(launch, rank):
     launchers, ranks, folder = launch(1)
     resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (1000, 1000))
     (said,) = ended(launchers, ranks)

@@ -131,6 +131,17 @@ def test_a_sharded_target_takes_less_of_each_process(target_folder):
     assert whole.memory()["stage1"]["moments"] / 2 <= moments < whole.memory()["stage1"]["moments"]
 
 
+def test_of_a_target_in_servers_a_process_holds_the_two_matrices():
+    flags = ["--config", "configs/llama-3.1-8b-instruct-eagle3.yaml", "--plan", "8xH100"]
+    here, served = (Plan(parse([*flags, *more]), LLAMA, H100) for more in ([], ["--target.server", "http://a:8000"]))
+    assert served.memory()["stage1"]["target's weights"] == 2 * 128_256 * 4096 * 2
+    assert set(served.memory()) <= {"stage1", "stage2"}
+    saved = here.seconds_per_token("stage1") - served.seconds_per_token("stage1")
+    assert saved * 989e12 == pytest.approx(2 * here.active, rel=0.1)  # attention is the rest
+    # Three auxiliary layers and the last one, in bfloat16.
+    assert "per token 15.0 GFLOP and 32.0 KiB of states" in str(served)
+
+
 def test_the_fullest_process_counts_when_moments_are_shared_as_whole_tensors():
     assert largest_share([6, 5, 4, 3], 2) == 9
     assert largest_share([8, 1, 1], 2) == 8

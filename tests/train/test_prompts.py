@@ -77,7 +77,7 @@ def test_prompts_of_a_run_are_those_of_a_suite_of_its_chats(chat_target, tmp_pat
         ),
     ],
 )
-def test_what_does_not_fit_is_known_before_the_folder_is_taken(
+def test_prompts_that_do_not_fit_are_an_error_before_the_folder_is_created(
     chat_target, tmp_path, monkeypatch, long, flags, message
 ):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))

@@ -23,7 +23,7 @@ ROWS = [
 ]
 
 
-def test_rows_become_weights_where_one_is_given():
+def test_marked_tokens_get_the_configured_weight():
     assert "token_weights" not in Collator(CONFIG)(ROWS)
     weights = Collator(CONFIG, 2.5)(ROWS)["token_weights"]
     assert weights.tolist() == [[1, 1, 1, 2.5, 1, 2.5, 1, 2.5], [1, 1, 1, 1, 2.5, 1, 1, 1]]
@@ -31,7 +31,7 @@ def test_rows_become_weights_where_one_is_given():
     assert torch.equal(Collator(CONFIG, 2.5)(without)["token_weights"], torch.ones(2, 8))
 
 
-def test_the_trainers_loss_counts_refused_tokens_as_often_as_it_says(target, tmp_path):
+def test_the_loss_weighs_tokens_after_rejected_drafts_as_configured(target, tmp_path):
     head = tiny_head().train()
     how = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
     trainer = SpeculatorTrainer(model=head, target=target, loss=LossConfig(), decode=lambda _: {}, args=how)
@@ -60,7 +60,7 @@ class Begun(BaseException):
 
 
 @pytest.mark.parametrize(("stage", "weight"), [("stage1", None), ("stage2", 3.0)])
-def test_only_stage_2_weighs(target, tmp_path, monkeypatch, stage, weight):
+def test_stage_1_has_no_token_weights_unless_configured(target, tmp_path, monkeypatch, stage, weight):
     def begin(*, data_collator, **_):
         raise Begun(data_collator.rejected_token_weight)
 

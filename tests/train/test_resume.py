@@ -12,7 +12,9 @@ import datasets
 import pytest
 import torch
 import yaml
+from bad_inputs.damages import flipped
 from conftest import RECURRENT_RUNS, overflow_at, tiny_head
+from kills import Killed
 from mtp_models import config_of, model_of, mtp_of, save
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,12 +113,6 @@ def history(folder: Path) -> list[dict]:
     return [{k: v for k, v in entry.items() if not any(word in k for word in timing)} for entry in entries]
 
 
-def flip_a_bit(file: Path) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
-
-
 def by_tokens_per_step(stage: Path) -> list[int]:
     """Steps, the best first."""
     entries = [entry for entry in history(stage / "checkpoint-16") if checkpoint.METRIC in entry]
@@ -135,7 +131,7 @@ def test_a_target_that_overflows_in_float16_is_named(run, target_folder, tmp_pat
 
 
 @pytest.mark.parametrize("calls", [7, 9])
-def test_sigterm_saves_a_checkpoint_and_the_next_call_goes_on_bit_identically(
+def test_sigterm_saves_a_checkpoint_and_the_next_call_resumes_bit_identically(
     finished, run, tmp_path, monkeypatch, capfd, calls
 ):
     """Between two lines of the log, at steps 6 and 8: an evaluation after step 4 asks too, and one after step 8."""
@@ -202,16 +198,10 @@ def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:
     return folder, settings
 
 
-class Killed(BaseException):
-    """Ends a run at once, in this process."""
-
-
 @pytest.mark.parametrize(
     "killed", [pytest.param(False, id="SIGTERM"), pytest.param(True, id="killed", marks=pytest.mark.soak)]
 )
-def test_an_attention_head_goes_on_bit_identically_in_either_stage(
-    run, attention, tmp_path, monkeypatch, capfd, killed
-):
+def test_every_head_resumes_bit_identically_in_either_stage(run, attention, tmp_path, monkeypatch, capfd, killed):
     """Stopped in the middle of both stages, with a checkpoint of the last step or without."""
     finished, settings = attention
     stopped = tmp_path / "stopped"
@@ -257,7 +247,7 @@ def test_a_stop_at_an_evaluation_between_checkpoints_does_not_change_which_is_th
     assert best.name == "checkpoint-8"
 
 
-def test_a_checkpoint_that_was_cut_short_is_passed_over_for_the_one_before(unfinished, finished, run, capfd):
+def test_a_truncated_checkpoint_is_skipped_for_the_one_before(unfinished, finished, run, capfd):
     damaged = unfinished / "stage1" / "checkpoint-16"
     (damaged / "model.safetensors").write_bytes(weights(damaged)[:1000])
     assert run(unfinished) == 0
@@ -270,9 +260,9 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over_for_the_one_before(unfin
     assert weights(unfinished / "speculator") == weights(finished / "speculator")
 
 
-def test_a_damaged_best_checkpoint_is_passed_over_for_the_next_best(unfinished, run, capfd):
+def test_a_damaged_best_checkpoint_is_skipped_for_the_next_best(unfinished, run, capfd):
     best, second, *_ = by_tokens_per_step(unfinished / "stage1")
-    flip_a_bit(unfinished / "stage1" / f"checkpoint-{best}" / "model.safetensors")
+    flipped("model.safetensors", at=1)(unfinished / "stage1" / f"checkpoint-{best}")
     assert run(unfinished) == 0
     line = f"skipping {unfinished}/stage1/checkpoint-{best}: model.safetensors does not match its checksum"
     assert line in capfd.readouterr().err
@@ -280,13 +270,13 @@ def test_a_damaged_best_checkpoint_is_passed_over_for_the_next_best(unfinished, 
 
 
 @pytest.mark.parametrize("name", ["stage1/speculator", "speculator"])
-def test_a_damaged_head_is_made_anew(finished, run, tmp_path, capfd, name):
+def test_a_damaged_head_is_written_again(finished, run, tmp_path, capfd, name):
     folder = tmp_path / "damaged"
     shutil.copytree(finished, folder)
     shutil.rmtree(folder / "eval")
     if name == "stage1/speculator":
         shutil.rmtree(folder / "speculator")
-    flip_a_bit(folder / name / "model.safetensors")
+    flipped("model.safetensors", at=1)(folder / name)
     assert run(folder) == 0
     said = capfd.readouterr().err
     assert f"{folder}/{name}: model.safetensors does not match its checksum; it is written again" in said
@@ -294,7 +284,7 @@ def test_a_damaged_head_is_made_anew(finished, run, tmp_path, capfd, name):
     assert manifest_error(folder / name) is None
 
 
-def test_copies_of_checkpoints_are_left_alone_and_a_moved_run_goes_on(unfinished, run, tmp_path, monkeypatch, capfd):
+def test_a_moved_run_resumes_and_copies_of_checkpoints_stay(unfinished, run, tmp_path, monkeypatch, capfd):
     """Under a relative name from another folder, with copies beside the checkpoints, from the middle of the stage."""
     folder = tmp_path / "elsewhere" / "renamed"
     folder.parent.mkdir()
@@ -313,14 +303,14 @@ def test_copies_of_checkpoints_are_left_alone_and_a_moved_run_goes_on(unfinished
     assert all(weights(copy) == weights(stage / "checkpoint-4") for copy in copies)
 
 
-def test_old_checkpoints_go_but_for_the_best_and_copies_stay(tmp_path):
+def test_old_checkpoints_are_deleted_except_the_best_and_copies(tmp_path):
     for name in ("checkpoint-4", "checkpoint-8", "checkpoint-12", "checkpoint-16", "checkpoint-2.bak"):
         (tmp_path / name).mkdir()
     checkpoint.rotate(tmp_path, 2, best_step=4, newest_step=16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-16", "checkpoint-2.bak", "checkpoint-4"]
 
 
-def test_a_damaged_checkpoint_that_was_passed_over_takes_the_place_of_no_whole_one(tmp_path):
+def test_a_skipped_damaged_checkpoint_does_not_displace_an_undamaged_one(tmp_path):
     for step in (4, 8, 16):  # the last is damaged, and training went on from 4
         (tmp_path / f"checkpoint-{step}").mkdir()
     checkpoint.rotate(tmp_path, 2, best_step=4, newest_step=8)
@@ -351,7 +341,7 @@ def test_another_target_of_the_same_sizes_under_the_same_name_is_refused(tmp_pat
         claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:4567", "training rows": "45"})
 
 
-def test_what_nothing_was_made_by_yet_may_change(tmp_path, capsys):
+def test_settings_of_stages_that_have_not_begun_may_change(tmp_path, capsys):
     folder = tmp_path / "run"
     claim(folder, parse([]), 1)
     other = parse(["--stage2.max_steps", "7", "--stage2.generate.batch_size", "3", "--report_to", "none"])
@@ -369,7 +359,7 @@ def test_what_nothing_was_made_by_yet_may_change(tmp_path, capsys):
         refuse_foreign(folder, parse(["--stage1.max_steps", "7"]), 1)
 
 
-def test_with_other_processes_a_step_has_as_many_rows_or_a_line_says_how_many(tmp_path, capsys):
+def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_path, capsys):
     folder = tmp_path / "run"
     four, two = (parse(["--stage1.gradient_accumulation_steps", count]) for count in ("4", "2"))
     claim(folder, four, 1)
@@ -400,7 +390,7 @@ def test_two_runs_in_a_folder_are_refused(tmp_path):
             pass
 
 
-def test_without_room_for_a_checkpoint_one_line_names_it_and_with_room_it_goes_on(finished, run, tmp_path, capfd):
+def test_a_full_disk_is_one_line_and_with_room_the_run_resumes(finished, run, tmp_path, capfd):
     folder = tmp_path / "full"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
@@ -426,7 +416,7 @@ def test_a_run_whose_loss_is_not_finite_keeps_finite_checkpoints_only(run, tmp_p
         assert all(weight.isfinite().all() for weight in load_file(kept / "model.safetensors").values())
 
 
-def test_a_pass_does_not_read_its_loss_from_the_device(run, tmp_path, monkeypatch):
+def test_a_training_step_does_not_wait_for_its_loss(run, tmp_path, monkeypatch):
     """Nor anything else; but transformers looks whether a row is packed, once, before the target's first layer."""
     reads = []
     theirs = "find_packed_sequence_indices"
@@ -449,7 +439,7 @@ def test_a_pass_does_not_read_its_loss_from_the_device(run, tmp_path, monkeypatc
     assert not any(reads)
 
 
-def test_overwriting_a_link_replaces_what_it_leads_to(unfinished, run, tmp_path):
+def test_overwriting_a_link_replaces_the_linked_folder(unfinished, run, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(unfinished)
     (unfinished / "generated").mkdir()
@@ -474,7 +464,7 @@ def test_a_damaged_record_is_one_line(tmp_path, content):
         refuse_foreign(tmp_path, parse([]), 1)
 
 
-def test_a_config_that_is_not_a_runs_is_no_licence_to_delete(tmp_path):
+def test_a_folder_with_a_foreign_config_is_not_overwritten(tmp_path):
     (tmp_path / "config.yaml").write_text("settings:\n  theme: dark\n")
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(UserError, match=r"was not written by train\.py"):
@@ -505,7 +495,7 @@ def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
     assert said.count("\n") == 1
 
 
-def test_batches_are_the_same_whoever_collates_them(tmp_path):
+def test_batches_do_not_depend_on_the_number_of_loaders(tmp_path):
     rows = datasets.Dataset.from_dict({"input_ids": [[7 * i + j for j in range(3 + i % 4)] for i in range(40)]})
     rows.save_to_disk(str(tmp_path / "rows"))
     rows = datasets.load_from_disk(str(tmp_path / "rows"))

@@ -10,6 +10,7 @@ from chat_targets import chatty, save, tiny_llama
 from conftest import tiny_head
 from datasets import load_from_disk
 from filelock import FileLock
+from kills import killed_at
 
 from data import magpie
 from data.prepare import cache_folder
@@ -95,7 +96,7 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
     assert 0.3 < own / len(packed) < 0.7
 
 
-def test_what_chats_depend_on_names_their_folder(chat_folder, target, tmp_path):
+def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, target, tmp_path):
     config = config_of(chat_folder, tmp_path / "run")
     others = [{"seed": 1}, {"data.self_source.max_rows": 99}, {"data.self_source.temperatures": "[0.0, 1.0]"}]
     folders = {folder_of(config_of(chat_folder, tmp_path / "run", **other), target) for other in [{}, *others]}
@@ -144,25 +145,17 @@ def test_a_rehearsal_writes_nothing(chat_folder, tmp_path, capsys):
     assert not cache_folder().exists()
 
 
-def test_chats_go_on_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
+def test_chats_resume_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
     config = config_of(chat_folder, tmp_path / "run")
     whole = list(load_from_disk(str(Path(with_self_written(config, target).data.sources[0]) / "rows")))
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "again"))
-    made = []
-
-    def killed(*arguments, **settings):
-        made.append(settings["title"])
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        return generate(*arguments, **settings)
-
-    generate = magpie.generate_rows
-    monkeypatch.setattr(magpie, "generate_rows", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at(magpie, "generate_rows", call=1):
         with_self_written(config, target)
+    made, generate = [], magpie.generate_rows
+    monkeypatch.setattr(magpie, "generate_rows", lambda *a, **how: made.append(how["title"]) or generate(*a, **how))
     assert not (folder_of(config, target) / "manifest.json").exists()
     assert list(load_from_disk(str(Path(with_self_written(config, target).data.sources[0]) / "rows"))) == whole
-    assert made == ["prompts", "answers", "prompts", "answers"]
+    assert made == ["prompts", "answers"]
 
 
 def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target, tmp_path):

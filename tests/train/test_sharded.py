@@ -125,7 +125,7 @@ def test_four_processes_hold_two_targets(target_folder, whole, tmp_path):
 
 
 @pytest.mark.soak
-def test_moments_in_shards_go_on_on_another_number_of_processes(target_folder, tmp_path):
+def test_sharded_moments_resume_on_another_number_of_processes(target_folder, tmp_path):
     alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48, logging_steps=LOGGED)
     alone.train()
     for processes, steps in ((1, 2), (2, 4), (4, 6)):
@@ -162,7 +162,7 @@ def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch
         Group("tp", 4)
 
 
-def test_heads_that_cannot_be_divided_are_said(whole):
+def test_attention_heads_that_cannot_be_divided_are_named(whole):
     with pytest.raises(UserError, match="2 key heads"):
         check_heads("tiny", whole.config, 4)
 
@@ -180,7 +180,7 @@ def test_a_model_sharded_elsewhere_is_not_decoded():
 
 
 @torch.no_grad()
-def test_a_target_laid_over_several_places_says_the_same(target_folder, tmp_path):
+def test_a_target_with_an_offloaded_layer_gives_the_same_text(target_folder, tmp_path):
     """By accelerate's hooks: on a machine without GPUs a layer lies on the disk."""
     layout = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     layout |= {"model.layers.0": "cpu", "model.layers.1": "disk"}

@@ -157,7 +157,7 @@ def test_a_warm_start_is_checked_and_counted_as_it_is_trained(tmp_path, layers):
 
 
 @pytest.mark.parametrize("flag", ["--speculator.architecture=mlp", "--speculator.draft_vocab_size=0"])
-def test_a_flag_beside_a_warm_start_counts_if_it_is_the_default(target, tmp_path, flag, capsys):
+def test_a_flag_that_contradicts_a_warm_start_is_an_error_even_with_its_default_value(target, tmp_path, flag, capsys):
     shape = ATTENTION if "architecture" in flag else {}
     new_head(config(**shape), target, ROWS).save_pretrained(tmp_path)
     with pytest.raises((SystemExit, UserError)) as refusal:

@@ -72,7 +72,7 @@ def test_the_rows_of_a_draft_vocabulary_are_stored(base, tmp_path):
     assert "embed_tokens.weight" not in stored
 
 
-def test_what_servers_must_be_told_is_written_twice(tmp_path):
+def test_both_formats_of_settings_for_servers_are_written(tmp_path):
     made = head()
     save(made, tmp_path / "head", layout_of("dspark", made))
     written = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -179,7 +179,7 @@ def test_a_head_that_would_draft_something_else_is_refused(tmp_path, changes, er
         load_any(foreign(tmp_path / "head", head(), changes))
 
 
-def test_the_export_says_which_server_does_not_load_a_head():
+def test_export_names_the_servers_that_do_not_load_the_head():
     def refusing(made, name):
         return {
             server.name: server.how for server in layout_of(name, made).servers(made.config, "F") if not server.loads

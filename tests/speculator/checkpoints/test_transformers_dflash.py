@@ -50,7 +50,7 @@ def test_a_head_is_the_same_after_it_was_written_and_read(target, tmp_path):
         ({**DFLASH, "aux_layers": [0, 1]}, "aux_layers 0"),
     ],
 )
-def test_what_the_class_has_not_is_refused(target, tmp_path, changes, reason):
+def test_options_without_a_counterpart_in_transformers_are_refused(target, tmp_path, changes, reason):
     made = tiny_block_head(target, **changes)
     with pytest.raises(UserError, match=reason):
         save(made, tmp_path / "head", layout_of("transformers", made))

@@ -252,7 +252,7 @@ def test_shared_noise_under_rejection_sampling_is_wrong(shared):
 # ---- engines
 
 
-def test_a_text_goes_on_where_it_was_cut():
+def test_a_text_in_two_parts_equals_the_whole():
     """The noise belongs to the position: what was said, given as a prompt, is continued by the same tokens."""
     target, sampling = Target(tiny_model(scale=2.0).double(), None), Sampling(1.0, seed=11)
     whole = generate(target, None, [PROMPTS[0]], sampling, max_new_tokens=30).tokens[0]

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CONFIGS, Oracle, tiny_head, tiny_model
-from replays import NAMES, PROMPTS, SAMPLINGS, Double, Record, capturing, early_end, make_drafter, make_target, texts
+from drafters import make_drafter
+from replays import NAMES, PROMPTS, SAMPLINGS, Double, Record, capturing, early_end, make_target, texts
 from transformers import AutoModelForCausalLM
 
 from eval.timing import Engines, Timed, time_ours
@@ -50,21 +51,27 @@ class Comparison(Double):
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [*((name, "sampled") for name in NAMES), ("none", "greedy"), ("head-tree", "greedy"), ("auto-eagle3", "greedy")],
+    [
+        *((name, "sampled") for name in NAMES),
+        ("none", "greedy"),
+        ("head-tree", "greedy"),
+        ("adaptive-attention", "greedy"),
+    ],
 )
 def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, monkeypatch):
     """With cache buckets, then with replays; one row, and a batch whose rows end at different times."""
     target = make_target()
     for rows in (1, 4):
-        eos = early_end(texts(target, make_drafter(name, target), sampling, rows))
-        expected = texts(target, make_drafter(name, target), sampling, rows, eos)
+        whole = texts(target, make_drafter(name, target), sampling, rows)
+        eos = early_end(whole)
+        expected = [row[: next((i for i, token in enumerate(row, 1) if token in eos), len(row))] for row in whole]
         assert len({len(row) for row in expected}) > 1 or rows == 1
         with monkeypatch.context() as patch:
             patch.setitem(cache_module.BUCKETS, "cpu", 16)
             assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
             capturing(patch, Double)
             assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
-            assert Double.made >= (1 if name == "auto-eagle3" else 2)  # its shapes take turns
+            assert Double.made >= (1 if name == "adaptive-attention" else 2)  # its shapes take turns
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +80,7 @@ def test_steps_of_one_bucket_launch_the_same(name, monkeypatch):
     capturing(monkeypatch, Comparison)
     target = make_target()
     texts(target, make_drafter(name, target), "sampled", rows=3)
-    assert Comparison.made >= (1 if name == "auto-eagle3" else 2)
+    assert Comparison.made >= (1 if name == "adaptive-attention" else 2)
 
 
 def test_the_double_detects_host_numbers_and_device_waits(target, monkeypatch):
@@ -128,7 +135,7 @@ def test_an_engine_keeps_its_graphs(monkeypatch):
         ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
     ]
-    for name in ("head-chain", "hybrid-fixed-tree"):
+    for name in ("head-chain", "hybrid-attention-fixed-tree"):
         alone = [
             generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
             for prompts, settings, count in turns
@@ -190,7 +197,7 @@ def test_requests_join_and_leave_captured_steps(monkeypatch):
     prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
     settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
     limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
-    for name in ("none", "model-tree", "hybrid-fixed-tree"):
+    for name in ("none", "model-tree", "hybrid-attention-fixed-tree"):
         expected = [
             generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
             for prompt, own, limit in zip(prompts, settings, limits, strict=True)
@@ -419,7 +426,15 @@ def on_gpu(monkeypatch, request) -> Target:
     "name",
     [
         *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree"),
-        *("eagle3-chain", "eagle3-tree", "block-chain", "block-tree", "ngram", "hybrid-fixed-tree", "auto-eagle3"),
+        *(
+            "eagle3-chain",
+            "attention-tree",
+            "block-chain",
+            "block-tree",
+            "ngram",
+            "hybrid-attention-fixed-tree",
+            "adaptive-attention",
+        ),
     ],
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS)

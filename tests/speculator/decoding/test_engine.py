@@ -5,18 +5,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, Oracle, tiny_block_head, tiny_head, tiny_model
+from conftest import VOCAB, Oracle, tiny_head, tiny_model
+from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
 from speculator import (
     Candidates,
     Chain,
     DraftModelDrafter,
-    EarlyExitDrafter,
     Engine,
     FixedTree,
     HeadDrafter,
-    HybridDrafter,
     NgramDrafter,
     Sampling,
     Target,
@@ -282,19 +281,17 @@ def double_target() -> Target:
     return Target(tiny_model("gemma3").double(), tokenizer=None)
 
 
-DRAFTERS = {
-    "none": lambda target: None,
-    "tree": lambda target: HeadDrafter(tiny_head().double(), Tree((3, 2, 2), 8)),
-    "candidates": lambda target: HeadDrafter(tiny_head().double(), Candidates((3, 2))),
-    "model-tree": lambda target: DraftModelDrafter(
-        Target(tiny_model("qwen3").double(), None), target, Tree((3, 2, 2), 8)
-    ),
-    "ngram": lambda target: NgramDrafter(),
-    "eagle3": lambda target: HeadDrafter(tiny_head(architecture="eagle3").double()),
-    "block": lambda target: HeadDrafter(tiny_block_head(target)),
-    "hybrid": lambda target: HybridDrafter(chain(), NgramDrafter()),
-    "exit-tree": lambda target: EarlyExitDrafter(target, 1, Tree((3, 2, 2), 4)),
-}
+DRAFTERS = [
+    "none",
+    "head-tree",
+    "head-candidates",
+    "model-tree",
+    "ngram",
+    "attention-chain",
+    "block-chain",
+    "hybrid-head-chain",
+    "exit-tree",
+]
 
 
 def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
@@ -314,10 +311,10 @@ def test_a_completion_does_not_depend_on_admission_time_or_batch_mates(name):
     target = double_target()
     prompts, settings, limits = ragged(14)
     expected = [
-        generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=limit)
+        generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit)
         for prompt, own, limit in zip(prompts, settings, limits, strict=True)
     ]
-    engine = Engine(target, DRAFTERS[name](target), slots=3, chunk=7)
+    engine = Engine(target, make_drafter(name, target), slots=3, chunk=7)
     draw, requests = random.Random(1), []
     for prompt, own, limit in zip(prompts, settings, limits, strict=True):
         requests.append(engine.submit(prompt, own, max_new_tokens=limit))
@@ -343,9 +340,11 @@ def test_a_completion_does_not_depend_on_admission_time_or_batch_mates(name):
 def test_max_batch_size_changes_no_completion(name):
     target = double_target()
     prompts, settings, limits = ragged(9)
-    whole = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits)
+    whole = generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=limits)
     for size in (1, 4):
-        made = generate(target, DRAFTERS[name](target), prompts, settings, max_new_tokens=limits, max_batch_size=size)
+        made = generate(
+            target, make_drafter(name, target), prompts, settings, max_new_tokens=limits, max_batch_size=size
+        )
         assert (made.tokens, made.steps) == (whole.tokens, whole.steps)
     with pytest.raises(UserError, match="max_batch_size"):
         generate(target, None, prompts, max_batch_size=0)
@@ -357,9 +356,9 @@ def test_max_batch_size_changes_no_completion(name):
 def test_chunked_prefill_equals_whole_prefill(name):
     target = double_target()
     prompts = [[i % 32 for i in range(50)], [3, 1, 4], [i * 7 % 32 for i in range(64)]]
-    expected = generate(target, DRAFTERS[name](target), prompts, Sampling(0.8), max_new_tokens=20)
+    expected = generate(target, make_drafter(name, target), prompts, Sampling(0.8), max_new_tokens=20)
     for chunk in (1, 5) if name == "none" else (5,):
-        engine = Engine(target, DRAFTERS[name](target), slots=3, chunk=chunk)
+        engine = Engine(target, make_drafter(name, target), slots=3, chunk=chunk)
         made = engine.generate(prompts, Sampling(0.8), max_new_tokens=20)
         assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
 
@@ -400,12 +399,12 @@ def test_prompts_are_prefilled_as_one_row_without_padding(target, monkeypatch, b
 def test_a_slot_that_held_a_longer_sequence_is_as_new(name):
     """The next prompt is unrelated, shares a prefix, or is a prefix of the old sequence."""
     target = double_target()
-    engine = Engine(target, DRAFTERS[name](target), slots=1)
+    engine = Engine(target, make_drafter(name, target), slots=1)
     first = [i * 5 % 32 for i in range(40)]
     (answer,) = engine.generate([first], Sampling(1.0, seed=3), max_new_tokens=30).tokens
     text = first + answer
     for prompt in ([9, 9, 9], text, text[:20], [*text[:35], 1, 2, 3], text[:60], [9, 9, 9]):
-        expected = generate(target, DRAFTERS[name](target), [prompt], Sampling(1.0, seed=5), max_new_tokens=25)
+        expected = generate(target, make_drafter(name, target), [prompt], Sampling(1.0, seed=5), max_new_tokens=25)
         made = engine.generate([prompt], Sampling(1.0, seed=5), max_new_tokens=25)
         assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
 
@@ -431,7 +430,7 @@ EACH = [Sampling(0.9, seed=seed) for seed in range(len(SIBLINGS))]
 def beside_siblings(name: str, chunk: int, waits: int) -> tuple[list, Engine]:
     """Decode prompts with a common prefix, each submitted `waits` steps after the one before."""
     target = double_target()
-    engine, requests = Engine(target, DRAFTERS[name](target), slots=len(SIBLINGS), chunk=chunk), []
+    engine, requests = Engine(target, make_drafter(name, target), slots=len(SIBLINGS), chunk=chunk), []
     for prompt, own in zip(SIBLINGS, EACH, strict=True):
         requests.append(engine.submit(prompt, own, max_new_tokens=10))
         for _ in range(waits):
@@ -444,7 +443,7 @@ def without_siblings(name: str) -> list:
     """Decode each prompt in its own engine."""
     target = double_target()
     each = [
-        generate(target, DRAFTERS[name](target), [prompt], [own], max_new_tokens=10)
+        generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=10)
         for prompt, own in zip(SIBLINGS, EACH, strict=True)
     ]
     return [(alone.tokens[0], alone.steps[0]) for alone in each]
@@ -575,18 +574,18 @@ def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkey
     target = double_target()
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
     how = {"sampling": Sampling(0.8), "max_new_tokens": [60, 5, 90]}
-    expected = generate(target, DRAFTERS[name](target), prompts, **how)
+    expected = generate(target, make_drafter(name, target), prompts, **how)
     monkeypatch.setattr("speculator.decoding.engine.RESERVED_NEW_TOKENS", 4)
-    engine = Engine(target, DRAFTERS[name](target), slots=2)
+    engine = Engine(target, make_drafter(name, target), slots=2)
     assert engine.generate(prompts, **how).tokens == expected.tokens
     assert engine.cache.capacity < 2 * target.context_length
 
 
-@pytest.mark.parametrize("name", ["none", "tree", "hybrid"])
+@pytest.mark.parametrize("name", ["none", "head-tree", "hybrid-head-chain"])
 def test_token_logprobs_are_the_targets_own(name):
     """Every new token has one, also in a cut step; a batch-mate that asks for none gets none."""
     target = double_target()
-    engine = Engine(target, DRAFTERS[name](target), slots=2)
+    engine = Engine(target, make_drafter(name, target), slots=2)
     asked = engine.submit([3, 1, 4], Sampling(0.8), max_new_tokens=23, logprobs=2)
     other = engine.submit([1, 5], Sampling(0.8, seed=1), max_new_tokens=30)
     engine.run()

@@ -1,38 +1,21 @@
 """No drafter changes the target's output: greedy tokens are identical, sampled tokens keep the distribution."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import (
-    CONFIGS,
-    DFLASH,
-    VOCAB,
-    MisstatedHead,
-    Oracle,
-    ScriptedLookup,
-    alternating_drafter,
-    tiny_block_head,
-    tiny_head,
-    tiny_model,
-    tiny_mtp_head,
-)
+from conftest import CONFIGS, MisstatedHead, Oracle, tiny_block_head, tiny_head, tiny_model
+from drafters import DRAFT_TOKENS, SHAPES, make_drafter
 from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator import (
     Candidates,
     Chain,
-    Drafter,
     DraftModelDrafter,
-    EarlyExitDrafter,
     Engine,
-    FixedTree,
     HeadDrafter,
-    HybridDrafter,
-    NgramDrafter,
     Sampling,
     Target,
     Tree,
@@ -45,72 +28,25 @@ from speculator.decoding.sampling import draw, uniforms
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 # Their grouped matrix products exist in float32 only.
 SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
-DRAFT_TOKENS = [1, 4, 5, 9, 10, 14, 17, 19, 22, 26, 28, 31]
-
-
-SHAPES = {
-    "chain": Chain(3),
-    "greedy-chain": Chain(3, sampled=False),
-    "cautious-chain": Chain(3, min_confidence=0.3),
-    "tree": Tree((4, 3, 2), nodes=8),
-    "candidates": Candidates((3, 2, 1)),
-    "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
-}
 ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
-
-
-def factories(target: Target | None = None) -> dict[str, Callable[[], Drafter | None]]:
-    """How to make every source in every shape. The draft model is another random model than the target."""
-    target = target or Target(tiny_model(), None)
-    dtype = target.dtype
-
-    def head(shape, **settings):
-        return lambda: HeadDrafter(tiny_head(**settings).to(dtype), shape)
-
-    def block(shape, **settings):
-        return lambda: HeadDrafter(tiny_block_head(target, **settings), shape)
-
-    def draft_model(shape):
-        def make():
-            model = Target(tiny_model("qwen3").to(dtype), None)
-            return DraftModelDrafter(model, model, shape)
-
-        return make
-
-    def early_exit(shape):
-        return lambda: EarlyExitDrafter(target, 1, shape)
-
-    made = {f"head-{name}": head(shape) for name, shape in SHAPES.items()}
-    made |= {f"lstm-{name}": head(SHAPES[name], architecture="lstm") for name in ("chain", "tree")}
-    made |= {f"model-{name}": draft_model(shape) for name, shape in SHAPES.items()}
-    made |= {f"attention-{name}": head(SHAPES[name], architecture="eagle3") for name in ATTENTION}
-    made |= {f"block-{name}": block(SHAPES[name]) for name in ATTENTION}
-    made |= {f"mtp-{name}": (lambda name=name: HeadDrafter(tiny_mtp_head(target), SHAPES[name])) for name in ATTENTION}
-    made |= {"block-cautious-chain": block(Chain(3, min_confidence=0.5))}
-    made |= {f"dflash-{name}": block(SHAPES[name], **DFLASH) for name in ("chain", "greedy-chain", "tree")}
-    pruned = {"pruned-block-chain": block(SHAPES["chain"], draft_tokens=DRAFT_TOKENS)}
-    pruned |= {f"pruned-{name}": head(SHAPES[name], draft_tokens=DRAFT_TOKENS) for name in ("chain", "tree")}
-    early = {f"exit-{name}": early_exit(SHAPES[name]) for name in ("chain", "tree")}
-
-    def mixed(name):
-        lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
-        return lambda: HybridDrafter(made[name](), lookup)
-
-    both = {f"mixed-{name}": mixed(name) for name in ("head-chain", "attention-candidates", "block-chain")}
-    auto = {
-        "auto": lambda: alternating_drafter(tiny_head().to(dtype)),
-        "auto-attention": lambda: alternating_drafter(tiny_head(architecture="eagle3").to(dtype)),
-        "auto-block": lambda: alternating_drafter(tiny_block_head(target)),
-        "auto-mtp": lambda: alternating_drafter(tiny_mtp_head(target)),
-    }
-    return {"none": lambda: None, **made, "ngram": NgramDrafter, **pruned, **early, **both, **auto}
-
-
-def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
-    return factories(target)[name]()
-
-
-NAMES = list(factories())
+NAMES = [
+    "none",
+    *(f"head-{shape}" for shape in SHAPES),
+    "lstm-chain",
+    "lstm-tree",
+    *(f"model-{shape}" for shape in SHAPES),
+    *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ATTENTION),
+    "block-cautious-chain",
+    *(f"dflash-{shape}" for shape in ("chain", "greedy-chain", "tree")),
+    "ngram",
+    "pruned_block-chain",
+    "pruned-chain",
+    "pruned-tree",
+    "exit-chain",
+    "exit-tree",
+    *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
+    *(f"adaptive-{head}" for head in ("head", "attention", "block", "mtp")),
+]
 
 
 # ---- temperature 0
@@ -133,19 +69,19 @@ GREEDY = [
     "pruned-chain",
     "pruned-tree",
     "exit-tree",
-    "mixed-head-chain",
-    "auto",
-    "auto-attention",
-    "auto-block",
+    "hybrid-head-chain",
+    "adaptive-head",
+    "adaptive-attention",
+    "adaptive-block",
 ]
-FEW = ["none", "head-tree", "attention-tree", "block-tree", "exit-tree", "mixed-head-chain"]
+FEW = ["none", "head-tree", "attention-tree", "block-tree", "exit-tree", "hybrid-head-chain"]
 
 
 @pytest.mark.parametrize(
     ("family", "names"),
     [
         *((family, GREEDY if family in ("llama", "gemma4") else FEW) for family in CONFIGS),
-        ("llama", ["mtp-tree", "auto-mtp"]),
+        ("llama", ["mtp-tree", "adaptive-mtp"]),
         *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)}-drafters",
@@ -208,11 +144,11 @@ def sampled_p_value(drafter, sampling, rule=None, rows: int | None = None, batch
 WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, top_p=0.8, min_p=0.02, seed=7)]
 
 
-SLOW = ["mixed-attention-candidates", *(f"model-{name}" for name in SHAPES if name not in ("chain", "tree"))]
+SLOW = ["hybrid-attention-candidates", *(f"model-{name}" for name in SHAPES if name not in ("chain", "tree"))]
 SAMPLED = [
     pytest.param(number, name, marks=[pytest.mark.soak] if name in SLOW else [], id=name)
     for number, name in enumerate(NAMES)
-    if "auto" not in name
+    if "adaptive" not in name
 ]
 
 
@@ -230,7 +166,7 @@ def test_every_warper_keeps_the_distribution(name, sampling):
 CHAINS = [
     *(("block", name) for name in ("head-greedy-chain", "model-chain", "ngram", "pruned-chain", "block-chain")),
     *(("rejection", name) for name in ("head-chain", "head-cautious-chain", "attention-chain", "pruned-chain")),
-    *(("rejection", name) for name in ("block-chain", "block-cautious-chain", "dflash-chain", "pruned-block-chain")),
+    *(("rejection", name) for name in ("block-chain", "block-cautious-chain", "dflash-chain", "pruned_block-chain")),
     ("block", "block-cautious-chain"),
 ]
 
@@ -247,7 +183,7 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
         ("attention-chain", 3),
         *(
             pytest.param(name, batch, marks=pytest.mark.soak)
-            for name in ("head-chain", "head-tree", "attention-chain", "mixed-head-chain")
+            for name in ("head-chain", "head-tree", "attention-chain", "hybrid-head-chain")
             for batch in (1, 3)
             if (name, batch) not in (("head-tree", 1), ("attention-chain", 3))
         ),
@@ -379,8 +315,8 @@ def chi_square_of_pairs(seen, p_table) -> float:
 # ---- rows, cache and copies
 
 MAIN = [
-    *(name for name in NAMES if name not in GREEDY and "auto" not in name and "model-" not in name),
-    *("none", "head-tree", "attention-tree", "model-tree", "ngram", "auto-attention"),
+    *(name for name in NAMES if name not in GREEDY and "adaptive" not in name and "model-" not in name),
+    *("none", "head-tree", "attention-tree", "model-tree", "ngram", "adaptive-attention"),
 ]
 ALL = [name if name in MAIN else pytest.param(name, marks=pytest.mark.soak) for name in NAMES]
 
@@ -394,7 +330,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
         Sampling(0.8, top_k=5, seed=12),
         Sampling(1.3, top_p=0.9, seed=13),
     ]
-    if name.startswith("auto"):
+    if name.startswith("adaptive"):
         settings = [replace(each, temperature=0.0) for each in settings]
     drafter = make_drafter(name, target)
     together = generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
@@ -408,7 +344,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, make in factories().items() if (drafter := make()) and drafter.rules[0] == "match"]
+    "name", [name for name in NAMES if (drafter := make_drafter(name)) and drafter.rules[0] == "match"]
 )
 def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
     """Also of requests that wait for a slot beside others."""
@@ -467,7 +403,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [*((name, 1.0) for name in MAIN if "cautious" not in name), ("head-tree", 0.0), ("auto-attention", 0.0)],
+    [*((name, 1.0) for name in MAIN if "cautious" not in name), ("head-tree", 0.0), ("adaptive-attention", 0.0)],
 )
 def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
     """Steps of 16 more tokens add one copy each. A chain with `min_confidence` asks the device in between."""

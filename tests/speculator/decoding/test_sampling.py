@@ -44,7 +44,7 @@ def test_draw_inverts_the_cumulative_distribution():
     assert tokens.tolist() == [1, 1, 3, 3, 3]
 
 
-def test_warpers_keep_what_they_say():
+def test_warpers_keep_the_documented_tokens():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert (Sampling(1.0, top_k=2).probs(logits) > 0).tolist() == [[True, True, False, False]]
     assert (Sampling(1.0, top_k=2**70).probs(logits) > 0).all()

@@ -36,7 +36,7 @@ def test_a_sampled_chain_keeps_the_target_distribution(rule, breaks, size, depth
 @pytest.mark.parametrize(("size", "depth"), CHAINS)
 @pytest.mark.parametrize(
     ("rule", "breaks"),
-    [(rules.rejection, e.token_breaks), (rules.block, e.block_breaks), (e.sampled_match, e.walk_breaks)],
+    [(rules.rejection, e.token_breaks), (rules.block, e.block_breaks), (e.sampled_match, e.match_breaks)],
     ids=["rejection", "block", "match"],
 )
 def test_a_deterministic_chain_keeps_the_target_distribution(rule, breaks, size, depth):
@@ -51,7 +51,7 @@ def test_a_deterministic_tree_keeps_the_target_distribution(parents):
         for seed in SEEDS:
             w = e.world(seed, size, 3, kind(seed))
             assert (
-                e.outcome(e.sampled_match, w, list(e.deterministic(w, parents)), e.walk_breaks).total_variation < EXACT
+                e.outcome(e.sampled_match, w, list(e.deterministic(w, parents)), e.match_breaks).total_variation < EXACT
             )
 
 
@@ -87,7 +87,7 @@ def _cut(case: e.Case, least: float = 0.4) -> int:
     return len(case.tokens)
 
 
-def test_what_is_kept_in_the_mean():
+def test_expected_acceptance_equals_the_formula_and_block_accepts_at_least_as_much():
     """Token: its acceptances' products summed. Block at least that."""
     block_gain = 0.0
     for seed in range(30):
@@ -109,10 +109,10 @@ def _expected_kept(w: e.World, prefix: tuple[int, ...] = ()) -> float:
     return sum(share * (1 + _expected_kept(w, (*prefix, x))) for x, share in enumerate(both) if share > 0)
 
 
-def test_walk_keeps_all_that_a_set_of_candidates_allows():
+def test_match_accepts_the_whole_probability_of_its_candidates():
     w = e.world(0, 5, 1, "plain")
     (case,) = e.deterministic(w, (-1, -1, -1))
-    assert e.outcome(e.sampled_match, w, [case], e.walk_breaks).kept == pytest.approx(
+    assert e.outcome(e.sampled_match, w, [case], e.match_breaks).kept == pytest.approx(
         w.p[()][list(case.tokens)].sum().item()
     )
 
@@ -204,22 +204,22 @@ def test_a_wrong_rule_for_chains_fails(wrong, breaks, least):
     assert max(gap(seed) for seed in range(5)) > least
 
 
-def walk_and_draw_again(p, draft, u):
+def match_and_draw_again(p, draft, u):
     """Draws the token behind the path from p, though all that leads there was not drawn."""
     last, _ = e.sampled_match(p, draft, u)
     return last, p[torch.arange(len(p)), last]
 
 
-def walk_by_one_uniform(p, draft, u):
+def match_by_one_uniform(p, draft, u):
     """Decides every place by the first one's uniform."""
     return e.sampled_match(p, draft, u[:, :1].expand_as(u))
 
 
-@pytest.mark.parametrize("wrong", [walk_and_draw_again, walk_by_one_uniform])
-def test_a_wrong_walk_fails(wrong):
+@pytest.mark.parametrize("wrong", [match_and_draw_again, match_by_one_uniform])
+def test_a_wrong_match_fails(wrong):
     for parents in (e.CHAINS[2], PAIR_THEN_ONE):
         worlds = [e.world(seed, 3, 2, "plain") for seed in range(5)]
-        gaps = [e.outcome(wrong, w, list(e.deterministic(w, parents)), e.walk_breaks).total_variation for w in worlds]
+        gaps = [e.outcome(wrong, w, list(e.deterministic(w, parents)), e.match_breaks).total_variation for w in worlds]
         assert max(gaps) > 1e-2
 
 
@@ -291,7 +291,7 @@ def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     assert (probs[0] / probs.sum()).tolist() == [0.0, 1.0]
 
 
-def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
+def test_uniforms_of_zero_accept_only_tokens_that_the_target_can_emit():
     """u = 0 in every slot, over every draft of worlds with zeros."""
     for seed in SEEDS:
         w = e.world(seed, 3, 2, "zeros")
@@ -314,7 +314,7 @@ def test_every_uniform_of_zero_keeps_only_what_the_target_may_say():
 
 @pytest.mark.parametrize("rule", [rules.rejection, rules.block])
 @pytest.mark.parametrize("length", [0, 1])
-def test_what_was_not_drafted_is_neither_kept_nor_subtracted(rule, length):
+def test_padding_of_a_draft_is_neither_accepted_nor_subtracted(rule, length):
     p = torch.full((1, 3, 3), 1 / 3, dtype=torch.float64)
     draft = Draft(torch.zeros(1, 2, dtype=torch.long), torch.tensor([length]), None)
     last, probs = rule(p, draft, torch.zeros(1, 2, dtype=torch.float64))
@@ -322,7 +322,7 @@ def test_what_was_not_drafted_is_neither_kept_nor_subtracted(rule, length):
     torch.testing.assert_close(probs / probs.sum(), p[:, length])
 
 
-def test_a_walk_says_what_plain_decoding_draws_whatever_was_drafted():
+def test_match_emits_the_tokens_of_plain_decoding_for_any_draft():
     """By the same uniforms, one for each place: the draft decides how many tokens come of it, and nothing else."""
     w, generator = e.world(3, 4, 3, "zeros"), torch.Generator().manual_seed(0)
     lengths = set()

@@ -42,7 +42,7 @@ def test_a_deterministic_mixed_draft_keeps_the_target_distribution(length):
         draft = joined(draft, torch.tensor([found]), torch.tensor([len(found)]), length)
         tokens, parents = (tuple(row[0].tolist()) for row in (draft.tokens, draft.parents))
         case = e.Case(tokens, parents, None, 1.0, draft.lengths.item())
-        assert e.outcome(e.sampled_match, w, [case], e.walk_breaks).total_variation < EXACT
+        assert e.outcome(e.sampled_match, w, [case], e.match_breaks).total_variation < EXACT
 
 
 # ---- what is joined

@@ -211,7 +211,7 @@ def test_a_block_is_trained_up_to_the_end_of_the_answer_and_of_the_document():
     assert targets_of(config, [1] * 6, [0, 0, 0, 0, 1, 1]) == {0: [1, 2, 3], 1: [2, 3], 2: [3], 4: [5]}
 
 
-def test_anchors_are_drawn_anew_by_the_seed_and_only_by_it():
+def test_anchors_depend_on_the_seed_alone():
     config = head(anchors=5).config
     drawn = [list(targets_of(config, [1] * 40, seed=seed)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

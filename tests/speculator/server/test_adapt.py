@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import exit_code, write_tuning
+from kills import Killed
 from serving_here import serving, tiny_head_for
 
 from speculator.__main__ import build_parser, main
@@ -21,10 +22,6 @@ def record_shard(record, number: int, rows: int = 2) -> None:
     (record / "manifest.json").write_text(json.dumps({"recorded": True, "target": "tiny"}))
     row = json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
     (record / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress(f"{row}\n".encode() * rows))
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing handles it."""
 
 
 class Loop:
@@ -43,7 +40,10 @@ class Loop:
     def call(self, argv, lock, accepted=(0,), **variables) -> None:
         argv = [str(word) for word in argv]
         value = lambda flag: argv[argv.index(flag) + 1]  # noqa: E731
-        if "gate" in argv:
+        if "export" in argv:
+            self.calls.append(("export", value("--speculator")))
+            Path(value("--output")).mkdir(parents=True)
+        elif "gate" in argv:
             self.calls.append(("gate", argv[4]))
             suite = {"acceptance_length": [2.0, 2.5]}
             verdict = {"accepted": self.verdicts.pop(0), "suite": suite, "line": "<faster>"}
@@ -92,6 +92,36 @@ def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_load
     assert main(loop.argv("--rounds", "4")) == 0, "nothing is left to do"
     assert str((out / "speculator").resolve()) == fourth
     assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]) == 4
+
+
+def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monkeypatch):
+    tried, outcomes = [], ["swapped back: 1.9", None]
+
+    class Server:
+        def __init__(self, url, key):
+            assert (url, key) == (loop.url, KEY)
+
+        def counters(self):
+            return 0.0, 0.0
+
+        def try_head(self, new, old):
+            assert Path(new).is_dir()
+            assert Path(old).is_dir()
+            tried.append((Path(new).name, Path(old).name))
+            return outcomes.pop(0)
+
+    monkeypatch.setattr(adapt, "VLLMServer", Server)
+    loop.verdicts = [True, True]
+    assert main(loop.argv("--layout", "eagle3", "--rounds", "1")) == 0
+    record_shard(loop.record, 1)
+    assert main(loop.argv("--layout", "eagle3", "--rounds", "2")) == 0
+    assert tried == [("new", "old")] * 2
+    assert [loop.round(number)["outcome"] for number in (1, 2)] == ["swapped back: 1.9", "in use"]
+    start, runs = str(loop.folder / "head"), loop.folder / "out"
+    made = [str(runs / f"round-00{number}" / "run/speculator") for number in (1, 2)]
+    assert [head for name, head in loop.calls if name == "export"] == [made[0], start, made[1], start]
+    assert str((runs / "speculator").resolve()) == made[1]
+    assert not list(runs.glob("round-*/exported"))
 
 
 @pytest.mark.parametrize("moment", ["_copy_shards", "train", "_ask", "write_json", "write_page"])

@@ -223,7 +223,7 @@ def test_text_with_any_adapter_equals_peft(folder, tmp_path, kind, tied):
 
 
 @pytest.mark.parametrize("kind", ["added tokens", "virtual tokens"])
-def test_an_adapter_that_needs_another_model_says_why(folder, tmp_path, kind):
+def test_an_adapter_that_changes_the_model_is_refused_with_the_reason(folder, tmp_path, kind):
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(folder)
     given, message = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "virtual tokens"

@@ -1,0 +1,155 @@
+"""`python -m eval --server URL`: acceptance of an exported head in the vLLM that serves it, by its own counters.
+
+The counters are those of all requests to the server: nobody else may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.request import urlopen
+
+from data.rendering import load_tokenizer
+from data.sources import PYTHON_SOURCES
+from eval.suites import Suite, suite_of
+from speculator.chat import set_template_variables
+from speculator.checkpoints import head_folder, layouts, load_any
+from speculator.decoding.sampling import Sampling
+from speculator.errors import UserError, first_line, refuse
+from speculator.files import make_folder, read_json, write_json
+from speculator.tables import markdown_table
+
+FORECAST = "forecast.json"
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+_REQUESTS = 8  # at a time
+
+
+def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
+    """Write the teacher-forced forecast of a head's acceptance into its folder.
+
+    Args:
+        evaluation: an entry of the training log: what an evaluation found.
+    """
+    depth = sum(name.startswith("eval_head") and name.endswith("/prefix_accuracy") for name in evaluation)
+    forecast = {
+        "how": "teacher-forced, greedy, on validation rows",
+        "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
+        "accepted_per_draft": [evaluation[f"eval_head{i}/prefix_accuracy"] for i in range(depth)],
+    }
+    write_json(folder / FORECAST, forecast)
+
+
+def commands_for_server(folder: Path, target: str) -> list[str]:
+    """Lines about a head that was trained with servers: the forecast, and how vLLM serves and measures the head."""
+    head, name = load_any(folder), shlex.quote(target)
+    forecast = read_json(folder / FORECAST)
+    lines = [
+        f"forecast of the acceptance length: {forecast['acceptance_length']:.2f} ({forecast['how']})",
+        f"head:    {folder}",
+    ]
+    exported = f"{folder}-vllm"
+    for layout in (layout for layout in layouts() if layout.stores(head)):
+        for server in layout.servers(head.config, shlex.quote(exported)):
+            if server.name.startswith("vLLM") and server.loads:
+                export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
+                measure = f"--server http://127.0.0.1:8000/v1 --target {name} --speculator {shlex.quote(str(folder))}"
+                return [
+                    *lines,
+                    f"export:  python -m speculator export {export} --output {shlex.quote(exported)}",
+                    f"serve:   {server.how}",
+                    f"measure: python -m eval {measure} --output {shlex.quote(f'{folder}-served')}",
+                ]
+    return [*lines, "vLLM loads no layout of this head; if the target fits, measure it here: python -m eval"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure every suite at every temperature, and print drafts and acceptance next to the forecast."""
+    import openai
+
+    url = arguments.server_url.rstrip("/").removesuffix("/v1")
+    head = head_folder(arguments.speculator, arguments.speculator_revision)
+    tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
+    set_template_variables(tokenizer, arguments.chat_template_kwargs)
+    key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        try:
+            model = client.models.list().data[0]
+            context = getattr(model, "max_model_len", None) or sys.maxsize
+            known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context)
+            sources = arguments.suite or [PYTHON_SOURCES]
+            suites = [suite_of(arguments, source, known, arguments.raw) for source in sources]
+            rows = []
+            for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
+                before = _counters(url)
+                sampling = Sampling(temperature, seed=arguments.seed)
+                _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
+                rows.append({"suite": suite.name, "temperature": temperature, **_acceptance(_counters(url) - before)})
+        except openai.APIError as error:
+            raise UserError(f"{url}: {first_line(error)}") from None
+    forecast = read_json(head / FORECAST) if (head / FORECAST).is_file() else None
+    make_folder(arguments.output)
+    write_json(arguments.output / "served.json", {"server": url, "suites": rows, "forecast": forecast})
+    print(_table(rows, forecast))
+
+
+def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new_tokens: int) -> None:
+    def complete(number: int) -> None:
+        client.completions.create(
+            model=model,
+            prompt=suite.prompts[number],
+            max_tokens=max_new_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed + number,
+            extra_body={"ignore_eos": not suite.chat, "top_k": -1, "repetition_penalty": 1.0},
+        )
+
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(complete, range(len(suite.prompts))))
+
+
+def _counters(url: str) -> Counter[str]:
+    """Read drafts ("drafts") and accepted tokens by position ("0", "1", ...), over all engines of the server."""
+    try:
+        with urlopen(f"{url}/metrics", timeout=60) as page:
+            text = page.read().decode()
+    except OSError as error:
+        raise UserError(f"{url}/metrics: {first_line(error)}") from None
+    found: Counter[str] = Counter()
+    for what, labels, value in _COUNTER.findall(text):
+        position = _POSITION.search(labels)
+        found[position[1] if position else what] += int(float(value))
+    refuse((not found, f"{url}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))
+    return found
+
+
+def _acceptance(counted: Counter[str]) -> dict[str, Any]:
+    drafts = counted.pop("drafts", 0)
+    refuse((not drafts, "the server counted no drafts while it answered"))
+    accepted = [counted[str(i)] for i in range(max(map(int, counted), default=-1) + 1)]
+    return {"drafts": drafts, "accepted_per_position": accepted, "acceptance_length": 1 + sum(accepted) / drafts}
+
+
+def _table(rows: list[dict[str, Any]], forecast: dict[str, Any] | None) -> str:
+    def shares(values: list[float]) -> str:
+        return " ".join(f"{value:.2f}" for value in values)
+
+    cells = []
+    for row in rows:
+        by_position = shares([count / row["drafts"] for count in row["accepted_per_position"]])
+        cells.append(
+            [row["suite"], f"{row['temperature']:g}", row["drafts"], by_position, f"{row['acceptance_length']:.2f}"]
+        )
+    if forecast:
+        expected = shares(forecast["accepted_per_draft"])
+        cells.append([f"forecast ({forecast['how']})", "0", "", expected, f"{forecast['acceptance_length']:.2f}"])
+    return markdown_table(("prompts", "temperature", "drafts", "accepted by position", "acceptance length"), cells)

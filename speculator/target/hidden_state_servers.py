@@ -1,0 +1,377 @@
+"""Hidden states from vLLM servers that run the method `extract_hidden_states` with its file connector.
+
+A request is one document as token ids, of which one token is generated. The answer names a safetensors file that the
+server writes, on a RAM disk that both see, while it holds a lock file. We wait for the lock, read the file and delete
+both, so the disk never holds more than the requests in flight.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import openai
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from speculator.device import dtype_name
+from speculator.errors import UserError, check_secret, first_line, hide, refuse
+from speculator.target.server import layers_folder
+from speculator.terminal import log
+
+_NAME = "speculator"  # of requests, and thereby of files
+_IN_FLIGHT = 32  # requests to each server
+_SHARE_OF_DISK = 0.5  # of the free space, for the requests of all processes
+_REQUEST_SECONDS = 600.0
+_WRITE_SECONDS = 60.0  # between an answer and the end of the lock
+_CLOSE_SECONDS = 30.0
+_PATIENCE = 1200.0  # seconds without any server; a collective of the other processes waits for 30 minutes
+_PAUSES = (0.2, 15.0)  # seconds before a server is tried again: the first pause, and the longest
+_BAD_FILES = 4  # for one document
+_SMOOTHING = 0.2
+_UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
+_START = "start it with the line that `speculator server-command` prints"
+
+
+class _BadFile(Exception):  # noqa: N818
+    """A file that is missing, cut short or locked for too long, as a killed server or a full disk leaves it."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The states that a file must hold.
+
+    Attributes:
+        layers: their numbers, ascending: that of the last one, which is the number of layers, at the end.
+        hidden_size: D.
+        dtype: of the states.
+    """
+
+    layers: tuple[int, ...]
+    hidden_size: int
+    dtype: torch.dtype
+
+    def size(self, tokens: int) -> int:
+        """Bytes of a document's states."""
+        return tokens * len(self.layers) * self.hidden_size * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class _Server:
+    """A server, with the requests that it is busy with and the seconds that one takes (a running mean).
+
+    A `pause` above 0 means that it did not answer the last request, and is tried again at `retry_at`.
+    """
+
+    url: str
+    client: openai.OpenAI
+    model: str
+    secrets: list[str] = field(default_factory=list)
+    busy: int = 0
+    seconds: float = 1.0
+    pause: float = 0.0
+    retry_at: float = 0.0
+
+    def describe(self, error: Exception) -> str:
+        """Return one line that names the server and what went wrong, without secrets."""
+        if isinstance(error, openai.APIStatusError):
+            return hide(f"{self.url}: {first_line(error)[:300]}", *self.secrets)
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self.secrets)
+
+
+class HiddenStateServers:
+    """Asks servers for the hidden states of documents, in threads.
+
+    The server that should be done first gets the next request. One that is away is tried again with growing pauses,
+    while the others take over its requests.
+
+    Args:
+        urls: base URLs, with or without /v1. An API key is read from $OPENAI_API_KEY.
+        model: name of the model, unless a server lists exactly one.
+        expected: what the files must hold.
+        processes: training processes that share the disk.
+    """
+
+    def __init__(self, urls: Sequence[str], model: str, expected: Expected, processes: int = 1):
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        check_secret("$OPENAI_API_KEY", key)
+        bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
+        refuse((len({*bases}) < len(bases), "target.server names the same URL twice"))
+        self.expected, self._processes = expected, processes
+        self._servers = [_connect(base, model, key) for base in bases]
+        # Files are named after the request, so that those of a request that failed can be found.
+        self._name, self._numbers = f"{_NAME}-{uuid4().hex[:12]}", count()
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT * len(bases), thread_name_prefix="hidden-states")
+        self._pending: set[Future] = set()
+        self._folders: set[Path] = set()
+        self._change = threading.Condition()  # guards the fields below, and those of the servers
+        self._budget, self._used = math.inf, 0  # bytes on the disk
+        self._silent_since: float | None = None  # time since which no server answers
+        self._closing = False
+
+    def check(self, document: list[int], longest: int) -> list[tuple[str, Tensor, int, float]]:
+        """Send a document to every server, before training.
+
+        Args:
+            longest: tokens of the longest document that will be sent.
+
+        Returns:
+            Of each server the URL, the last layer's state [D] of the last token, and what the server made of it: the
+            likeliest next token and its log-probability.
+
+        Raises:
+            UserError: a server does not answer, or not as training needs it.
+        """
+        found = []
+        for server in self._servers:
+            try:
+                models = server.client.models.list().data
+                if len(models) == 1:
+                    server.model = models[0].id
+                limit = getattr(models[0], "max_model_len", None) if models else None
+                short = f"{server.url}: its --max-model-len is {limit}, and rows of {longest} tokens need {longest + 1}"
+                refuse((limit is not None and limit < longest + 1, short))
+                path, answer = self._ask(server, document, logprobs=1)
+                with self._taken(path, document) as states:
+                    last = states[-1, -1].clone()
+                    self._plan_disk(path.parent, longest)
+                _sweep(path.parent)
+                token, chance = answer.choices[0].token_ids[0], answer.choices[0].logprobs.token_logprobs[0]
+            except openai.APIError as error:
+                raise UserError(server.describe(error)) from None
+            except _BadFile as error:
+                raise UserError(f"{server.url}: {error}") from None
+            except (AttributeError, TypeError, IndexError):
+                raise UserError(f"{server.url}: an answer without token_ids and logprobs, so not vLLM's") from None
+            found.append((server.url, last, token, chance))
+        return found
+
+    def _plan_disk(self, folder: Path, longest: int) -> None:
+        """Limit the bytes in flight to this process's part of the free space."""
+        free, need = shutil.disk_usage(folder).free, self.expected.size(longest)
+        budget = int(_SHARE_OF_DISK * free / self._processes)
+        gigabytes = f"{need / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} free for {self._processes} processes"
+        refuse((budget < need, f"the states of a row of {longest} tokens need {gigabytes}; docker: --shm-size"))
+        self._budget = min(self._budget, budget)
+
+    def submit(self, tokens: list[int], into: Tensor) -> Future:  # [T, layers, D]
+        """Ask for the states of a document, to be copied into a tensor; the future raises a UserError if they fail."""
+        future = self._pool.submit(self._fetch, tokens, into)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def close(self) -> None:
+        """Wait for the requests in flight, and delete whatever they left on the disk."""
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        wait(list(self._pending), _CLOSE_SECONDS)
+        for server in self._servers:
+            server.client.close()
+        for file in (file for folder in self._folders for file in folder.glob(f"*{self._name}*")):
+            file.unlink(missing_ok=True)
+
+    # ---- in the threads
+
+    def _fetch(self, tokens: list[int], into: Tensor) -> None:
+        size, bad_files = self.expected.size(len(tokens)), 0
+        with self._change:
+            self._change.wait_for(lambda: self._closing or not self._used or self._used + size <= self._budget)
+            self._used += size
+        try:
+            while True:
+                server = self._next_server()
+                began = time.monotonic()
+                try:
+                    path, _ = self._ask(server, tokens)
+                    with self._taken(path, tokens) as states:
+                        into.copy_(states)
+                except _UNAVAILABLE as error:
+                    self._leave(server, server.describe(error))
+                except openai.APIError as error:
+                    raise UserError(server.describe(error)) from None
+                except _BadFile as error:
+                    bad_files += 1
+                    refuse((bad_files == _BAD_FILES, f"{server.url}: {error}; the same command resumes from here"))
+                    self._leave(server, f"{server.url}: {error}")
+                else:
+                    return self._return(server, time.monotonic() - began)
+        finally:
+            with self._change:
+                self._used -= size
+                self._change.notify_all()
+
+    def _next_server(self) -> _Server:
+        """Choose the server that should be done first, or wait until one is to be tried again."""
+        with self._change:
+            while not self._closing:
+                now = time.monotonic()
+                ready = [server for server in self._servers if server.retry_at <= now]
+                # One request at a time finds out whether a server is back.
+                ready = [server for server in ready if not (server.pause and server.busy)]
+                if ready:
+                    chosen = min(ready, key=lambda server: (server.busy + 1) * server.seconds)
+                    chosen.busy += 1
+                    return chosen
+                self._change.wait(_PAUSES[0])
+        raise UserError("closed")
+
+    def _return(self, server: _Server, seconds: float) -> None:
+        with self._change:
+            if server.pause:
+                log(f"{server.url} answers again")
+            server.busy, server.pause, server.retry_at = server.busy - 1, 0.0, 0.0
+            server.seconds += _SMOOTHING * (seconds - server.seconds)
+            self._silent_since = None
+            self._change.notify_all()
+
+    def _leave(self, server: _Server, fault: str) -> None:
+        """Note that a server is away, and raise a UserError if all are, for too long."""
+        with self._change:
+            server.busy -= 1
+            if not server.pause:
+                log(f"warning: {fault}; it is tried again")
+            now = time.monotonic()
+            if now >= server.retry_at:  # else another request has just found the same
+                server.pause = min(2 * server.pause or _PAUSES[0], _PAUSES[1])
+                server.retry_at = now + server.pause
+            if self._silent_since is None and all(each.pause for each in self._servers):
+                self._silent_since = now
+            silent = 0.0 if self._silent_since is None else now - self._silent_since
+            self._change.notify_all()
+        gone = f"{fault}; no server has answered for {silent:.0f} s; the same command resumes from the last checkpoint"
+        refuse((silent > _PATIENCE, gone))
+
+    def _ask(self, server: _Server, tokens: list[int], **more: Any) -> tuple[Path, Any]:
+        """Send a document; return the file that the answer names, and the answer."""
+        answer: Any = server.client.completions.create(
+            model=server.model,
+            prompt=tokens,
+            max_tokens=1,
+            temperature=0,
+            extra_body={"request_id": f"{self._name}-{next(self._numbers)}", "return_token_ids": True},
+            **more,
+        )
+        path = _named_file(answer)
+        if path is None:
+            raise UserError(f"{server.url}: its answers name no file of hidden states: {_START}")
+        layers = layers_folder(self.expected.layers)
+        other = path.parent.name if path.parent.name.startswith("layers-") else layers
+        if other != layers:
+            discard(answer)
+        refuse(
+            (not path.parent.is_dir(), f"{server.url}: {path.parent} is not on this machine: mount it at that path"),
+            (other != layers, f"{server.url}: it writes {other}, and the head needs {layers}: {_START}"),
+        )
+        self._folders.add(path.parent)
+        return path, answer
+
+    @contextmanager
+    def _taken(self, path: Path, tokens: list[int]) -> Iterator[Tensor]:  # [T, layers, D]
+        """Read a file when its lock is free; it is deleted at the end of the block, whatever happens."""
+        try:
+            _wait_for_lock(path)
+            try:
+                with safe_open(str(path), "pt") as file:
+                    states, ids = file.get_tensor("hidden_states"), file.get_tensor("token_ids")
+            except (OSError, SafetensorError) as error:
+                free = shutil.disk_usage(path.parent).free
+                full = free < 2 * self.expected.size(len(tokens))
+                why = f"{path.parent} is full" if full else f"{path.name} is missing or cut short: {first_line(error)}"
+                raise _BadFile(why) from None
+            kind = self.expected
+            shape = (len(tokens), len(kind.layers), kind.hidden_size)
+            refuse(
+                (ids.tolist() != tokens, f"{path} holds the states of other tokens: two servers use the same names"),
+                (
+                    states.shape != shape,
+                    f"{path} holds states of shape {list(states.shape)} [tokens, layers, hidden size], and the head "
+                    f"needs {list(shape)}: {_START}",
+                ),
+                (
+                    states.dtype != kind.dtype,
+                    f"{path} holds {dtype_name(states.dtype)}, and target.dtype is {dtype_name(kind.dtype)}: {_START}",
+                ),
+            )
+            yield states
+        finally:
+            for file in (path, _lock_of(path)):
+                file.unlink(missing_ok=True)
+
+
+def discard(answer: Any) -> None:
+    """Delete the hidden states that such a server also writes when it is asked for text."""
+    path = _named_file(answer)
+    if path is not None and path.parent.is_dir():
+        with suppress(_BadFile):
+            _wait_for_lock(path)
+        for file in (path, _lock_of(path)):
+            file.unlink(missing_ok=True)
+
+
+def _named_file(answer: Any) -> Path | None:
+    """The file that an answer names."""
+    named = (getattr(answer, "kv_transfer_params", None) or {}).get("hidden_states_path")
+    return Path(named) if isinstance(named, str) and named.endswith(".safetensors") else None
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what a killed trainer has left: no request takes so long."""
+    for file in folder.glob(f"*{_NAME}-*"):
+        with suppress(OSError):  # another process has just read it
+            if time.time() - file.stat().st_mtime > _REQUEST_SECONDS + _WRITE_SECONDS:
+                file.unlink()
+
+
+def _connect(base: str, model: str, key: str) -> _Server:
+    url = re.sub(r"//[^/]*@", "//", base)  # without a password
+    try:
+        parts = urlsplit(base)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port above 65535, or an address without its closing bracket
+        valid = False
+    refuse((not valid, f"target.server {url}: not a URL such as http://127.0.0.1:8000/v1"))
+    try:
+        client = openai.OpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=0, timeout=_REQUEST_SECONDS)
+    except Exception as error:  # httpx has its own error types for a wrong URL, proxy or certificate
+        raise UserError(f"target.server {url}: {first_line(error)}") from None
+    return _Server(url, client, model, [key, *re.findall(r"//[^/]*?:([^/]*)@", base)])
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _wait_for_lock(path: Path) -> None:
+    """Wait until the server has written a file: it holds the lock from before its answer on."""
+    try:
+        with _lock_of(path).open() as lock:
+            pause, end = 0.001, time.monotonic() + _WRITE_SECONDS
+            while True:
+                try:
+                    return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise _BadFile(f"{path.name} is locked for more than {_WRITE_SECONDS:.0f} s") from None
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+    except FileNotFoundError:
+        raise _BadFile(f"{path.name} has no lock file: leave the connector's use_synchronization_lock on") from None

@@ -1,0 +1,135 @@
+"""A target without its layers: the embedding, the final norm and the output matrix, read by name from the checkpoint.
+
+A hub's checkpoint is downloaded shard by shard, and only the shards that hold one of these tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file
+
+from speculator.errors import UserError, refuse
+from speculator.target.gguf import is_gguf
+from speculator.target.loading import OTHER_PARTS, check_folder
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_LAYER = re.compile(r"\.\d+\.")
+
+
+def read_outside_layers(
+    name: str, revision: str | None, dtype: str, device: torch.device, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerBase, Any, nn.Module]:
+    """Load a hub id or folder without its layers; return the tokenizer, the model and its final norm.
+
+    The model's config is that of the whole model. A quantised checkpoint will do if these tensors are not quantised.
+
+    Args:
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+    """
+    refuse((is_gguf(name), f"{name}: target.server needs a checkpoint in safetensors, not a GGUF file"))
+    try:
+        if name.startswith((".", "/")) or Path(name).exists():
+            check_folder(Path(name))
+        where: dict[str, Any] = {"pretrained_model_name_or_path": name}
+        where |= {"revision": revision} if revision else {}
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        whole = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        config = whole.get_text_config()
+        stored = config.dtype or whole.dtype or torch.float32
+        kind = stored if dtype == "auto" else getattr(torch, dtype)
+        with torch.device("meta"):
+            cut = _without_layers(config)
+            model = AutoModelForCausalLM.from_config(cut, dtype=kind, trust_remote_code=trust_remote_code)
+        body = model.get_decoder()
+        norm = next((module for name, module in body.named_children() if name in _NORMS), None)
+        parts = (model.get_input_embeddings(), norm, model.get_output_embeddings())
+        known = {id(weight) for part in parts if part is not None for weight in part.parameters()}
+        if None in parts or any(id(weight) not in known for weight in model.parameters()):
+            raise UserError(
+                f"{type(model).__name__} has more around its layers than an embedding, a final norm and an output "
+                "matrix: train it without target.server"
+            )
+        tensors = _read(name, revision, list(model.state_dict()), device, kind)
+        model.load_state_dict(tensors, strict=False, assign=True)
+        model.tie_weights()
+        if missing := [weight for weight, value in model.named_parameters() if value.is_meta]:
+            raise UserError(f"its files lack {missing[0]}")
+        model.config = config
+        config.name_or_path = name
+        try:
+            given: dict[str, Any] = {"revision": revision} if revision else {}
+            model.generation_config = GenerationConfig.from_pretrained(name, **given)
+        except OSError:  # none in the folder: the config's own
+            model.generation_config = GenerationConfig.from_model_config(config)
+    except Exception as error:  # a damaged folder fails anywhere in the libraries that read it
+        raise UserError(f"can't load the target {name!r}: {shorten(str(error), 300) or type(error).__name__}") from None
+    assert norm is not None
+    return tokenizer, model.eval().requires_grad_(False), norm
+
+
+def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of the config with no layers, and with empty lists of what each layer is."""
+    cut, count = copy.deepcopy(config), config.num_hidden_layers
+    cut.num_hidden_layers = 0
+    for key, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(cut, key, [])
+    return cut
+
+
+def _read(
+    name: str, revision: str | None, wanted: list[str], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Read tensors by the names of the text model; those that the checkpoint lacks are left out."""
+
+    def file(part: str, required: bool = True) -> str | None:
+        return cached_file(name, part, revision=revision, _raise_exceptions_for_missing_entries=required)
+
+    index = file(_INDEX, required=False)
+    if index is not None:
+        shard_of: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    else:
+        with safe_open(str(file(_FILE)), "pt") as only:
+            shard_of = dict.fromkeys(only.keys(), _FILE)
+    tensors = {}
+    for weight in wanted:
+        key = _stored_name(weight, list(shard_of))
+        if key is None:
+            continue
+        with safe_open(str(file(shard_of[key])), "pt", device=str(device)) as shard:
+            tensor = shard.get_tensor(key)
+        if tensor.itemsize < 2 or not tensor.is_floating_point():
+            raise UserError(f"{key} is stored quantised: name the unquantised checkpoint; the server may run this one")
+        tensors[weight] = tensor.to(dtype).clone()  # not memory-mapped
+    return tensors
+
+
+def _stored_name(weight: str, names: list[str]) -> str | None:
+    """Find a tensor of the text model among stored names: those of a multimodal checkpoint have other prefixes."""
+    if weight in names:
+        return weight
+    tail = "." + weight.partition(".")[2] if not weight.startswith("lm_head.") else "." + weight
+    found = [
+        name
+        for name in names
+        if f".{name}".endswith(tail) and not _LAYER.search(name) and not re.search("|".join(OTHER_PARTS), name)
+    ]
+    return found[0] if len(found) == 1 else None

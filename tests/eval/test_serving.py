@@ -1,0 +1,44 @@
+"""`python -m eval --server`: the counters of the server's own drafting."""
+
+import pytest
+from conftest import exit_code
+from hidden_state_server import StandIn
+
+from eval.__main__ import main
+from eval.serving import FORECAST
+from speculator import Target
+from speculator.files import read_json, write_json
+
+
+@pytest.fixture
+def server(target_folder, tmp_path):
+    made = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
+    yield made
+    made.die()
+
+
+def argv(target_folder, tmp_path, url, *more):
+    head = tmp_path / "head"
+    head.mkdir(exist_ok=True)
+    flags = ["--server", url, "--target", str(target_folder), "--speculator", str(head), "--suite", __file__]
+    return [*flags, "--prompt_tokens", "8", "--max_new_tokens", "4", "--output", str(tmp_path / "made"), *more]
+
+
+def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, target_folder, tmp_path, capsys):
+    server.asked = 100  # by others, before
+    (tmp_path / "head").mkdir()
+    forecast = {"how": "a guess", "acceptance_length": 1.9, "accepted_per_draft": [0.6, 0.3]}
+    write_json(tmp_path / "head" / FORECAST, forecast)
+    assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
+    (row,) = read_json(tmp_path / "made" / "served.json")["suites"]
+    prompts = server.asked - 100
+    assert (row["drafts"], row["accepted_per_position"]) == (4 * prompts, [3 * prompts, prompts])
+    assert row["acceptance_length"] == 2.0
+    said = capsys.readouterr().out
+    assert "0.75 0.25 | 2.00 |" in said
+    assert "forecast (a guess) | 0 |  | 0.60 0.30 | 1.90 |" in said
+
+
+def test_a_server_that_is_not_there_is_one_line(target_folder, tmp_path, capsys):
+    assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,91 @@
+"""Batches whose hidden states are asked for before the head needs them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from math import ceil
+from typing import Any
+
+from torch import Tensor
+
+from speculator.target.server import ServerTarget, split
+
+_MOST = 8  # batches ahead: the states of each wait in this process's memory
+DOCUMENTS, STATES = "documents", "hidden_states"
+"""Keys of a batch: its `Documents`, and its `PendingStates`."""
+
+
+class Documents:
+    """The documents of a batch's rows, without padding, as servers read them: they are never moved to a device."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        tokens = [row["input_ids"] for row in rows]
+        numbers = [row.get("document_ids") or [0] * len(row["input_ids"]) for row in rows]
+        self.rows = [split(*pair) for pair in zip(tokens, numbers, strict=True)]
+
+
+class LookAhead:
+    """Keeps the requests of the next batches in flight.
+
+    As many batches are ahead as the head trains on while the servers answer for one: with 3 s for an answer, and 1 s
+    for a batch of the head, 3. The number follows the last measurement.
+    """
+
+    def __init__(self, target: ServerTarget):
+        self.target = target
+        self._depth, self._taken_at = 1, 0.0
+        self._waited = self._trained = 0.0
+        self._source: Iterator[Any] | None = None
+        self._batches: Iterator[Any] = iter(())
+
+    def over(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the batches with their `PendingStates`."""
+        source, ahead = iter(batches), deque[dict[str, Any]]()
+        while True:
+            # One more than are ahead: the first of them is the next to be used.
+            while len(ahead) <= self._depth and (batch := next(source, None)) is not None:
+                pending = self.target.begin(batch[DOCUMENTS].rows, batch["input_ids"].shape[1])
+                ahead.append({**batch, STATES: pending})
+            if not ahead:
+                return
+            yield ahead.popleft()
+
+    def continued(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Return `over(batches)`: the same iterator while the batches come from the same one."""
+        if batches is not self._source:
+            self._source, self._batches = batches, self.over(batches)
+        return self._batches
+
+    def take(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Wait for the states of a batch, and measure; see `PendingStates.result`."""
+        pending, asked_at = batch[STATES], time.perf_counter()
+        states = pending.result()
+        head = asked_at - self._taken_at if self._taken_at else pending.seconds
+        self._taken_at = time.perf_counter()
+        self._depth = min(max(1, ceil(pending.seconds / max(head, 1e-3))), _MOST)
+        self._waited, self._trained = self._waited + self._taken_at - asked_at, self._trained + head
+        return states
+
+    def share_waited(self) -> float:
+        """Share of the time since the last call that the head waited for servers."""
+        waited, trained = self._waited, self._trained
+        self._waited = self._trained = 0.0
+        return waited / max(waited + trained, 1e-9)
+
+
+class LookingAhead:
+    """A data loader whose batches have their `PendingStates`."""
+
+    def __init__(self, loader: Any, look_ahead: LookAhead):
+        self._loader, self._look_ahead = loader, look_ahead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._look_ahead.over(self._loader)

@@ -1,0 +1,117 @@
+"""`speculator server-command`: print the `vllm serve` line of a run's target, and check that it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from transformers import PreTrainedConfig
+
+from data.magpie import names_self
+from speculator.errors import OneLineParser, refuse, run_command
+from speculator.target.server import STORAGE, ServerTarget, layers_folder
+from train.command_line import parse
+from train.config import RunConfig
+
+HELP = """print the `vllm serve` line with which a server runs the target of a recipe and gives its hidden states; also
+takes the settings of a run, as train.py does, and after -- flags that are added to the line"""
+
+
+def build_parser() -> OneLineParser:
+    """Define the command's own flags."""
+    parser = OneLineParser(prog="speculator server-command", description=HELP)
+    check = "send a text to every server of target.server, and compare the answers with what the recipe expects"
+    parser.add_argument("--check", action="store_true", help=check)
+    storage = f"RAM disk that server and trainer see at the same path (default: {STORAGE})"
+    parser.add_argument("--storage", metavar="FOLDER", default=STORAGE, help=storage)
+    return parser
+
+
+def split(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the command's own flags, the settings of the run, and the flags for vLLM."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, settings = build_parser().parse_known_args(argv[:at])
+    return own, settings, argv[at + 1 :]
+
+
+def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) -> tuple[tuple[int, ...], int]:
+    """Return the auxiliary layers that the run's head reads, and the tokens of the longest document that it sends.
+
+    Args:
+        target: the target's text config.
+        context: its context length.
+    """
+    from train.initialise import head_config  # imports torch
+
+    head = head_config(config.speculator, target)
+    longest = config.data.seq_length
+    if names_self(config.data.sources):
+        own = config.data.self_source
+        longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
+    if config.stage2.max_steps:
+        longest = max(longest, config.data.seq_length) + config.stage2.generate.max_new_tokens
+    return tuple(getattr(head, "aux_layers", None) or ()), min(longest, context - 1)
+
+
+def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: str, more: Sequence[str]) -> str:
+    """Return the `vllm serve` line.
+
+    Args:
+        layers: numbers of the layers, the last one's included.
+        longest: tokens of the longest document.
+        storage: folder of the files.
+        more: flags of the user.
+    """
+    target = config.target
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+    connector = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": f"{storage.rstrip('/')}/{layers_folder(layers)}"},
+    }
+    line = ["vllm", "serve", target.name_or_path]
+    line += ["--revision", target.revision] if target.revision else []
+    line += ["--trust-remote-code"] if target.trust_remote_code else []
+    line += ["--dtype", target.dtype, "--max-model-len", str(longest + 1), "--no-enable-prefix-caching"]
+    line += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector), *more]
+    return shlex.join(line)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    own, settings, more = split(list(sys.argv[1:] if argv is None else argv))
+    config = parse(settings)
+    return run_command("speculator server-command", lambda: run(config, own.check, own.storage, more))
+
+
+def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
+    """Print the line, or check the servers."""
+    from train import checks
+    from train.plan import target_config
+    from train.run import load_target
+    from train.sizes import with_sizes_of_target
+
+    whole = target_config(config)
+    text, config = whole.get_text_config(), with_sizes_of_target(config, whole)
+    checks.settings(config)
+    checks.fits_config(config, whole)
+    aux_layers, longest = needed_of_server(config, text, text.max_position_embeddings)
+    layers = (*aux_layers, text.num_hidden_layers)
+    if not check:
+        print(serve_line(config, layers, longest, storage, more))
+        return
+    refuse((not config.target.server, "--check needs --target.server URL"))
+    target = load_target(config)
+    assert isinstance(target, ServerTarget)
+    with closing(target):
+        target.check(aux_layers, longest)
+    for url in target.urls:
+        print(f"{url}: serves {target.name}, with layers {' '.join(map(str, layers))} of texts of {longest} tokens")
