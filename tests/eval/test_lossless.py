@@ -192,12 +192,11 @@ def test_the_command_proves_a_lossless_drafter(folders, tmp_path, capsys, flags,
 
 
 def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, capsys):
-    """Costs are such that drafts of the head, lookup and hybrid drafts all pay."""
+    """Drafts of the head and of lookup cost nearly nothing, so both are used."""
     head = tmp_path / "head"
     shutil.copytree(folders / "head", head)
-    cheap = [{"path": 0, "cost": 1.0}, {"path": 8, "cost": 1.01}, {"chain": 3, "cost": 1.01}]
-    steps = [*cheap, {"chain": 3, "path": 4, "cost": 1.01}]
-    write_tuning(head, costs=[{"rows": 1, "greedy": True, "steps": steps}])
+    cheap = {"verify": [[0, 1.0], [8, 1.01]], "drafts": [{"chain": 3, "cost": 1.01}]}
+    write_tuning(head, costs=[{"rows": 1, "greedy": True, **cheap}])
     assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
     checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
     names = [check["name"] for check in checks]

@@ -47,8 +47,11 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
 
 def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
     cheap_tree = {"tree": [[0], [1], [0, 0]], "cost": 1.01}
-    steps = [{"path": 0, "cost": 1.0}, {"chain": 1, "cost": 1.5}, {"chain": 3, "cost": 2.5}, cheap_tree]
-    costs = [{"rows": 1, "greedy": greedy, "steps": steps} for greedy in (True, False)]
+    steps = {
+        "verify": [[0, 1.0], [8, 1.4]],
+        "drafts": [{"chain": 1, "cost": 1.5}, {"chain": 3, "cost": 2.5}, cheap_tree],
+    }
+    costs = [{"rows": 1, "greedy": greedy, **steps} for greedy in (True, False)]
     write_tuning(tmp_path, trees={"greedy": [cheap_tree["tree"]], "sampled": []}, costs=costs)
 
     def drafted(**more) -> dict[float, tuple[int, int]]:

@@ -17,7 +17,7 @@ from conftest import RECURRENT
 from transformers import LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
-from train import run
+from train import checks, run
 from train.command_line import parse
 from train.dry_run import known_config, rehearse
 from train.folder import claim, refuse_foreign
@@ -26,6 +26,7 @@ from train.sizes import with_sizes_of_target
 
 ROOT = Path(__file__).parents[2]
 LONG = (
+    "llama-3.1-8b-instruct",
     "llama-3.1-8b-instruct-eagle3",
     "llama-3.1-8b-instruct-dspark",
     "qwen3-8b-dspark",
@@ -63,6 +64,11 @@ class SeenError(Exception):
 def rehearsed(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
     rehearse(with_sizes_of_target(config, known_config(config)), _run)
+
+
+@pytest.mark.parametrize("recipe", LONG)
+def test_a_recipe_passes_the_checks_of_its_settings(recipe):
+    checks.settings(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
