@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
                 before = _counters(url)
                 sampling = Sampling(temperature, seed=arguments.seed)
                 _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
-                rows.append({"suite": suite.name, "temperature": temperature, **_acceptance(_counters(url) - before)})
+                rows.append({"suite": suite.name, "temperature": temperature, **_acceptance(_counters(url), before)})
         except openai.APIError as error:
             raise UserError(f"{url}: {first_line(error)}") from None
     forecast = read_json(head / FORECAST) if (head / FORECAST).is_file() else None
@@ -132,7 +132,8 @@ def _counters(url: str) -> Counter[str]:
     return found
 
 
-def _acceptance(counted: Counter[str]) -> dict[str, Any]:
+def _acceptance(counted: Counter[str], before: Counter[str]) -> dict[str, Any]:
+    counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
     drafts = counted.pop("drafts", 0)
     refuse((not drafts, "the server counted no drafts while it answered"))
     accepted = [counted[str(i)] for i in range(max(map(int, counted), default=-1) + 1)]

@@ -23,6 +23,7 @@ METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="served"}} {}.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="served",position="0"}} {}.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="served",position="1"}} {}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="served",position="2"}} 0.0
 """
 _numbers = count()
 _computing = threading.Lock()  # servers share a target, and hooks see every pass
@@ -100,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def do_GET(self):
-        if self.path == "/metrics":  # as if each request had 4 drafts of 2 tokens, of which 3 and 1 are accepted
+        if self.path == "/metrics":  # as if each request had 4 drafts of 3 tokens, of which 3, 1 and 0 are accepted
             return self.reply(METRICS.format(*(self.server.asked * count for count in (4, 3, 1))))
         self.reply({"data": [{"id": "served", "max_model_len": self.server.target.context_length}]})
 

@@ -25,6 +25,7 @@ from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine, Verified
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Sampling
+from speculator.decoding.scheduler import DECODING
 from speculator.device import synchronize
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import LookupPath
@@ -40,7 +41,7 @@ BLOCK = 5
 _ROUNDS, _TIMED_STEPS = 3, 3
 """Turns of each draft when whole steps are measured, and steps in a turn."""
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
-_PROMPT = 8  # tokens of the rows' prompts
+_PROMPT = 64  # tokens of the rows' prompt: with fewer, attention and so a plain step cost less than in most texts
 _CONTRADICTION, _PAIRS = 1.3, 8
 """Ratio of a step's time to its cost that contradicts it, and pairs of steps after which that is believed."""
 
@@ -355,19 +356,22 @@ def measure_costs(
 
 
 def _step_seconds(engine: Engine, shape: Shape | None, greedy: bool, deadline: float) -> list[float]:
-    """Seconds of a few steps over full slots. The first step, which includes the prefill, and captures don't count."""
+    """Seconds of a few steps over full slots. Steps that prefill and capture don't count."""
     target, slots, seconds = engine.target, len(engine.scheduler.slots), []
     if shape:
         engine.reshape(shape)
-    prompts = [[(7 * i + 3 * row) % target.vocab_size for i in range(_PROMPT)] for row in range(slots)]
-    requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for prompt in prompts]
-    warm_up = 1 + (_CAPTURE_STEPS if engine.capturing else 0)
-    for number in range(warm_up + _TIMED_STEPS):
+    # One prompt for all rows: the first row's keys and values are copied.
+    prompt = [7 * i % target.vocab_size for i in range(min(_PROMPT, target.context_length // 4))]
+    requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]
+    engine.scheduler.release()
+    number = -_CAPTURE_STEPS if engine.capturing else 0
+    while number < _TIMED_STEPS:
         if time.perf_counter() > deadline or any(request.finish_reason for request in requests):
             break
-        prepared = Captured.prepared
+        prepared, full = Captured.prepared, engine.scheduler.count(DECODING) == slots
         took, _ = clock(engine.step)
-        if number >= warm_up and Captured.prepared == prepared:
+        number += full
+        if full and number > 0 and Captured.prepared == prepared:
             seconds.append(took)
     for request in requests:
         request.cancel()

@@ -32,10 +32,10 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
     (row,) = read_json(tmp_path / "made" / "served.json")["suites"]
     prompts = server.asked - 100
-    assert (row["drafts"], row["accepted_per_position"]) == (4 * prompts, [3 * prompts, prompts])
+    assert (row["drafts"], row["accepted_per_position"]) == (4 * prompts, [3 * prompts, prompts, 0])
     assert row["acceptance_length"] == 2.0
     said = capsys.readouterr().out
-    assert "0.75 0.25 | 2.00 |" in said
+    assert "0.75 0.25 0.00 | 2.00 |" in said
     assert "forecast (a guess) | 0 |  | 0.60 0.30 | 1.90 |" in said
 
 

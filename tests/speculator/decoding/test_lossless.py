@@ -45,7 +45,7 @@ NAMES = [
     "exit-chain",
     "exit-tree",
     *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
-    *(f"adaptive-{head}" for head in ("head", "attention", "block")),
+    *(f"adaptive-{head}" for head in ("head", "attention", "block", "mtp")),
 ]
 
 
@@ -60,7 +60,6 @@ GREEDY = [
     "lstm-chain",
     "lstm-tree",
     "attention-tree",
-    "mtp-tree",
     "block-chain",
     "block-tree",
     "dflash-tree",
@@ -82,6 +81,7 @@ FEW = ["none", "head-tree", "attention-tree", "block-tree", "exit-tree", "hybrid
     ("family", "names"),
     [
         *((family, GREEDY if family in ("llama", "gemma4") else FEW) for family in CONFIGS),
+        ("llama", ["mtp-tree", "adaptive-mtp"]),
         *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)}-drafters",

@@ -168,7 +168,7 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", slow_step)
     monkeypatch.setattr("speculator.drafters.costs.time.perf_counter", lambda: now[0])
-    (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=10.5)
-    assert now[0] == 11, "no step begins after the limit"
+    (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=13.5)
+    assert now[0] == 14, "no step begins after the limit"
     assert list(entry.drafts) == shapes[:2]
     assert measure_costs(target, tiny_head(), shapes, sizes, seconds=-1.0) == []
