@@ -83,7 +83,10 @@ class StandIn(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Faults: "connector" (no file is named), "cut" (files are cut short), "full" (nothing is written)."""
+    """Faults: "connector" (no file is named), "cut" (files are cut short), "full" (nothing is written).
+
+    With "half" it writes half a file, breaks the connection, and is well afterwards.
+    """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -121,6 +124,11 @@ class Handler(BaseHTTPRequestHandler):
         path = server.folder / f"{name}.safetensors"
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if server.fault == "half":
+            server.fault = ""
+            path.write_bytes(b"half")
+            os.close(lock)
+            return self.connection.shutdown(socket.SHUT_RDWR)
         server.most = max(server.most, len(list(server.folder.glob("*.safetensors.lock"))))
         self.reply({**answer, "kv_transfer_params": {"hidden_states_path": str(path)}})
         time.sleep(0.002)  # the file is written after the answer

@@ -186,10 +186,14 @@ class HiddenStateServers:
         wait(list(self._pending), _CLOSE_SECONDS)
         for server in self._servers:
             server.client.close()
-        for file in (file for folder in self._folders for file in folder.glob(f"*{self._name}*")):
-            file.unlink(missing_ok=True)
+        self._delete(self._name)
 
     # ---- in the threads
+
+    def _delete(self, request: str) -> None:
+        """Delete what a server that died or failed left of a request, or of all that begin so."""
+        for file in (file for folder in tuple(self._folders) for file in folder.glob(f"*{request}-*")):
+            file.unlink(missing_ok=True)
 
     def _fetch(self, tokens: list[int], into: Tensor) -> None:
         size, bad_files = self.expected.size(len(tokens)), 0
@@ -262,14 +266,19 @@ class HiddenStateServers:
 
     def _ask(self, server: _Server, tokens: list[int], **more: Any) -> tuple[Path, Any]:
         """Send a document; return the file that the answer names, and the answer."""
-        answer: Any = server.client.completions.create(
-            model=server.model,
-            prompt=tokens,
-            max_tokens=1,
-            temperature=0,
-            extra_body={"request_id": f"{self._name}-{next(self._numbers)}", "return_token_ids": True},
-            **more,
-        )
+        request = f"{self._name}-{next(self._numbers)}"
+        try:
+            answer: Any = server.client.completions.create(
+                model=server.model,
+                prompt=tokens,
+                max_tokens=1,
+                temperature=0,
+                extra_body={"request_id": request, "return_token_ids": True},
+                **more,
+            )
+        except openai.APIError:
+            self._delete(request)
+            raise
         path = _named_file(answer)
         if path is None:
             raise UserError(f"{server.url}: its answers name no file of hidden states: {_START}")

@@ -3,12 +3,13 @@
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from serving.processes import process_group
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -39,9 +40,11 @@ def run_in(requested):
 
     def run(name: str, script: str, *arguments: object, **more: str) -> str:
         command = [str(environment(name)), str(HERE / script), *map(str, arguments)]
-        done = subprocess.run(command, env=environment_variables(more), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return done.stdout
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        with process_group(command, env=environment_variables(more), text=True, **pipes) as process:
+            output, errors = process.communicate()
+        assert process.returncode == 0, output[-2000:] + errors[-4000:]
+        return output
 
     return run
 
@@ -49,27 +52,16 @@ def run_in(requested):
 @pytest.fixture
 def start_in(requested, tmp_path):
     """`start_in(environment, *arguments)` starts python in a server's environment; it ends with the test."""
-    started = []
+    with ExitStack() as started:
 
-    def start(name: str, *arguments: object, **more: str) -> tuple[subprocess.Popen, Path]:
-        log = tmp_path / f"server{len(started)}.log"
-        command = [str(environment(name)), *map(str, arguments)]
-        with log.open("wb") as file:
-            started.append(
-                subprocess.Popen(
-                    command, env=environment_variables(more), stdout=file, stderr=file, start_new_session=True
-                )
-            )
-        return started[-1], log
+        def start(name: str, *arguments: object, **more: str) -> tuple[subprocess.Popen, Path]:
+            log = tmp_path / f"server{len(list(tmp_path.glob('server*.log')))}.log"
+            command = [str(environment(name)), *map(str, arguments)]
+            with log.open("wb") as file:
+                group = process_group(command, env=environment_variables(more), stdout=file, stderr=file)
+                return started.enter_context(group), log
 
-    yield start
-    for process in started:
-        for stop in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, stop)
-                process.wait(20)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                pass
+        yield start
 
 
 def digest_of(name: str, more: tuple[str, ...] = ()) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DFLASH
+from serving.processes import process_group
 from serving.shared import fitted, own_steps
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -159,9 +160,7 @@ def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[in
     caches = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32"
     binary = llama_cpp / "source" / "build" / "bin" / "llama-server"
     command = [binary, "-m", target, "-md", head, "--port", port, *flags.split(), *caches.split()]
-    with log.open("wb") as file:
-        server = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file)
-    try:
+    with log.open("wb") as file, process_group(list(map(str, command)), stdout=file, stderr=file) as server:
         address = f"http://127.0.0.1:{port}"
         for _ in range(120):
             try:
@@ -175,9 +174,6 @@ def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[in
             f"{address}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         return json.load(urllib.request.urlopen(request))
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def drafts_of(log: Path) -> tuple[list[list[int]], list[int]]:

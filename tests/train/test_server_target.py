@@ -164,6 +164,16 @@ def test_what_a_killed_trainer_left_is_deleted(folder, serve):
     assert not old.exists()
 
 
+def test_what_a_killed_server_left_is_deleted_at_once(folder, serve):
+    server = serve([2])
+    target = connected(folder, [server], [])
+    server.fault = "half"
+    target.begin([[[1, 2, 3]]], 3).result()
+    assert not server.fault
+    assert not list(server.folder.iterdir())
+    target.close()
+
+
 def test_no_server_for_too_long_is_one_line(folder, serve, monkeypatch):
     server = serve([2])
     target = connected(folder, [server], [])
