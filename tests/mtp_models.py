@@ -210,11 +210,24 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
     )
 
 
+_PUBLISHED = {
+    "hy_v3": {
+        ".mlp.gate.": ".mlp.router.gate.",
+        ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+        ".mlp.shared_experts.": ".mlp.shared_mlp.",
+    },
+    "exaone_moe": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
+}
+"""Names in transformers that differ from the published ones."""
+
+
 def hub_tensors(
     model: Any, mtp: MtpModel, experts: str = "loose", dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """The MTP layers' tensors under the names of the hub."""
-    numbered = model.config.model_type in ("glm4_moe", "deepseek_v3")
+    kind = model.config.model_type
+    numbered = kind in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3")
+    final = "final_layernorm" if kind == "hy_v3" else "shared_head.norm"
     made = {}
     for ours, tensor in mtp.state_dict().items():
         if not ours.startswith("layers."):
@@ -223,7 +236,7 @@ def hub_tensors(
         _, index, rest = ours.split(".", 2)
         if numbered:
             prefix = f"model.layers.{model.config.num_hidden_layers + int(index)}."
-            name = prefix + rest.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+            name = prefix + rest.replace("mtp_block.", "").replace("post_norm", final)
         else:
             parts = {
                 "enorm": "pre_fc_norm_embedding",
@@ -233,6 +246,8 @@ def hub_tensors(
             }
             first, _, last = rest.partition(".")
             name = "mtp." + (f"{parts[first]}.{last}" if first in parts else f"layers.0.{last}")
+        for theirs, published in _PUBLISHED.get(kind, {}).items():
+            name = name.replace(theirs, published)
         stem = name.rpartition(".")[0]
         if experts == "loose" and name.endswith("experts.gate_up_proj"):
             for e, (gate, up) in enumerate(matrix.chunk(2) for matrix in tensor):

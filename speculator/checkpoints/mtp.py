@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from speculator.checkpoints import files
 from speculator.checkpoints.hub import head_folder
@@ -116,8 +118,17 @@ class Stored:
     def name(self, ours: str) -> str:
         """Return the stored name of a tensor of the head."""
         _, index, part, rest = ours.split(".", 3)
-        where = self.names.block if part == "block" else f"{self.names.parts[part]}."
-        return self.prefix(int(index)) + where + rest
+        if part != "block":
+            return f"{self.prefix(int(index))}{self.names.parts[part]}.{rest}"
+        for renaming in self._renamings:
+            rest = renaming.rename_source_key(rest)[0]
+        return self.prefix(int(index)) + self.names.block + rest
+
+    @cached_property
+    def _renamings(self) -> list[WeightRenaming]:
+        """From transformers' names of a decoder layer's tensors to the published ones."""
+        made = get_checkpoint_conversion_mapping(self.text.model_type) or []
+        return [each.reverse_transform() for each in reversed(made) if type(each) is WeightRenaming]
 
     def parts(self, ours: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return views of a tensor of the head by their stored names: one, or those of single experts."""
@@ -220,8 +231,8 @@ def is_model(config: dict[str, Any]) -> bool:
     return isinstance(text, dict) and text.get("model_type") in FAMILIES
 
 
-def read(folder: Path) -> MTPSpeculator:
-    """Load the MTP layers of a model as a head, to the CPU, in their stored dtype."""
+def shipped(folder: Path) -> Stored:
+    """Find the MTP layers in a model's folder; raise a UserError without them."""
     stored = Stored(folder)
     refuse(
         (
@@ -235,6 +246,12 @@ def read(folder: Path) -> MTPSpeculator:
             f"{folder}: its MTP layers have output matrices of their own, which is not supported",
         ),
     )
+    return stored
+
+
+def read(folder: Path) -> MTPSpeculator:
+    """Load the MTP layers of a model as a head, to the CPU, in their stored dtype."""
+    stored = shipped(folder)
     about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers}
     config = MTPSpeculatorConfig.for_target(stored.text, **about)
     with torch.device("meta"):  # allocates no memory: the weights are replaced below
@@ -340,7 +357,9 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
                 raise UserError(f"{name} of the head is {list(part.shape)}, in {stored.folder}: {shape}")
             if name + _SCALE in stored.shards:
                 scale = stored._open(name + _SCALE)
-                made[name], made[name + _SCALE] = _quantised(part, scale, before.dtype)
+                same = torch.equal(part.to(torch.bfloat16), _dequantised(before, scale))
+                # What was not trained keeps its numbers: another scale would round them again.
+                made[name], made[name + _SCALE] = (before, scale) if same else _quantised(part, scale, before.dtype)
             else:
                 made[name] = part.to(before.dtype).contiguous()
     # safetensors refuses views of one storage: the experts' are.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -60,7 +61,11 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "experts", "shards"),
-    [("glm4_moe", "loose", 3), ("qwen3_5_moe", "fused", 2), ("qwen3_5_moe", "loose", 1), ("mellum", "loose", 1)],
+    [
+        *(("glm4_moe", "loose", 3), ("qwen3_5_moe", "fused", 2), ("qwen3_5_moe", "loose", 1), ("mellum", "loose", 1)),
+        *((family, "loose", 1) for family in ("hy_v3", "exaone_moe")),
+        *(pytest.param(family, "loose", 1, marks=pytest.mark.soak) for family in ("qwen3_next", "glm4_moe_lite")),
+    ],
 )
 def test_the_layers_of_a_folder_are_read_and_written_in_their_own_form(tmp_path, family, experts, shards, capsys):
     folder, model, mtp = folder_of(tmp_path, family, experts=experts, shards=shards, dtype=torch.bfloat16)
@@ -80,8 +85,11 @@ def test_the_layers_of_a_folder_are_read_and_written_in_their_own_form(tmp_path,
     before, after = tensors_of(folder), tensors_of(out)
     assert [(name, x.dtype, x.shape) for name, x in after.items()] == [(n, x.dtype, x.shape) for n, x in before.items()]
     own = set(hub_tensors(model, mtp, experts))
+    # The block's tensors are named as those of the model's own last layer, which transformers has written.
+    layer = {name.split("layers.1.")[1] for name in before if "model.layers.1." in name}
+    assert experts == "fused" or not layer - {re.sub(r".*layers\.\d+\.", "", name) for name in own}
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in own if not name.endswith("correction_bias")}
+    assert changed == {name for name in own if not name.endswith(("correction_bias", "expert_bias"))}
     # Only shards with MTP layers are written; the index and all else is linked.
     index = "model.safetensors.index.json"
     for file in folder.iterdir():
@@ -175,12 +183,22 @@ def test_a_block_wise_quantised_layer_is_dequantised_and_quantised_again(tmp_pat
     scale = tensors[name + "_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
     assert torch.equal(head.layers[0].block.self_attn.q_proj.weight, (tensors[name].float() * scale).bfloat16())
 
+    # Numbers that were not trained stay as they were; trained ones get the scales of their blocks.
+    (tmp_path / "as_it_was").mkdir()
+    same = tensors_of(export(tmp_path / "as_it_was", head, folder))
+    assert {n: (x.dtype, x.tolist()) for n, x in same.items()} == {n: (x.dtype, x.tolist()) for n, x in tensors.items()}
+
+    head = tuned(folder)
     out = export(tmp_path, head, folder)
-    again = load_any(out)
-    assert {n: x.dtype for n, x in tensors_of(out).items()} == {n: x.dtype for n, x in tensors.items()}
+    again, written = load_any(out), tensors_of(out)
+    assert {n: x.dtype for n, x in written.items()} == {n: x.dtype for n, x in tensors.items()}
+    assert not torch.equal(written[name + "_scale_inv"], tensors[name + "_scale_inv"])
     for one, other in zip(head.parameters(), again.parameters(), strict=True):
         assert (one - other).abs().max() <= 0.07 * one.abs().max()
-    assert export(tmp_path, None, out, "twice")
+    # The same head again, and what was read back: nothing changes.
+    (tmp_path / "read_back").mkdir()
+    for twice in (export(tmp_path, None, out, "twice"), export(tmp_path / "read_back", again, out)):
+        assert (twice / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(("family", "shards"), [("glm4_moe", 1), ("qwen3_5", 3)])
