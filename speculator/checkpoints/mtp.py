@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from speculator.checkpoints import files
 from speculator.checkpoints.hub import head_folder
@@ -125,7 +125,7 @@ class Stored:
         return self.prefix(int(index)) + self.names.block + rest
 
     @cached_property
-    def _renamings(self) -> list[WeightRenaming]:
+    def _renamings(self) -> list[WeightTransform]:
         """From transformers' names of a decoder layer's tensors to the published ones."""
         made = get_checkpoint_conversion_mapping(self.text.model_type) or []
         return [each.reverse_transform() for each in reversed(made) if type(each) is WeightRenaming]
