@@ -36,6 +36,7 @@ from speculator.target.fingerprint import fingerprint, same_target
 
 _WEIGHTS, _INDEX, _ADDED = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 _SCALE = "_scale_inv"
+_TABLES = "embed_tokens.weight", "word_embeddings.weight"
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
 
@@ -68,8 +69,8 @@ _LIKE_QWEN = Names(
     single=True,
 )
 FAMILIES = {
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _LIKE_DEEPSEEK),
-    "hy_v3": _LIKE_HUNYUAN,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_ocr_text"), _LIKE_DEEPSEEK),
+    **dict.fromkeys(("hy_v3", "bailing_hybrid"), _LIKE_HUNYUAN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum", "exaone_moe"), _LIKE_QWEN),
 }
 """Families by the model type of their text config."""
@@ -120,9 +121,10 @@ class Stored:
         _, index, part, rest = ours.split(".", 3)
         if part != "block":
             return f"{self.prefix(int(index))}{self.names.parts[part]}.{rest}"
+        rest = f".{rest}"  # names of parts are looked for between dots
         for renaming in self._renamings:
             rest = renaming.rename_source_key(rest)[0]
-        return self.prefix(int(index)) + self.names.block + rest
+        return self.prefix(int(index)) + self.names.block + rest[1:]
 
     @cached_property
     def _renamings(self) -> list[WeightTransform]:
@@ -178,7 +180,7 @@ class Stored:
 
     @property
     def _table(self) -> str:  # MTP layers have copies of it, under `layers`
-        return next(name for name in sorted(self.shards, key=len) if name.endswith("embed_tokens.weight"))
+        return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
 
 
 def _shards(folder: Path) -> dict[str, str]:

@@ -53,11 +53,12 @@ def gap(drafter: Noted, expected_of) -> float:
         ("deepseek_v3", 1, Tree((2, 2, 1), nodes=5)),
         ("mellum", 1, Tree((2, 2, 1), nodes=5)),
         ("qwen3_5", 1, Candidates((2, 2, 1))),
+        ("glm_ocr", 1, Tree((2, 2, 1), nodes=5)),
         ("glm4_moe", 2, Chain(2)),
         ("deepseek_v3", 3, Tree((2, 2, 1), nodes=5)),
         *(
             pytest.param(family, 1, Chain(3), marks=pytest.mark.soak)
-            for family in ("qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "hy_v3", "exaone_moe")
+            for family in ("qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "hy_v3", "exaone_moe", "bailing_hybrid")
         ),
         pytest.param("glm4_moe", 1, Tree((2, 2, 1, 1), nodes=7), marks=pytest.mark.soak),
         pytest.param("glm4_moe", 3, Tree((2, 2, 1), nodes=5), marks=pytest.mark.soak),
