@@ -143,7 +143,7 @@ def mtp_of(model: Any, layers: int = 1) -> MtpModel:
         model.config = copy.deepcopy(model.config)
         text = model.config.get_text_config()
         text.num_mtp_layers, text.mtp_layer_types = layers, ["full_attention"] * layers
-        text.mtp_mlp_layer_types = ["sparse"] * layers
+        text.mtp_mlp_layer_types = ["dense" if text.model_type == "exaone_moe" else "sparse"] * layers
     torch.manual_seed(1)
     mtp = MtpModel(model, layers)
     for name, weight in mtp.named_parameters():
@@ -245,7 +245,6 @@ _PUBLISHED = {
         ".self_attn.": ".attention.",
         ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
     },
-    "exaone_moe": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
 }
 """Names in transformers that differ from the published ones."""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import tiny_model, tiny_mtp_head
 from mtp_models import config_of, head_of, model_of, mtp_of, naive
+from transformers import DeepseekV32Config, LongcatFlashConfig, NemotronHConfig
 
 from speculator import Candidates, Chain, Target, Tree
 from speculator.decoding.engine import Engine
@@ -225,6 +226,15 @@ def test_a_target_whose_layers_need_more_than_states_is_one_line():
     target = Target(tiny_model("gemma3n"), tokenizer=None)
     with pytest.raises(UserError, match="gemma3n_text"):
         tiny_mtp_head(target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(DeepseekV32Config, "indexer"), (LongcatFlashConfig, "num_hidden_layers"), (NemotronHConfig, "no attribute")],
+)
+def test_layers_that_other_parts_belong_to_are_one_line(kind, why):
+    with torch.device("meta"), pytest.raises(UserError, match=f"{kind.model_type}: .*{why}"):
+        MTPSpeculator(MTPSpeculatorConfig.for_target(kind()))
 
 
 def test_operations_follow_from_the_experts_that_a_token_is_sent_to():
