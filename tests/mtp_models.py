@@ -11,10 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BailingHybridConfig,
     DeepseekV3Config,
     ExaoneMoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmOcrConfig,
     HYV3Config,
     MellumConfig,
     Qwen3_5MoeTextConfig,
@@ -55,6 +58,19 @@ _OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (Glm4MoeLiteConfig, {**_GLM, **_MLA, "num_key_value_heads": 2, "head_dim": 8}),
     "hy_v3": (HYV3Config, _ROUTED),
+    "bailing_hybrid": (
+        BailingHybridConfig,
+        {
+            **_MLA,
+            **_ROUTED,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "layer_types": _MIXED,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "exaone_moe": (
         ExaoneMoeConfig,
         {
@@ -80,6 +96,11 @@ def config_of(family: str, layers: int = 2, mtp_layers: int = 1, **sizes: Any) -
     elif family == "mellum":
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
         made = MellumConfig(**shape, num_experts=4, sliding_window=6, layer_types=kinds, num_mtp_layers=1)
+    elif family == "glm_ocr":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}
+        text = {**shape, "rope_parameters": rope, "num_nextn_predict_layers": mtp_layers}
+        tower = dict(hidden_size=16, depth=1, num_heads=2, intermediate_size=16, out_hidden_size=32)  # noqa: C408
+        return GlmOcrConfig(text_config=text, vision_config=tower)
     elif family in _OTHERS:
         kind, more = _OTHERS[family]
         made = kind(**{**shape, **more})
@@ -98,7 +119,8 @@ def config_of(family: str, layers: int = 2, mtp_layers: int = 1, **sizes: Any) -
 def model_of(config: Any) -> Any:
     """Random model with norms between 0.7 and 1.3."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation="eager")
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(copy.deepcopy(config), experts_implementation="eager")
     return _rough(model)
 
 
@@ -114,12 +136,14 @@ def _rough(model: Any) -> Any:
 
 def mtp_of(model: Any, layers: int = 1) -> MtpModel:
     """transformers' own MTP model, with random weights."""
-    config = model.config
-    if getattr(config, "num_mtp_layers", None) is None:  # a family whose layer transformers doesn't run
+    text = model.config.get_text_config()
+    if getattr(text, "num_mtp_layers", None) is None or text.model_type == "bailing_hybrid":
+        # A family whose layer transformers doesn't run.
         model = copy.copy(model)
-        model.config = copy.deepcopy(config)
-        model.config.num_mtp_layers, model.config.mtp_layer_types = layers, ["full_attention"] * layers
-        model.config.mtp_mlp_layer_types = ["sparse"] * layers
+        model.config = copy.deepcopy(model.config)
+        text = model.config.get_text_config()
+        text.num_mtp_layers, text.mtp_layer_types = layers, ["full_attention"] * layers
+        text.mtp_mlp_layer_types = ["dense" if text.model_type == "exaone_moe" else "sparse"] * layers
     torch.manual_seed(1)
     mtp = MtpModel(model, layers)
     for name, weight in mtp.named_parameters():
@@ -210,11 +234,29 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
     )
 
 
+_PUBLISHED = {
+    "hy_v3": {
+        ".mlp.gate.": ".mlp.router.gate.",
+        ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+        ".mlp.shared_experts.": ".mlp.shared_mlp.",
+    },
+    "bailing_hybrid": {
+        ".self_attn.o_proj.": ".attention.dense.",
+        ".self_attn.": ".attention.",
+        ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
+    },
+}
+"""Names in transformers that differ from the published ones."""
+
+
 def hub_tensors(
     model: Any, mtp: MtpModel, experts: str = "loose", dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """The MTP layers' tensors under the names of the hub."""
-    numbered = model.config.model_type in ("glm4_moe", "deepseek_v3")
+    text = model.config.get_text_config()
+    kind, root = text.model_type, "model." if text is model.config else "model.language_model."
+    numbered = kind in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "glm_ocr_text", "hy_v3", "bailing_hybrid")
+    final = "final_layernorm" if kind in ("hy_v3", "bailing_hybrid") else "shared_head.norm"
     made = {}
     for ours, tensor in mtp.state_dict().items():
         if not ours.startswith("layers."):
@@ -222,8 +264,8 @@ def hub_tensors(
         tensor = tensor if ours.endswith("correction_bias") else tensor.to(dtype or tensor.dtype)
         _, index, rest = ours.split(".", 2)
         if numbered:
-            prefix = f"model.layers.{model.config.num_hidden_layers + int(index)}."
-            name = prefix + rest.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+            prefix = f"{root}layers.{text.num_hidden_layers + int(index)}."
+            name = prefix + rest.replace("mtp_block.", "").replace("post_norm", final)
         else:
             parts = {
                 "enorm": "pre_fc_norm_embedding",
@@ -233,6 +275,8 @@ def hub_tensors(
             }
             first, _, last = rest.partition(".")
             name = "mtp." + (f"{parts[first]}.{last}" if first in parts else f"layers.0.{last}")
+        for theirs, published in _PUBLISHED.get(kind, {}).items():
+            name = name.replace(theirs, published)
         stem = name.rpartition(".")[0]
         if experts == "loose" and name.endswith("experts.gate_up_proj"):
             for e, (gate, up) in enumerate(matrix.chunk(2) for matrix in tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -13,12 +14,13 @@ from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self, prompt_sampling_of
 from data.sources import parse
+from speculator.checkpoints import shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
 from train.config import GenerateConfig, RunConfig, StageConfig
-from train.initialise import check_options, head_config, parameters
+from train.initialise import check_options, head_config, parameters, start_of
 
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 
@@ -127,6 +129,9 @@ def fits_target(config: RunConfig, target: TrainingTarget) -> None:
     """Check the config against the loaded target."""
     head = config.speculator
     head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
+    start = start_of(config)
+    if start is not None and not head.warm_start:
+        shipped(Path(start))
     drafted, least = config.speculator.draft_vocab_size, max(1, len(target.eos_token_ids))
     if drafted and not least <= drafted <= target.vocab_size:
         raise UserError(

@@ -13,7 +13,7 @@ from speculator.checkpoints.gguf_file import GGUF
 from speculator.checkpoints.hub import head_folder
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
-from speculator.checkpoints.mtp import MTP, is_model
+from speculator.checkpoints.mtp import MTP, is_model, shipped
 from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.transformers_dflash import TRANSFORMERS
@@ -35,6 +35,7 @@ __all__ = [
     "load_any",
     "recognise",
     "save",
+    "shipped",
     "tensor_shapes",
 ]
 

@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from speculator.checkpoints import files
 from speculator.checkpoints.hub import head_folder
@@ -34,6 +36,7 @@ from speculator.target.fingerprint import fingerprint, same_target
 
 _WEIGHTS, _INDEX, _ADDED = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 _SCALE = "_scale_inv"
+_TABLES = "embed_tokens.weight", "word_embeddings.weight"
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
 
@@ -66,8 +69,8 @@ _LIKE_QWEN = Names(
     single=True,
 )
 FAMILIES = {
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _LIKE_DEEPSEEK),
-    "hy_v3": _LIKE_HUNYUAN,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_ocr_text"), _LIKE_DEEPSEEK),
+    **dict.fromkeys(("hy_v3", "bailing_hybrid"), _LIKE_HUNYUAN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum", "exaone_moe"), _LIKE_QWEN),
 }
 """Families by the model type of their text config."""
@@ -116,8 +119,18 @@ class Stored:
     def name(self, ours: str) -> str:
         """Return the stored name of a tensor of the head."""
         _, index, part, rest = ours.split(".", 3)
-        where = self.names.block if part == "block" else f"{self.names.parts[part]}."
-        return self.prefix(int(index)) + where + rest
+        if part != "block":
+            return f"{self.prefix(int(index))}{self.names.parts[part]}.{rest}"
+        rest = f".{rest}"  # names of parts are looked for between dots
+        for renaming in self._renamings:
+            rest = renaming.rename_source_key(rest)[0]
+        return self.prefix(int(index)) + self.names.block + rest[1:]
+
+    @cached_property
+    def _renamings(self) -> list[WeightTransform]:
+        """From transformers' names of a decoder layer's tensors to the published ones."""
+        made = get_checkpoint_conversion_mapping(self.text.model_type) or []
+        return [each.reverse_transform() for each in reversed(made) if type(each) is WeightRenaming]
 
     def parts(self, ours: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return views of a tensor of the head by their stored names: one, or those of single experts."""
@@ -167,7 +180,7 @@ class Stored:
 
     @property
     def _table(self) -> str:  # MTP layers have copies of it, under `layers`
-        return next(name for name in sorted(self.shards, key=len) if name.endswith("embed_tokens.weight"))
+        return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
 
 
 def _shards(folder: Path) -> dict[str, str]:
@@ -220,8 +233,8 @@ def is_model(config: dict[str, Any]) -> bool:
     return isinstance(text, dict) and text.get("model_type") in FAMILIES
 
 
-def read(folder: Path) -> MTPSpeculator:
-    """Load the MTP layers of a model as a head, to the CPU, in their stored dtype."""
+def shipped(folder: Path) -> Stored:
+    """Find the MTP layers in a model's folder; raise a UserError without them."""
     stored = Stored(folder)
     refuse(
         (
@@ -235,6 +248,12 @@ def read(folder: Path) -> MTPSpeculator:
             f"{folder}: its MTP layers have output matrices of their own, which is not supported",
         ),
     )
+    return stored
+
+
+def read(folder: Path) -> MTPSpeculator:
+    """Load the MTP layers of a model as a head, to the CPU, in their stored dtype."""
+    stored = shipped(folder)
     about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers}
     config = MTPSpeculatorConfig.for_target(stored.text, **about)
     with torch.device("meta"):  # allocates no memory: the weights are replaced below
@@ -340,7 +359,9 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
                 raise UserError(f"{name} of the head is {list(part.shape)}, in {stored.folder}: {shape}")
             if name + _SCALE in stored.shards:
                 scale = stored._open(name + _SCALE)
-                made[name], made[name + _SCALE] = _quantised(part, scale, before.dtype)
+                same = torch.equal(part.to(torch.bfloat16), _dequantised(before, scale))
+                # What was not trained keeps its numbers: another scale would round them again.
+                made[name], made[name + _SCALE] = (before, scale) if same else _quantised(part, scale, before.dtype)
             else:
                 made[name] = part.to(before.dtype).contiguous()
     # safetensors refuses views of one storage: the experts' are.

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from datasets import Dataset
+from mtp_models import config_of, model_of
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
@@ -81,6 +82,15 @@ def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target,
     config = parse([*flags, *OTHERWISE])
     checks.settings(config)
     with pytest.raises(UserError, match=r"a head of [\d,]{15,} weights needs [\d,]{5,} GB to train"):
+        checks.fits_target(config, target)
+
+
+def test_a_target_without_the_layer_to_start_from_is_refused_before_its_text_is_read(target, tmp_path):
+    model_of(config_of("glm4_moe")).save_pretrained(tmp_path)
+    flags = ["--speculator.architecture", "mtp", "--speculator.initialise", "target", "--stage2.max_steps", "0"]
+    config = parse([*flags, "--eval.tune_prompts", "0", "--target.name_or_path", str(tmp_path)])
+    checks.settings(config)
+    with pytest.raises(UserError, match="promises 1 MTP layers, and its files hold 0"):
         checks.fits_target(config, target)
 
 

@@ -18,6 +18,7 @@ import torch
 import yaml
 from conftest import tiny_tokenizer
 from datasets import load_from_disk
+from mtp_models import config_of, model_of, mtp_of, save
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
@@ -333,18 +334,39 @@ def test_killed_in_each_stage_and_while_generating_the_result_is_bit_identical(f
     assert all((head[name] == value).all() for name, value in expected.items())
 
 
+@pytest.fixture(scope="module")
+def finished_mtp(command, tmp_path_factory) -> tuple[Path, dict]:
+    """A run that tunes the layer of a tiny GLM, and its settings: a router sends tokens to two of four experts."""
+    config = config_of("glm4_moe")
+    config.vocab_size, config.eos_token_id = 300, 0
+    model, folder = model_of(config), tmp_path_factory.mktemp("mtp")
+    settings = {
+        "target.name_or_path": save(folder / "glm", model, mtp_of(model)),
+        "speculator.architecture": "mtp",
+        "speculator.initialise": "target",
+        "stage2.max_steps": 0,
+    }
+    done = run(command(folder / "run", **settings))
+    assert done.returncode == 0, done.stderr
+    return folder / "run", settings
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (1, 2)])
-def test_however_a_global_batch_is_cut_the_result_is_the_same(finished, command, tmp_path, processes, accumulation):
+@pytest.mark.parametrize(("processes", "accumulation", "head"), [(2, 1, "mlp"), (1, 2, "mlp"), (2, 1, "mtp")])
+def test_however_a_global_batch_is_cut_the_result_is_the_same(
+    request, command, tmp_path, processes, accumulation, head
+):
     """Losses, metrics, gradient norms (which would show a wrong scale that Adam hides) and weights."""
-    folder = tmp_path / "cut"
+    folder, settings = tmp_path / "cut", {"stage2.max_steps": 0}
+    whole = request.getfixturevalue("finished" if head == "mlp" else "finished_mtp")
+    if head == "mtp":
+        whole, settings = whole
     sizes = {"stage1.per_device_train_batch_size": 4, "stage1.gradient_accumulation_steps": accumulation}
-    sizes |= {"stage2.max_steps": 0}
-    done = run(command(folder, processes=processes, **sizes))
+    done = run(command(folder, processes=processes, **settings, **sizes))
     assert done.returncode == 0, done.stderr
     assert f"{processes} process" in done.stderr
     weights, history = state_of(folder, 20)
-    expected_weights, expected_history = state_of(finished, 20)
+    expected_weights, expected_history = state_of(whole, 20)
     assert any("grad_norm" in entry for entry in expected_history)
     for ours, expected in zip(history, expected_history, strict=True):
         for name, value in expected.items():
@@ -406,6 +428,7 @@ def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command
         ({"speculator.architecture": "lstm", "speculator.options": "{tie_weights: false}"}, "no untied LSTM"),
         ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"target.name_or_path": "./configs"}, "no config.json"),
+        ({"speculator.architecture": "mtp", "speculator.initialise": "target"}, "no MTP layers of a llama"),
         ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),
         ({"stage1.save_steps": 7}, "stage1.save_steps"),
         ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),

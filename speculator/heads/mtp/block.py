@@ -25,7 +25,11 @@ def empty_decoder(config: dict[str, Any]) -> PreTrainedModel:
         text = CONFIG_MAPPING[config["model_type"]](**config)
         decoder = AutoModel.from_config(text, dtype=torch.float32)
         decoder.set_attn_implementation(ATTENTION)
-        decoder.layers, decoder.norm, decoder.rotary_emb  # noqa: B018 (all that is used)
+        decoder.norm, decoder.rotary_emb  # noqa: B018 (used, with the layers)
+        if len(decoder.layers) != config["num_hidden_layers"]:
+            raise ValueError("its layers are not counted by num_hidden_layers")
+        if any(name.endswith(".indexer") for name, _ in decoder.named_modules()):
+            raise ValueError("its attention chooses keys by an indexer, which has keys of its own")
     except Exception as error:  # whatever the family's code needs
         raise UserError(
             f"no MTP layer can be built of a decoder layer of {config['model_type']}: {first_line(error)}"

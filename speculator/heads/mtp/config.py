@@ -15,6 +15,8 @@ _NOT_THE_BLOCKS = (
     *("transformers_version", "architectures", "_name_or_path", "dtype", "quantization_config", "id2label", "label2id"),
     *("tie_word_embeddings", "per_layer_config", *COUNTS),
 )
+_DENSE = ("exaone_moe",)
+"""Families with experts whose MTP layers have none."""
 _ONE_TOKEN = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -108,12 +110,13 @@ def block_of(target: PreTrainedConfig, layers: int) -> dict[str, Any]:
     """Return the text config of a model that consists of the MTP layers of a target.
 
     Fields that a family keeps per layer are those of the MTP layers, which are counted from 0: attention over the whole
-    text and experts, unless the config says otherwise.
+    text and, but for `_DENSE`, experts, unless the config says otherwise.
     """
     text = copy.deepcopy(target)
+    mlp = "dense" if text.model_type in _DENSE else "sparse"
     per_layer = {
         "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"] * layers,
-        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * layers,
+        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or [mlp] * layers,
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import tiny_model, tiny_mtp_head
 from mtp_models import config_of, head_of, model_of, mtp_of, naive
+from transformers import DeepseekV32Config, LongcatFlashConfig, NemotronHConfig
 
 from speculator import Candidates, Chain, Target, Tree
 from speculator.decoding.engine import Engine
@@ -53,11 +54,12 @@ def gap(drafter: Noted, expected_of) -> float:
         ("deepseek_v3", 1, Tree((2, 2, 1), nodes=5)),
         ("mellum", 1, Tree((2, 2, 1), nodes=5)),
         ("qwen3_5", 1, Candidates((2, 2, 1))),
+        ("glm_ocr", 1, Tree((2, 2, 1), nodes=5)),
         ("glm4_moe", 2, Chain(2)),
         ("deepseek_v3", 3, Tree((2, 2, 1), nodes=5)),
         *(
             pytest.param(family, 1, Chain(3), marks=pytest.mark.soak)
-            for family in ("qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "hy_v3", "exaone_moe")
+            for family in ("qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "hy_v3", "exaone_moe", "bailing_hybrid")
         ),
         pytest.param("glm4_moe", 1, Tree((2, 2, 1, 1), nodes=7), marks=pytest.mark.soak),
         pytest.param("glm4_moe", 3, Tree((2, 2, 1), nodes=5), marks=pytest.mark.soak),
@@ -224,6 +226,15 @@ def test_a_target_whose_layers_need_more_than_states_is_one_line():
     target = Target(tiny_model("gemma3n"), tokenizer=None)
     with pytest.raises(UserError, match="gemma3n_text"):
         tiny_mtp_head(target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(DeepseekV32Config, "indexer"), (LongcatFlashConfig, "num_hidden_layers"), (NemotronHConfig, "no attribute")],
+)
+def test_layers_that_other_parts_belong_to_are_one_line(kind, why):
+    with torch.device("meta"), pytest.raises(UserError, match=f"{kind.model_type}: .*{why}"):
+        MTPSpeculator(MTPSpeculatorConfig.for_target(kind()))
 
 
 def test_operations_follow_from_the_experts_that_a_token_is_sent_to():

@@ -15,6 +15,7 @@ from conftest import (
     Oracle,
     tiny_head,
     tiny_model,
+    tiny_mtp_head,
     tiny_tokenizer,
 )
 from drafters import make_drafter
@@ -114,14 +115,39 @@ def test_sampled_text_follows_the_enumerated_distribution(family, shape):
     assert sampled_p_value(family, HeadDrafter(tiny_head(), shape)) > 1e-4
 
 
-def sampled_p_value(family: str, drafter, rows: int = 2000) -> float:
+@pytest.mark.parametrize("shape", [Chain(3), Candidates((3, 2, 1))], ids=["chain", "tree"])
+def test_an_mtp_layer_leaves_sampled_text_as_plain_decoding_draws_it(shape):
+    """Requests of other seeds wait for a slot beside it; most drafts are rejected."""
+    target = Target(tiny_model("qwen3_5").double(), tokenizer=None)
+    settings = [Sampling(0.6, top_k=6, seed=20 + number) for number in range(len(PROMPTS))]
+    engine = Engine(target, HeadDrafter(tiny_mtp_head(target), shape), slots=3, chunk=8)
+    made = engine.generate(PROMPTS, settings, max_new_tokens=24)
+    plain = [generate(target, None, [p], [own], max_new_tokens=24) for p, own in zip(PROMPTS, settings, strict=True)]
+    assert made.tokens == [each.tokens[0] for each in plain]
+    assert 1.05 < made.acceptance_length < 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        (Chain(2), "rejection"),
+        pytest.param(Chain(2), "block", marks=pytest.mark.soak),
+        pytest.param(Candidates((3, 2)), "multi_candidate", marks=pytest.mark.soak),
+    ],
+)
+def test_sampled_text_of_an_mtp_layer_follows_the_enumerated_distribution(shape, rule):
+    head = tiny_mtp_head(Target(tiny_model("qwen3_5", scale=2.0), tokenizer=None))
+    assert sampled_p_value("qwen3_5", HeadDrafter(head, shape), rule=rule) > 1e-4
+
+
+def sampled_p_value(family: str, drafter, rows: int = 2000, rule: str | None = None) -> float:
     """Test the joint distribution of the new tokens after the first, which the prefill gives."""
     model, sampling = tiny_model(family, scale=2.0), Sampling(1.0, top_k=6, seed=3)
     expected: Counter = Counter()
     for tokens, probability in joint_distribution(model, PROMPTS[0], 3, sampling).items():
         expected[tokens[1:]] += probability
     target = Target(model, tokenizer=None)
-    made = generate(target, drafter, [PROMPTS[0]] * rows, sampling, max_new_tokens=3)
+    made = generate(target, drafter, [PROMPTS[0]] * rows, sampling, rule=rule, max_new_tokens=3)
     return chi_square_p(Counter(tuple(row[1:]) for row in made.tokens), expected, rows)
 
 
