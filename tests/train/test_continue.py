@@ -1,6 +1,7 @@
 """Training on recorded answers: the old head's shape, weights of rejected tokens, held-out rows, and the early end."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,9 +53,10 @@ def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, t
     folder, _ = traffic
     monkeypatch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
 
-    def no_report(config, target, suites, run_folder):
-        (run_folder / "eval").mkdir()
-        (run_folder / "eval" / "report.json").write_text('{"suites": []}')
+    def no_report(config, target, suites):
+        report = Path(config.output_dir) / "eval" / "report.json"
+        report.parent.mkdir()
+        report.write_text('{"suites": []}')
 
     monkeypatch.setattr(run, "_measure", no_report)
     monkeypatch.setattr(run, "write_card", lambda folder: None)

@@ -230,7 +230,8 @@ def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
     assert all(word in line for word in ("chunked_attention", "--server", "stage2.max_steps 0"))
     done = run(command(tmp_path / "run", **given, **{"stage2.max_steps": 0}))
     assert done.returncode == 0, done.stderr
-    assert "speculator inspect" in done.stdout
+    assert "forecast of the acceptance length" in done.stdout
+    assert "speculator export" in done.stdout
     assert (tmp_path / "run" / "speculator" / "README.md").exists()
     state = json.loads((tmp_path / "run" / "stage1" / "checkpoint-10" / "trainer_state.json").read_text())
     figures = {entry["step"]: entry[checkpoint.FORECAST] for entry in state["log_history"] if "eval_loss" in entry}
