@@ -5,14 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from conftest import VOCAB, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    BailingHybridConfig,
     DeepseekV3Config,
     ExaoneMoeConfig,
     Glm4MoeConfig,
@@ -59,7 +60,7 @@ _OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm4_moe_lite": (Glm4MoeLiteConfig, {**_GLM, **_MLA, "num_key_value_heads": 2, "head_dim": 8}),
     "hy_v3": (HYV3Config, _ROUTED),
     "bailing_hybrid": (
-        BailingHybridConfig,
+        getattr(transformers, "BailingHybridConfig", None),  # since 5.23
         {
             **_MLA,
             **_ROUTED,
@@ -103,6 +104,8 @@ def config_of(family: str, layers: int = 2, mtp_layers: int = 1, **sizes: Any) -
         return GlmOcrConfig(text_config=text, vision_config=tower)
     elif family in _OTHERS:
         kind, more = _OTHERS[family]
+        if kind is None:
+            pytest.skip("this version of transformers lacks the family")
         made = kind(**{**shape, **more})
     else:
         shape = {"layer_types": ["linear_attention", "full_attention"] * (layers // 2), **shape, **_DELTA}
@@ -136,6 +139,8 @@ def _rough(model: Any) -> Any:
 
 def mtp_of(model: Any, layers: int = 1) -> MtpModel:
     """transformers' own MTP model, with random weights."""
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this version of transformers runs MTP layers in another way")
     text = model.config.get_text_config()
     if getattr(text, "num_mtp_layers", None) is None or text.model_type == "bailing_hybrid":
         # A family whose layer transformers doesn't run.

@@ -20,8 +20,9 @@ LIMITS = [7, 3, 5, 6]
 
 def case(family: str, layers: int = 1, **options):
     """A target, transformers' MTP model, and our head with its weights."""
-    target = Target(model_of(config_of(family, mtp_layers=layers)), tokenizer=None)
-    mtp = mtp_of(target.model, layers)
+    model = model_of(config_of(family, mtp_layers=layers))
+    mtp = mtp_of(model, layers)
+    target = Target(model, tokenizer=None)
     return target, mtp, head_of(target, mtp, **options)
 
 
