@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import sys
 import time
 from collections import Counter
@@ -12,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 from datasets import Dataset
@@ -22,9 +19,10 @@ from data.batches import Batches
 from data.conversations import Answering, Conversation
 from data.onpolicy import ON_POLICY, Ends, record_of
 from data.tally import log
+from speculator.api_servers import UNAVAILABLE, Connection, base_urls
 from speculator.chat import end_token
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError, check_secret, first_line, hide, refuse
+from speculator.errors import UserError, refuse
 from speculator.target.hidden_state_servers import discard
 
 CONCURRENCY = 32
@@ -35,7 +33,6 @@ _FIRST_SECONDS = 30.0  # timeout of the first request to a server
 _PROBE_TOKENS = 32
 _PROBE_PROMPTS = 4
 _WARM = 0.5  # from this temperature on, two seeds should give different texts
-_UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError, asyncio.TimeoutError)
 
 
 def fetch_rows(
@@ -71,13 +68,10 @@ def fetch_rows(
     Raises:
         UserError: no server is available, or one rejects a prompt or does not sample.
     """
-    bases = [
-        url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)
-    ]
+    bases = base_urls([urls] if isinstance(urls, str) else urls, "--server")
     refuse(
         (not prompts, "there are no prompts to continue"),
         (not bases, "no --server is given"),
-        (len({*bases}) < len(bases), "--server names the same URL twice"),
     )
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     record = {"target": target, "drafter": "server", **record_of(samplings, seed, max_new_tokens, prompts)}
@@ -129,7 +123,7 @@ async def _fetch(
     async def probe(server: _Server) -> None:
         try:
             await server.probe(prompts, seed)
-        except _UNAVAILABLE as error:
+        except UNAVAILABLE as error:
             drop(server, error)
 
     async def fetch(batch: int, row: int) -> None:
@@ -145,7 +139,7 @@ async def _fetch(
                     tokens, ended = await server.complete(row, answering.prompt, prompts[row], answer_seed)
                     answering.add(tokens, ended)
                     by_server[batch][server.url] += 1
-            except _UNAVAILABLE as error:
+            except UNAVAILABLE as error:
                 drop(server, error)
                 continue
             free_slots.put_nowait(server)
@@ -169,7 +163,7 @@ async def _fetch(
             await server.client.close()
 
 
-class _Server:
+class _Server(Connection):
     """A server that continues prompts. The arguments are those of `fetch_rows`."""
 
     def __init__(
@@ -181,21 +175,7 @@ class _Server:
         max_new_tokens: int,
         ends: Ends | None = None,
     ):
-        self.url = re.sub(r"//[^/]*@", "//", base)  # without a password
-        try:
-            parts = urlsplit(base)
-            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port above 65535, or an address without its closing bracket
-            valid = False
-        if not valid:
-            raise UserError(f"--server {self.url}: not a URL such as http://127.0.0.1:8000")
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
-        check_secret("$OPENAI_API_KEY", key)
-        self._secrets = [key, *re.findall(r"//[^/]*?:([^/]*)@", base)]
-        try:
-            self.client = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=_RETRIES)
-        except Exception as error:  # httpx has its own error types for a wrong URL, proxy or certificate
-            raise UserError(f"--server {self.url}: {first_line(error)}") from None
+        super().__init__(base, "--server", openai.AsyncOpenAI, max_retries=_RETRIES)
         self._model, self.tokenizer, self._max_new_tokens = target, tokenizer, max_new_tokens
         self._samplings, self._ends = samplings, ends
         self._end_tokens: dict[bool, int | None] = {}
@@ -205,10 +185,7 @@ class _Server:
         """Return one line that names the server and what went wrong, without secrets."""
         if isinstance(error, asyncio.TimeoutError):
             return f"{self.url}: no answer within {_REQUEST_SECONDS:g} seconds"
-        if isinstance(error, openai.APIStatusError):
-            return hide(f"{self.url}: {first_line(error)[:300]}", *self._secrets)
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self._secrets)
+        return super().describe(error)
 
     async def probe(self, prompts: Sequence[Conversation], seed: int) -> None:
         """Find the model's name, and check that two seeds give two texts for at least one prompt."""
@@ -261,7 +238,7 @@ class _Server:
             tokens = getattr(choice, "token_ids", None) or self._tokenize(
                 ids, choice.text, ended, bool(prompt.messages)
             )
-        except _UNAVAILABLE:
+        except UNAVAILABLE:
             raise
         except openai.APIError as error:
             raise UserError(f"prompt {row + 1}: {self.describe(error)}") from None

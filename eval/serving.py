@@ -6,8 +6,6 @@ The counters are those of all requests to the server: nobody else may use it mea
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
 import sys
 from collections import Counter
@@ -27,10 +25,9 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import make_folder, read_json, write_json
 from speculator.tables import markdown_table
+from speculator.vllm_counters import read_counters
 
 FORECAST = "forecast.json"
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
 _REQUESTS = 8  # at a time
 
 
@@ -65,23 +62,25 @@ def commands_for_server(folder: Path, target: str) -> list[str]:
                 measure = f"--server http://127.0.0.1:8000/v1 --target {name} --speculator {shlex.quote(str(folder))}"
                 return [
                     *lines,
-                    f"export:  python -m speculator export {export} --output {shlex.quote(exported)}",
+                    f"export:  speculator export {export} --output {shlex.quote(exported)}",
                     f"serve:   {server.how}",
-                    f"measure: python -m eval {measure} --output {shlex.quote(f'{folder}-served')}",
+                    f"measure: speculator eval {measure} --output {shlex.quote(f'{folder}-served')}",
                 ]
-    return [*lines, "vLLM loads no layout of this head; if the target fits, measure it here: python -m eval"]
+    return [*lines, "vLLM loads no layout of this head; if the target fits, measure it here: speculator eval"]
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure every suite at every temperature, and print drafts and acceptance next to the forecast."""
     import openai
 
-    url = arguments.server_url.rstrip("/").removesuffix("/v1")
+    from speculator.api_servers import Connection, base_urls
+
+    (base,) = base_urls([arguments.server_url], "--server")
+    server = Connection(base, "--server", openai.OpenAI)
     head = head_folder(arguments.speculator, arguments.speculator_revision)
     tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
     set_template_variables(tokenizer, arguments.chat_template_kwargs)
-    key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+    with server.client as client:
         try:
             model = client.models.list().data[0]
             context = getattr(model, "max_model_len", None) or sys.maxsize
@@ -90,15 +89,21 @@ def run(arguments: argparse.Namespace) -> None:
             suites = [suite_of(arguments, source, known, arguments.raw) for source in sources]
             rows = []
             for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
-                before = _counters(url)
+                before = _counters(base, server.url)
                 sampling = Sampling(temperature, seed=arguments.seed)
                 _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
-                rows.append({"suite": suite.name, "temperature": temperature, **_acceptance(_counters(url), before)})
+                rows.append(
+                    {
+                        "suite": suite.name,
+                        "temperature": temperature,
+                        **_acceptance(_counters(base, server.url), before),
+                    }
+                )
         except openai.APIError as error:
-            raise UserError(f"{url}: {first_line(error)}") from None
+            raise UserError(server.describe(error)) from None
     forecast = read_json(head / FORECAST) if (head / FORECAST).is_file() else None
     make_folder(arguments.output)
-    write_json(arguments.output / "served.json", {"server": url, "suites": rows, "forecast": forecast})
+    write_json(arguments.output / "served.json", {"server": server.url, "suites": rows, "forecast": forecast})
     print(_table(rows, forecast))
 
 
@@ -117,18 +122,15 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
         list(pool.map(complete, range(len(suite.prompts))))
 
 
-def _counters(url: str) -> Counter[str]:
-    """Read drafts ("drafts") and accepted tokens by position ("0", "1", ...), over all engines of the server."""
+def _counters(base: str, shown: str) -> Counter[str]:
+    """Read the counters of the server's page."""
     try:
-        with urlopen(f"{url}/metrics", timeout=60) as page:
+        with urlopen(f"{base}/metrics", timeout=60) as page:
             text = page.read().decode()
     except OSError as error:
-        raise UserError(f"{url}/metrics: {first_line(error)}") from None
-    found: Counter[str] = Counter()
-    for what, labels, value in _COUNTER.findall(text):
-        position = _POSITION.search(labels)
-        found[position[1] if position else what] += int(float(value))
-    refuse((not found, f"{url}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))
+        raise UserError(f"{shown}/metrics: {first_line(error)}") from None
+    found = read_counters(text)
+    refuse((not found, f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))
     return found
 
 
@@ -136,7 +138,7 @@ def _acceptance(counted: Counter[str], before: Counter[str]) -> dict[str, Any]:
     counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
     drafts = counted.pop("drafts", 0)
     refuse((not drafts, "the server counted no drafts while it answered"))
-    accepted = [counted[str(i)] for i in range(max(map(int, counted), default=-1) + 1)]
+    accepted = [counted[str(i)] for i in range(max(map(int, filter(str.isdigit, counted)), default=-1) + 1)]
     return {"drafts": drafts, "accepted_per_position": accepted, "acceptance_length": 1 + sum(accepted) / drafts}
 
 

@@ -89,7 +89,7 @@ def writes_nothing(config: RunConfig, why: str, instead: str = "") -> None:
     for what in (name for name, asked in wanted if asked):
         raise UserError(
             f"{why}: the target trains and writes no text, so there is no {what}; let a server that runs it, such as "
-            "vLLM, write the text beforehand (python -m data generate --server URL), name its folder in data.sources, "
+            "vLLM, write the text beforehand (speculator data generate --server URL), name its folder in data.sources, "
             f"and set --stage2.max_steps 0{instead}"
         )
 

@@ -5,19 +5,18 @@ The routes exist with VLLM_SERVER_DEV_MODE=1. The weights come through the trans
 
 from __future__ import annotations
 
-import re
 import time
 
 import httpx
 
 from speculator.errors import UserError, first_line, refuse
 from speculator.terminal import log
+from speculator.vllm_counters import read_counters
 
 LAYOUTS = ("eagle3", "speculators", "dflash")
 _DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03
 _FALL = 0.03  # of the acceptance length, as a share, beyond which the old head comes back
 _WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:{.*})? (\S+)$", re.MULTILINE)
 
 
 class VLLMServer:
@@ -63,12 +62,10 @@ class VLLMServer:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def counters(self) -> tuple[float, float]:
+    def counters(self) -> tuple[int, int]:
         """Drafts and accepted tokens since the server's start."""
-        found = {"drafts": 0.0, "accepted_tokens": 0.0}
         answer = self._ask("GET", "/metrics")
-        for name, value in _COUNTER.findall(answer.text):  # one line for each engine
-            found[name] += float(value)
+        found = read_counters(answer.text)
         known = answer.is_success and "vllm:spec_decode_num_drafts" in answer.text
         refuse((not known, f"--server {self.name}: /metrics has no vLLM counters of drafts"))
         return found["drafts"], found["accepted_tokens"]

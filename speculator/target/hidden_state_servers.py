@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import fcntl
 import math
-import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import openai
@@ -29,8 +26,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from speculator.api_servers import UNAVAILABLE, Connection, base_urls
 from speculator.device import dtype_name
-from speculator.errors import UserError, check_secret, first_line, hide, refuse
+from speculator.errors import UserError, first_line, refuse
 from speculator.target.server import layers_folder
 from speculator.terminal import log
 
@@ -44,7 +42,6 @@ _PATIENCE = 1200.0  # seconds without any server; a collective of the other proc
 _PAUSES = (0.2, 15.0)  # seconds before a server is tried again: the first pause, and the longest
 _BAD_FILES = 4  # for one document
 _SMOOTHING = 0.2
-_UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
 _START = "start it with the line that `speculator server-command` prints"
 
 
@@ -71,28 +68,16 @@ class Expected:
         return tokens * len(self.layers) * self.hidden_size * self.dtype.itemsize
 
 
-@dataclass(eq=False)
-class _Server:
+class _Server(Connection):
     """A server, with the requests that it is busy with and the seconds that one takes (a running mean).
 
     A `pause` above 0 means that it did not answer the last request, and is tried again at `retry_at`.
     """
 
-    url: str
-    client: openai.OpenAI
-    model: str
-    secrets: list[str] = field(default_factory=list)
-    busy: int = 0
-    seconds: float = 1.0
-    pause: float = 0.0
-    retry_at: float = 0.0
-
-    def describe(self, error: Exception) -> str:
-        """Return one line that names the server and what went wrong, without secrets."""
-        if isinstance(error, openai.APIStatusError):
-            return hide(f"{self.url}: {first_line(error)[:300]}", *self.secrets)
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self.secrets)
+    def __init__(self, base: str, model: str):
+        super().__init__(base, "target.server", openai.OpenAI, max_retries=0, timeout=_REQUEST_SECONDS)
+        self.model, self.busy, self.seconds = model, 0, 1.0
+        self.pause = self.retry_at = 0.0
 
 
 class HiddenStateServers:
@@ -109,12 +94,9 @@ class HiddenStateServers:
     """
 
     def __init__(self, urls: Sequence[str], model: str, expected: Expected, processes: int = 1):
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
-        check_secret("$OPENAI_API_KEY", key)
-        bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
-        refuse((len({*bases}) < len(bases), "target.server names the same URL twice"))
+        bases = base_urls(urls, "target.server")
         self.expected, self._processes = expected, processes
-        self._servers = [_connect(base, model, key) for base in bases]
+        self._servers = [_Server(base, model) for base in bases]
         # Files are named after the request, so that those of a request that failed can be found.
         self._name, self._numbers = f"{_NAME}-{uuid4().hex[:12]}", count()
         self._pool = ThreadPoolExecutor(_IN_FLIGHT * len(bases), thread_name_prefix="hidden-states")
@@ -208,7 +190,7 @@ class HiddenStateServers:
                     path, _ = self._ask(server, tokens)
                     with self._taken(path, tokens) as states:
                         into.copy_(states)
-                except _UNAVAILABLE as error:
+                except UNAVAILABLE as error:
                     self._leave(server, server.describe(error))
                 except openai.APIError as error:
                     raise UserError(server.describe(error)) from None
@@ -348,21 +330,6 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):  # another process has just read it
             if time.time() - file.stat().st_mtime > _REQUEST_SECONDS + _WRITE_SECONDS:
                 file.unlink()
-
-
-def _connect(base: str, model: str, key: str) -> _Server:
-    url = re.sub(r"//[^/]*@", "//", base)  # without a password
-    try:
-        parts = urlsplit(base)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port above 65535, or an address without its closing bracket
-        valid = False
-    refuse((not valid, f"target.server {url}: not a URL such as http://127.0.0.1:8000/v1"))
-    try:
-        client = openai.OpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=0, timeout=_REQUEST_SECONDS)
-    except Exception as error:  # httpx has its own error types for a wrong URL, proxy or certificate
-        raise UserError(f"target.server {url}: {first_line(error)}") from None
-    return _Server(url, client, model, [key, *re.findall(r"//[^/]*?:([^/]*)@", base)])
 
 
 def _lock_of(path: Path) -> Path:
