@@ -133,11 +133,8 @@ class AttentionHead(Speculator):
     def probe(self) -> tuple[Tensor, ...]:
         """Return auxiliary hidden states, tokens, and a matrix in place of the target's."""
         hidden, tokens = super().probe()
-        config = self.config
-        aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(config.num_aux_layers)], -1)
-        # A random matrix with overlapping rows: a whole one may take gigabytes.
-        noise = torch.randn(config.vocab_size + config.emb_dim - 1, generator=torch.Generator().manual_seed(1))
-        return aux_hidden, tokens, noise.to(self.device, self.dtype).unfold(0, config.emb_dim, 1)
+        aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(self.config.num_aux_layers)], -1)
+        return aux_hidden, tokens, self.probe_matrix()
 
 
 class Rope:

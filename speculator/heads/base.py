@@ -180,6 +180,13 @@ class Speculator(PreTrainedModel, ABC):
         tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size
         return hidden.to(self.device, self.dtype), tokens
 
+    def probe_matrix(self) -> Tensor:  # [V, D]
+        """Return a fixed matrix for `probe` in place of the target's."""
+        # A random matrix with overlapping rows: a whole one may take gigabytes.
+        size = self.config.vocab_size + self.config.emb_dim - 1
+        noise = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        return noise.to(self.device, self.dtype).unfold(0, self.config.emb_dim, 1)
+
     # --- what some architectures override
 
     @property

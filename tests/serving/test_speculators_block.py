@@ -70,12 +70,12 @@ def test_logits_equal_those_of_the_library(tmp_path, base, kind, run_in, report)
     with torch.no_grad():
         starts = document_starts(given["documents"])[rows, anchors]
         features = again.blocks(given["aux_hidden"], tokens, rows, anchors, starts)
-        logits = again.block_logits(features)
+        logits = again.output_logits(features)
         if again.markov_head is not None:
             markov = again.markov_head.markov_w1(tokens[0, places])
             logits = logits + again.markov_head.markov_w2(markov)
             confidence = again.confidence_head.proj(torch.cat([features, markov], -1))[..., 0]
-        teacher = again.output(model.model.norm(given["hidden"][0, places]))
+        teacher = again.target_output(model.model.norm(given["hidden"][0, places]))
 
     used = slice(config.block_size - 4, None)
     found = {"logits": logits, "targets": teacher}

@@ -85,7 +85,7 @@ class DSparkSource(CachedSource):
             attended = attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
             h = layer.leave(h, attended)
         self._slots = head.drafting_slots(h)[:, : self._levels]  # [B, levels, D]
-        self._logits = head.block_logits(self._slots)  # [B, levels, V_d]
+        self._logits = head.output_logits(self._slots)  # [B, levels, V_d]
         return self._biased(0, pending[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:

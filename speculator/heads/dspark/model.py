@@ -32,14 +32,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from speculator.device import send
-from speculator.errors import UserError
 from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.drafting import DSparkSource
+from speculator.heads.target_matrices import HeadOnTargetMatrices
 from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
 from speculator.heads.unrolled import draft_ids
-from speculator.target.linear import pack_linears
-from speculator.target.sharding import whole
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**26
@@ -93,7 +91,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.emb_dim + config.markov_rank, 1)
 
 
-class DSparkSpeculator(AttentionHead):
+class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     """Attention layers that draft a block in one pass; module names follow the `dspark` layout."""
 
     config_class = DSparkSpeculatorConfig
@@ -113,7 +111,6 @@ class DSparkSpeculator(AttentionHead):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         self.rope = Rope(config)
-        self._shared: list[Any] = []  # a list, so that they are not this module's weights
         self.post_init()
 
     @torch.no_grad()
@@ -141,20 +138,6 @@ class DSparkSpeculator(AttentionHead):
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         self.share(embedding, output)
 
-    def share(
-        self,
-        embedding: Tensor,  # [V, D]
-        output: nn.Linear,  # D -> V
-    ) -> None:
-        """Use these matrices, which are neither trained nor saved, and copied only for a draft vocabulary."""
-        weight = whole(output.weight)
-        rows = self.draft_rows(weight)
-        if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:
-            output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-            output.weight = nn.Parameter(rows.detach(), requires_grad=False)
-            pack_linears(output)
-        self._shared = [embedding.detach(), output]
-
     @torch.no_grad()
     def draft_from(self, tokens: Tensor) -> None:  # [V_d] ascending, among those that it drafts from
         """Draft from these tokens only, such as the most frequent ones (2502.14856); the head must be bound again."""
@@ -162,19 +145,6 @@ class DSparkSpeculator(AttentionHead):
             drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
             self.markov_head.markov_w2 = cut_rows(self.markov_head.markov_w2, drafted)
         self.config.draft_vocab_size, self.draft_tokens, self._shared = len(tokens), tokens, []
-
-    def _of_target(self, index: int) -> Any:
-        if not self._shared:
-            raise UserError("the head uses its target's embedding and output matrix, and was given none")
-        return self._shared[index]
-
-    def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
-        return nn.functional.embedding(tokens, self._of_target(0)).to(self.fc.weight.dtype)
-
-    @property
-    def output(self) -> nn.Linear:  # D -> V_d
-        """The target's output matrix, or its rows of the draft vocabulary."""
-        return self._of_target(1)
 
     # --- what both forms compute
 
@@ -192,10 +162,6 @@ class DSparkSpeculator(AttentionHead):
         slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
         slots[..., 1:].fill_(self.config.mask_token_id)
         return self.embed(slots)
-
-    def block_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V_d]
-        """Multiply by the target's output matrix, in the target's dtype."""
-        return self.output(features.to(self.output.weight.dtype)).to(features.dtype)
 
     def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
         """Predict whether the token after each of `tokens` is accepted, as a logit."""
@@ -325,7 +291,7 @@ class DSparkSpeculator(AttentionHead):
         if batch.token_weights is not None:
             weights = weights * batch.token_weights.flatten()[send(following, device)]
         features = features.flatten(0, 1)[live]
-        terms = [(features, self.output.weight)]
+        terms = [(features, self.target_output.weight)]
         if self.markov_head is not None:
             terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
         ids = draft_ids(ids, self.draft_tokens)[None]
@@ -369,23 +335,17 @@ class DSparkSpeculator(AttentionHead):
         output: Tensor,  # [V, D]
     ) -> Tensor:  # [B, S, G, V]
         """Compute the logits of blocks at every position 1..S, teacher-forced, with these matrices of the target."""
-        shared, self._shared = self._shared, []
-        matrix = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
-        matrix.weight = nn.Parameter(output)
-        self.share(embedding, matrix)
-        try:
+        with self.sharing(embedding, output):
             count, length = states.shape[:2]
             padded = nn.functional.pad(states, (0, 0, 0, tokens.shape[1] - length))
             anchors = torch.arange(1, length + 1).repeat(count)
             rows = torch.arange(count).repeat_interleave(length)
             features = self.blocks(padded, tokens, rows, anchors, torch.zeros_like(anchors))
             places = (anchors[:, None] + torch.arange(self.n_predict)).clamp_max(tokens.shape[1] - 1)
-            logits = self.block_logits(features)
+            logits = self.output_logits(features)
             if self.markov_head is not None:
                 logits = logits + self.markov_head(tokens[rows[:, None], places])
             return self.to_full_vocabulary(logits).unflatten(0, (count, length))
-        finally:
-            self._shared = shared
 
     def probe(self) -> tuple[Tensor, ...]:
         aux_hidden, tokens, matrix = super().probe()

@@ -23,6 +23,7 @@ This file has the training form, all steps of all positions of a text. `drafting
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,15 +31,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from speculator.errors import UserError
 from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
 from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import MTPSource
+from speculator.heads.target_matrices import HeadOnTargetMatrices
 from speculator.heads.unrolled import UnrolledHead
-from speculator.target.linear import pack_linears
 from speculator.target.packed import document_starts
-from speculator.target.sharding import whole
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**25
@@ -79,7 +78,7 @@ class Joint:
         return out.view(*query.shape)[..., :narrow].to(value.dtype)
 
 
-class MTPSpeculator(UnrolledHead):
+class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     """MTP layers; the embedding and the output matrix are the target's."""
 
     config_class = MTPSpeculatorConfig
@@ -92,8 +91,6 @@ class MTPSpeculator(UnrolledHead):
         decoder: Any = empty_decoder(block)
         eps = getattr(decoder.config, "rms_norm_eps", 1e-6)
         self.layers = nn.ModuleList(MTPLayer(each, type(decoder.norm), config.emb_dim, eps) for each in decoder.layers)
-        # A list and a plain object, so that they are not this module's weights.
-        self._shared: list[Any] = []
         self.rotary = Rotary(block, type(decoder.rotary_emb))
         self.post_init()
 
@@ -132,34 +129,11 @@ class MTPSpeculator(UnrolledHead):
         """Share the target's embedding and output matrix."""
         self.share(embedding, output)
 
-    def share(
-        self,
-        embedding: Tensor,  # [V, D]
-        output: nn.Linear,  # D -> V
-    ) -> None:
-        """Use these matrices, which are neither trained nor saved, and copied only for a draft vocabulary."""
-        weight = self.draft_rows(whole(output.weight))
-        if weight.data_ptr() != output.weight.data_ptr() or output.bias is not None:
-            output = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            output.weight = nn.Parameter(weight, requires_grad=False)
-            pack_linears(output)
-        self._shared = [embedding.detach(), output]
-
-    def _of_target(self, index: int) -> Any:
-        if not self._shared:
-            raise UserError("the head uses its target's embedding and output matrix, and was given none")
-        return self._shared[index]
-
-    def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
-        return nn.functional.embedding(tokens, self._of_target(0)).to(self.layers[0].eh_proj.weight.dtype)
-
     def output(self, index: int) -> nn.Linear:  # D -> V_d
-        return self._of_target(1)
+        return self.target_output
 
     def draft_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V]
-        """Multiply by the target's output matrix, in the target's dtype."""
-        output = self.output(0)
-        return self.to_full_vocabulary(output(features.to(output.weight.dtype)).to(features.dtype))
+        return self.to_full_vocabulary(self.output_logits(features))
 
     # --- what both forms compute
 
@@ -253,10 +227,7 @@ class MTPSpeculator(UnrolledHead):
     def probe(self) -> tuple[Tensor, ...]:
         """Return states, tokens, and a matrix in place of the target's."""
         hidden, tokens = super().probe()
-        # A random matrix with overlapping rows: a whole one may take gigabytes.
-        size = self.config.vocab_size + self.config.emb_dim - 1
-        noise = torch.randn(size, generator=torch.Generator().manual_seed(1))
-        return hidden, tokens, noise.to(self.device, self.dtype).unfold(0, self.config.emb_dim, 1)
+        return hidden, tokens, self.probe_matrix()
 
     @torch.no_grad()
     def logits(
@@ -265,12 +236,5 @@ class MTPSpeculator(UnrolledHead):
         tokens: Tensor,  # [B, S+N-1]
         matrix: Tensor | None = None,  # [V, D] replaces the target's embedding and output matrix
     ) -> Tensor:  # [N, B, S, V]
-        shared = self._shared
-        if matrix is not None:
-            output = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
-            output.weight = nn.Parameter(matrix, requires_grad=False)
-            self.share(matrix, output)
-        try:
+        with nullcontext() if matrix is None else self.sharing(matrix, matrix):
             return super().logits(hidden, tokens)
-        finally:
-            self._shared = shared

@@ -44,7 +44,7 @@ def text(rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(made, states, tokens, documents, anchors) -> torch.Tensor:  # [A, G, V]
     rows = torch.zeros(len(anchors), dtype=torch.long)
     features = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])
-    logits = made.output(features)
+    logits = made.target_output(features)
     if made.markov_head is not None:
         places = anchors[:, None] + torch.arange(made.n_predict)
         logits = logits + made.markov_head.markov_w2(made.markov_head.markov_w1(tokens[0, places]))
@@ -56,7 +56,7 @@ def test_the_output_matrix_of_the_target_is_not_copied():
     output = nn.Linear(D, V, bias=False, dtype=torch.float64)
     for made, same in ((head(), True), (head(draft_vocab_size=V // 2), False)):
         made.share(torch.randn(V, D, dtype=torch.float64), output)
-        assert (made.output is output) == same
+        assert (made.target_output is output) == same
 
 
 SHAPES = {
@@ -225,7 +225,7 @@ def test_a_batch_without_labels_has_gradients_of_zero():
         tokens, torch.zeros_like(tokens), torch.randn(2, L, D, dtype=torch.float64), states,
         {"labels": labels, "on_host": OnHost(none, none, labels)},
     )  # fmt: skip
-    loss = ChunkedLoss(made.output, LossConfig(total_variation=1.0), V)
+    loss = ChunkedLoss(made.target_output, LossConfig(total_variation=1.0), V)
     total, count = made(batch, loss)["objective"]
     total.backward()
     assert count == 0
@@ -242,7 +242,9 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one(alpha
     targets = made.config.training_targets(tokens, documents, mask, [1, 2])
     hidden = torch.randn(2, L, D, dtype=torch.float64)
     weights = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7, d_pace=alpha)
-    metrics = made(TrainingBatch(tokens, documents, hidden, states, targets), ChunkedLoss(made.output, weights, V, 7))
+    metrics = made(
+        TrainingBatch(tokens, documents, hidden, states, targets), ChunkedLoss(made.target_output, weights, V, 7)
+    )
 
     total = torch.zeros((), dtype=torch.float64)
     prefix = torch.zeros(3, dtype=torch.float64)
@@ -262,8 +264,8 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one(alpha
                 if label == IGNORE:
                     break
                 bias = made.markov_head.markov_w1(tokens[row, anchor + k])
-                log_q = (made.output(feature[k]) + made.markov_head.markov_w2(bias)).log_softmax(-1)
-                p = made.output(hidden[row, anchor + k]).softmax(-1)
+                log_q = (made.target_output(feature[k]) + made.markov_head.markov_w2(bias)).log_softmax(-1)
+                p = made.target_output(hidden[row, anchor + k]).softmax(-1)
                 distance = (p - log_q.exp()).abs().sum() / 2
                 c = made.confidence_head.proj(torch.cat([feature[k], bias]))[0].sigmoid()
                 aim = 1 - distance.detach()
@@ -295,7 +297,7 @@ def test_the_operations_of_a_training_row_are_counted():
         rows = torch.zeros(8, dtype=torch.long)
         features = made.blocks(states, tokens, rows, anchors, rows)
         made.markov_head.markov_w2(torch.randn(24, 4, dtype=torch.float64))
-        made.block_logits(features)
+        made.output_logits(features)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "mm" in str(operation))
     frozen = 2 * features.numel() // D * V * D // 3  # no gradient: two products of three

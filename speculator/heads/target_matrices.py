@@ -1,0 +1,68 @@
+"""Heads that use the target's embedding and output matrix instead of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from speculator.errors import UserError
+from speculator.heads.base import Speculator, SpeculatorConfig
+from speculator.target.linear import pack_linears
+from speculator.target.sharding import whole
+
+
+class HeadOnTargetMatrices(Speculator):
+    """Base of heads whose embedding and output matrix are the target's: neither trained nor saved."""
+
+    def __init__(self, config: SpeculatorConfig):
+        super().__init__(config)
+        self._shared: list[Any] = []  # a list, so that they are not this module's weights
+
+    def share(
+        self,
+        embedding: Tensor,  # [V, D]
+        output: nn.Linear,  # D -> V
+    ) -> None:
+        """Use these matrices, which are copied only for a draft vocabulary."""
+        rows = self.draft_rows(whole(output.weight))
+        if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:
+            output = _linear(rows.detach())
+            pack_linears(output)
+        self._shared = [embedding.detach(), output]
+
+    @contextmanager
+    def sharing(self, embedding: Tensor, output: Tensor) -> Iterator[None]:  # [V, D] both
+        """Use other matrices inside the block."""
+        shared = self._shared
+        self.share(embedding, _linear(output))
+        try:
+            yield
+        finally:
+            self._shared = shared
+
+    def _of_target(self, index: int) -> Any:
+        if not self._shared:
+            raise UserError("the head uses its target's embedding and output matrix, and was given none")
+        return self._shared[index]
+
+    def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
+        return nn.functional.embedding(tokens, self._of_target(0)).to(self.dtype)
+
+    @property
+    def target_output(self) -> nn.Linear:  # D -> V_d
+        """The target's output matrix, or its rows of the draft vocabulary."""
+        return self._of_target(1)
+
+    def output_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V_d]
+        """Multiply by the target's output matrix, in the target's dtype."""
+        output = self.target_output
+        return output(features.to(output.weight.dtype)).to(features.dtype)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
