@@ -15,7 +15,9 @@ from itertools import pairwise, product
 from math import prod
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from speculator import MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.decoding.draft import Draft
 from speculator.decoding.sampling import Noise, Sampling, draw
 from speculator.decoding.verify import REJECTION_RULES, match
@@ -448,3 +450,16 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
     monkeypatch.setattr(
         "speculator.decoding.engine.REJECTION_RULES", {name: branched(name, rule) for name, rule in rules.items()}
     )
+
+
+def four_token_pair() -> tuple[Target, MLPSpeculator]:
+    """A target of four tokens and a head for it, in float64."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **more, max_position_embeddings=32)).double().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 20
+    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=4, emb_dim=8, inner_dim=8, n_predict=2)).double()
+    return Target(model, tokenizer=None), head

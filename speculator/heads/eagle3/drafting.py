@@ -39,6 +39,45 @@ class DraftingCache(HeadCache):
     seen: Tensor
     level: int = 0
 
+    @property
+    def rope_position(self) -> Tensor:  # [B, 1]
+        """Rope position of the newest level; the last text position is level 0. Cousins share it."""
+        return (self.lengths - 1 + self.level)[:, None]
+
+    def begin_level(self, parents: Tensor) -> Tensor:  # [B, f] -> [B, f]
+        """Start the next level, given each token's parent in the level before; return the tokens' cache positions."""
+        count, drafted = parents.shape[1], self.seen.shape[2]
+        own = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        # A token sees what its parent sees among the drafted ones, and itself. [B, f, drafted so far + f].
+        self.seen = torch.cat([gather_at(self.seen, parents), own], -1)
+        self.level += 1
+        return self.lengths[:, None] + drafted + torch.arange(count, device=parents.device)
+
+    def slots(self, more: int) -> Tensor:
+        """Positions of the cache that a pass reads which has `more` tokens after the text."""
+        extent = min(aligned(self.longest + more, self.lengths.device), self.keys.shape[3])
+        return torch.arange(extent, device=self.lengths.device)
+
+    def visible(self, window: int | None) -> Tensor:  # [B, f, M]
+        """Positions of the cache that each token of the newest level attends to."""
+        drafted = self.seen.shape[2]
+        slots = self.slots(drafted)
+        text = slots < self.lengths[:, None]
+        if window is not None:
+            text &= slots > self.rope_position - window
+        places = self.lengths[:, None] + torch.arange(drafted, device=slots.device)
+        return with_own(text[:, None].repeat(1, self.seen.shape[1], 1), places, self.seen)
+
+
+def with_own(
+    text: Tensor,  # [B, f, M]
+    places: Tensor,  # [B, n] of a draft's tokens in the cache
+    own: Tensor,  # [B, f, n] which of them each token sees
+) -> Tensor:  # [B, f, M]
+    """Add the draft's tokens to the positions of the text that each token sees."""
+    # An idle row of a captured step may be longer than `longest`.
+    return text.scatter(2, places.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
+
 
 class DraftingForm:
     """Computes for one more token what `Eagle3Speculator.unrolled` computes for all positions."""
@@ -86,37 +125,18 @@ class DraftingForm:
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
         """Process a level of a draft; returns the logits of its children."""
-        head, layer, count = self.head, self.head.layer, tokens.shape[1]
-        drafted = cache.seen.shape[2]
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        # A token sees what its parent sees among the drafted ones, and itself. [B, f, drafted so far + f].
-        cache.seen = torch.cat([gather_at(cache.seen, parents), own], -1)
-        cache.level += 1
-        # Cousins share a rope position, and have a cache position each.
-        positions = cache.lengths[:, None] + drafted + torch.arange(count, device=tokens.device)
+        head, layer = self.head, self.head.layer
+        positions = cache.begin_level(parents)
         u, residual = layer.enter(head.embed(tokens), gather_at(cache.states, parents))
-        cache.write(0, *layer.self_attn.key_value(u, head.rope(self._rope_position(cache), u.dtype)), positions)
+        cache.write(0, *layer.self_attn.key_value(u, head.rope(cache.rope_position, u.dtype)), positions)
         return self._level(cache, u, residual)
 
-    def _rope_position(self, cache: DraftingCache) -> Tensor:  # [B, 1]
-        """Rope position of the newest level; the last text position is level 0."""
-        return (cache.lengths - 1 + cache.level)[:, None]
-
     def _level(self, cache: DraftingCache, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
-        head, layer, drafted = self.head, self.head.layer, cache.seen.shape[2]
-        position, window = self._rope_position(cache), head.config.sliding_window
-        keys, values = cache.keys[0], cache.values[0]
-        extent = min(aligned(cache.longest + drafted, u.device), keys.shape[2])
-        slots = torch.arange(extent, device=u.device)
-        seen = slots < cache.lengths[:, None]
-        if window is not None:
-            seen &= slots > position - window
-        seen = seen[:, None].repeat(1, u.shape[1], 1)
-        own = cache.lengths[:, None] + torch.arange(drafted, device=u.device)
-        own = own.clamp(max=extent - 1)  # an idle row of a captured step may be longer than `longest`
-        seen = seen.scatter(2, own[:, None].expand_as(cache.seen), cache.seen)
-        query = layer.self_attn.query(u, head.rope(position, u.dtype))
-        attended = attend(query, keys[:, :, :extent], values[:, :, :extent], seen)
+        head, layer = self.head, self.head.layer
+        seen = cache.visible(head.config.sliding_window)
+        keys, values = (x[0][:, :, : seen.shape[2]] for x in (cache.keys, cache.values))
+        query = layer.self_attn.query(u, head.rope(cache.rope_position, u.dtype))
+        attended = attend(query, keys, values, seen)
         feature, cache.states = head.finish(layer.leave(residual, attended))
         return head.to_full_vocabulary(head.lm_head(feature))
 

@@ -11,8 +11,7 @@ from typing_extensions import Self
 
 from speculator.decoding.draft import gather_at
 from speculator.heads.attention import attend
-from speculator.heads.eagle3.drafting import DraftingCache, Eagle3Source
-from speculator.target.kv_cache import aligned
+from speculator.heads.eagle3.drafting import DraftingCache, Eagle3Source, with_own
 
 if TYPE_CHECKING:
     from speculator.heads.mtp.model import MTPSpeculator
@@ -111,7 +110,7 @@ class DraftingForm:
             begins = (begins - again).clamp_min(0)
             width, counts = width + again, counts + cache.lengths - begins
         positions = begins[:, None] + torch.arange(width, device=tokens.device)
-        slots = self._slots(cache, width)
+        slots = cache.slots(width)
 
         def seen(window: int | None) -> Tensor:
             near = slots <= positions[..., None]
@@ -154,31 +153,16 @@ class DraftingForm:
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
         """Process a level of a draft; returns the logits of its children."""
-        cache.level += 1
         if self.head.is_chain:
             return self._next_of_chain(cache, tokens, parents)
-        head, count, drafted = self.head, tokens.shape[1], cache.seen.shape[2]
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        # A token sees what its parent sees among the drafted ones, and itself. [B, f, drafted so far + f].
-        cache.seen = torch.cat([gather_at(cache.seen, parents), own], -1)
-        # Cousins share a rope position, and have a cache position each. The last text position is level 0.
-        position = (cache.lengths - 1 + cache.level)[:, None]
-        places = cache.lengths[:, None] + torch.arange(drafted + count, device=tokens.device)
-        slots = self._slots(cache, drafted + count)
-
-        def seen(window: int | None) -> Tensor:
-            text = slots < cache.lengths[:, None]
-            if window is not None:
-                text &= slots > position - window
-            return _with_own(text[:, None].repeat(1, count, 1), places, cache.seen)
-
-        attend = Pass(cache, 0, places[:, drafted:], seen)
-        state = gather_at(cache.states, parents)
-        feature, cache.states = head.run(0, head.embed(tokens), state, position.expand_as(tokens), attend)
-        return head.draft_logits(feature)
+        attend = Pass(cache, 0, cache.begin_level(parents), cache.visible)
+        state, position = gather_at(cache.states, parents), cache.rope_position.expand_as(tokens)
+        feature, cache.states = self.head.run(0, self.head.embed(tokens), state, position, attend)
+        return self.head.draft_logits(feature)
 
     def _next_of_chain(self, cache: MTPCache, tokens: Tensor, parents: Tensor) -> Tensor:
         """Draft with layer `level` = l: it runs at the l last positions of the text, on each token's path."""
+        cache.level += 1
         head, level, count = self.head, cache.level, tokens.shape[1]
         states, before = (gather_at(x.flatten(2), parents) for x in cache.path)
         first = cache.before[level - 1].expand(-1, count, -1)
@@ -187,7 +171,7 @@ class DraftingForm:
         own = torch.arange(count * level, device=tokens.device)
         positions = (cache.lengths[:, None] - level) + own % level  # the l last ones, once per token
         places = cache.lengths[:, None] + own
-        slots = self._slots(cache, count * level)
+        slots = cache.slots(count * level)
         # A path sees its own positions up to each; those before the text's beginning do not exist.
         same = (own[:, None] // level == own // level) & (own <= own[:, None])
         same = (same & (positions[:, None] >= 0)) | (own == own[:, None])
@@ -196,27 +180,12 @@ class DraftingForm:
             text = (slots < cache.lengths[:, None, None] - level).repeat(1, len(own), 1)
             if window is not None:
                 text &= slots > positions[..., None] - window
-            return _with_own(text, places, same)
+            return with_own(text, places, same)
 
         attend = Pass(cache, level, places, seen)
         feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
         cache.path = states.unflatten(1, (count, level)), path
         return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])
-
-    @staticmethod
-    def _slots(cache: MTPCache, more: int) -> Tensor:
-        """Positions of the cache that a pass reads which writes `more` of them."""
-        extent = min(aligned(cache.longest + more, cache.lengths.device), cache.keys.shape[3])
-        return torch.arange(extent, device=cache.lengths.device)
-
-
-def _with_own(
-    text: Tensor,  # [B, f, M]
-    places: Tensor,  # [B, n] of a draft's tokens in the cache
-    own: Tensor,  # [B, f, n] which of them each token sees
-) -> Tensor:  # [B, f, M]
-    # An idle row of a captured step may be longer than `longest`.
-    return text.scatter(2, places.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
 
 
 class MTPSource(Eagle3Source):

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from conftest import tiny_model
-from enumeration import distance_of_runs, joint_distribution
-from transformers import LlamaConfig, LlamaForCausalLM
+from enumeration import distance_of_runs, four_token_pair, joint_distribution
 
-from speculator import Engine, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target, generate
+from speculator import Engine, HeadDrafter, Sampling, Target, generate
 from speculator.decoding import sampling as sampling_module
 from speculator.decoding.draft import Draft
 from speculator.decoding.verify import REJECTION_RULES
@@ -72,19 +71,11 @@ def test_seeded_texts_do_not_depend_on_the_rows_and_their_drafts(target, rows):
 
 @pytest.fixture(scope="module")
 def small():
-    """A target of four tokens and a head for it, in float64."""
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    more = {"num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **more, max_position_embeddings=32)).double().eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data *= 20
-    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=4, emb_dim=8, inner_dim=8, n_predict=2)).double()
+    target, head = four_token_pair()
     for parameter in head.parameters():
         if parameter.ndim == 2:
             parameter.data *= 4
-    return Target(model, tokenizer=None), head
+    return target, head
 
 
 class Cut(HeadDrafter):

@@ -6,15 +6,12 @@ from collections import Counter
 import pytest
 import torch
 from conftest import AlternatingDrafter, alternating_drafter, tiny_head, tiny_model
-from enumeration import distance_of_runs, joint_distribution
-from transformers import LlamaConfig, LlamaForCausalLM
+from enumeration import distance_of_runs, four_token_pair, joint_distribution
 
 from speculator import (
     Chain,
     Engine,
     HeadDrafter,
-    MLPSpeculator,
-    MLPSpeculatorConfig,
     Sampling,
     Target,
     UserError,
@@ -30,16 +27,7 @@ PROMPT, SAMPLING = [0, 1, 0, 2], Sampling(1.0, top_k=2)
 
 @pytest.fixture(scope="module")
 def small():
-    """A target of four tokens and a head for it, in float64."""
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    more = {"num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **more, max_position_embeddings=32)).double().eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data *= 20
-    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=4, emb_dim=8, inner_dim=8, n_predict=2)).double()
-    return Target(model, tokenizer=None), head
+    return four_token_pair()
 
 
 def distance(

@@ -16,7 +16,7 @@ from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.cache import HeadCache
 from speculator.heads.eagle3 import joint_attention
 from speculator.heads.eagle3 import model as eagle3
-from speculator.heads.eagle3.drafting import DraftingForm
+from speculator.heads.eagle3.drafting import DraftingCache, DraftingForm
 
 V, D, STEPS = 13, 8, 4
 LLAMA3 = {
@@ -300,12 +300,25 @@ def keeps_the_draft(memory: HeadCache, drafted: int) -> None:
     memory.longest += drafted
 
 
+class StaysBehind(DraftingCache):
+    """Every level has the rope position of level 0."""
+
+    rope_position = property(lambda self: (self.lengths - 1)[:, None])
+
+
+def stays_behind(form) -> None:
+    make = form.cache
+
+    def cache(rows: int, capacity: int) -> DraftingCache:
+        made = make(rows, capacity)
+        made.__class__ = StaysBehind
+        return made
+
+    form.cache = cache
+
+
 WRONG = {
-    "positions not advanced": {
-        "drafting": lambda: changed(
-            lambda form: setattr(form, "_rope_position", lambda memory: (memory.lengths - 1)[:, None])
-        )
-    },
+    "positions not advanced": {"drafting": lambda: changed(stays_behind)},
     "a sibling's key seen": {"drafting": lambda: changed(sees_its_siblings)},
     "another row's key seen": {"drafting": lambda: changed(reads_its_neighbour)},
     "auxiliary hidden states off by one": {"shift": 1},
