@@ -16,8 +16,8 @@ from data.readers import is_recorded, raw_rows
 from data.rows import content
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
+from speculator import model_flags
 from speculator.chat import DATA_DAY
-from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
@@ -185,7 +185,7 @@ def from_text(
 
 def add_flags(parser: OneLineParser, max_prompts: int) -> None:
     """Add the flags of every measurement: the target, and the number and size of the prompts."""
-    drafting.add_target_flags(parser)
+    model_flags.add_target_flags(parser)
     parser.add_argument(
         "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts})"
     )

@@ -18,9 +18,8 @@ import torch
 
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
-from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
+from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints.hub import is_hub_id
-from speculator.cli import drafting
 from speculator.drafters.costs import CostTable, StepSeconds, entry_to_json, measure_costs, timed_steps
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.price import expected_tokens
@@ -50,7 +49,7 @@ def build_parser() -> OneLineParser:
         required=True,
         help="folder of a head, to write decoding.json to; with --output, also a hub id",
     )
-    drafting.add_revision(parser)
+    model_flags.add_revision(parser)
     parser.add_argument("--suite", default=PYTHON_SOURCES, help="prompts to measure on (default: python-sources)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="file to write instead of decoding.json in the head's folder")
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_flags(arguments)
     check_rows(1, arguments.max_prompts)
     check_output_file("--output", output)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target, arguments.speculator_revision)
     suite = suite_of(arguments, arguments.suite, target)
     check_lengths(target, max(map(len, suite.prompts)), arguments.max_new_tokens)

@@ -18,9 +18,9 @@ from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Room, conversations
 from data.rendering import load_tokenizer
 from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows, add_raw
+from speculator import model_flags
 from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
-from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse
@@ -38,11 +38,11 @@ ALL = sys.maxsize
 def build_parser() -> OneLineParser:
     """Define the flags."""
     parser = OneLineParser(prog="speculator data generate", description=__doc__)
-    drafting.add_target_flags(parser)
+    model_flags.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
     who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows")
-    drafting.add_revision(parser)
+    model_flags.add_revision(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     what = (
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
             **how,
         )
     else:
-        target = drafting.load_target(arguments)
+        target = model_flags.load_target(arguments)
         if arguments.raw:
             target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
