@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
     for each in filter(None, (suite, guard)):
         check_lengths(target, max(map(len, each.prompts)), arguments.max_new_tokens)
+    drafters: list[HeadDrafter]
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
     else:

@@ -117,6 +117,7 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     trees: dict[str, list] = {}
     for kind in _KINDS:
         greedy = kind == "greedy"
+        # Tokens per plain step's time: E over the cost of drafting and verifying.
         speeds = {
             choice: expected_tokens(choice.acceptance[greedy]) / cost(choice.shape, choice.shape.nodes, greedy, 1)
             for choice in choices
@@ -164,6 +165,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
     for prompt, answer in texts:
         drafter, text = NgramDrafter(1), list(prompt)
         for token in answer:
+            # `size` is the length of the match that ends the text so far, `path` what followed it before.
             ((size, path),) = drafter.look([text])
             if size:
                 at = min(size, _LOOKUP_SIZES) - 1
@@ -239,6 +241,7 @@ def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Node]:
             (acceptance[depth][rank] * (1 + best(depth + 1, 0, m - 1)[0]) + best(depth, rank + 1, budget - m)[0], m)
             for m in range(1, budget + 1)
         ]
+        # Of equally good splits the one with fewer nodes in this child: the tree stays wide.
         return max(options, key=lambda option: (option[0], -option[1]))
 
     def grow(path: Node, rank: int, budget: int) -> list[Node]:

@@ -159,6 +159,7 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
         for name in ("traffic", "cache", "run/stage1", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
+    # By renaming, because a link can't be changed in place: a server that starts meanwhile sees the old or the new one.
     scratch = output / "speculator.partial"
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(head)
@@ -193,6 +194,7 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
     said, again = 0, 0.0
     while True:
+        # The last round ended inside its newest file, which may have grown: count that file whole, less what was read.
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
             try:
