@@ -60,7 +60,7 @@ def announce(config: RunConfig, name: str) -> None:
 
 
 def main(config: RunConfig) -> int:
-    """Plan, rehearse or run a config; return the exit code. Wrong input is one line on stderr and code 2."""
+    """Print a config's plan, try it on stand-ins, or run it; return the exit code. Wrong input is one line on stderr and code 2."""
 
     def work() -> None:
         settled = config

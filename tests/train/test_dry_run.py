@@ -1,4 +1,4 @@
-"""Every recipe of the repository, rehearsed: what is wrong with one is found here and not after a download."""
+"""Every recipe of the repository in a dry run: what is wrong with one is found here and not after a download."""
 
 import json
 import os
@@ -58,10 +58,10 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 class SeenError(Exception):
-    """Ends a rehearsal of which enough was seen."""
+    """Ends a dry run of which enough was seen."""
 
 
-def rehearsed(recipe: Path, *flags: str) -> None:
+def dry_run(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
     run_on_stand_ins(with_sizes_of_target(config, known_config(config)), run_all)
 
@@ -76,7 +76,7 @@ def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
     if recipe.stem != "quickstart":
         request.getfixturevalue("figures_only")
         shorten_validation(monkeypatch)
-    rehearsed(recipe)
+    dry_run(recipe)
     text = capsys.readouterr().out
     config = parse(["--config", str(recipe)])
     parts = ["stage1", *["stage2"] * bool(config.stage2.max_steps), "evaluation"]
@@ -103,7 +103,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
 
     monkeypatch.setattr(run, "train_stage", watched)
     with pytest.raises(SeenError):
-        rehearsed(ROOT / "configs" / "code.yaml")
+        dry_run(ROOT / "configs" / "code.yaml")
 
 
 def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, monkeypatch):
@@ -151,7 +151,7 @@ def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, 
 
 def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
     with pytest.raises(UserError, match=r"data\.seq_length"):
-        rehearsed(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
+        dry_run(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
 )
 def test_a_wrong_recipe_fails_with_the_error_of_the_run(flags, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        rehearsed(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
+        dry_run(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
 
 
 def test_dry_run_is_no_setting_of_a_run(tmp_path):
