@@ -60,7 +60,7 @@ def announce(config: RunConfig, name: str) -> None:
 
 
 def main(config: RunConfig) -> int:
-    """Print a config's plan, try it on stand-ins, or run it; return the exit code. Wrong input is one line on stderr and code 2."""
+    """Plan a config, try it on stand-ins, or run it; return the exit code, 2 after wrong input with one line on stderr."""
 
     def work() -> None:
         settled = config
