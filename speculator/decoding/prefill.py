@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
+from speculator.decoding.memory import Sequences
 from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import Noise, RowSampling, without_held_back
 from speculator.decoding.scheduler import Scheduler
@@ -60,7 +61,7 @@ def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | Non
         hidden = target.extend(cache, tokens, counts=chunk.counts)
     cache.commit(counts)
     if drafter:
-        drafter.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)
+        drafter.memory.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)
     return take_at(hidden, counts - 1)
 
 

@@ -23,13 +23,14 @@ from speculator.decoding.cuda_graphs import Captured, capturable
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine, Verified
+from speculator.decoding.memory import LookupPaths
 from speculator.decoding.request import Request
-from speculator.decoding.sampling import Sampling
+from speculator.decoding.rows import Batch
+from speculator.decoding.sampling import Noise, Sampling
 from speculator.decoding.scheduler import DECODING
 from speculator.device import synchronize
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import LookupPath
-from speculator.drafters.ngram import Found
 from speculator.drafters.price import LONGEST_PATH
 from speculator.heads import Speculator
 from speculator.target.model import Target
@@ -106,25 +107,36 @@ def timed_steps(
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
     requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
-    engine.admit()
+    rows = engine.rows
+    rows.admit(engine.waiting)
     while engine.scheduler.prefilling:
         engine.prefill()
-    cache, who, capturing = engine.cache, engine.drafter, engine.capturing
-    methods = ("decode_rows", "draft", "verify", "commit", "update_drafter")
-    plainly, propose, verify, commit, update = map(engine.capturable_method, methods)
+    drafter_here, capturing = rows.drafter, rows.capturing
+    methods = ("decode_rows", "draft", "verify", "commit", "update_memory")
+    plainly, propose, verify, commit, update = (rows.replayed(engine, method) for method in methods)
+
+    def plain_step() -> None:
+        batch = rows.select()
+        assert batch
+        engine.append_tokens(batch, plainly(batch).tolist())
+
+    def select_and_draft() -> tuple[Batch, Draft, Noise]:
+        batch = rows.select()
+        assert batch
+        return batch, *propose(batch)
+
+    def append(batch: Batch, result: Verified) -> None:
+        engine.append_tokens(batch, result.report.tolist())
 
     def plain_steps() -> float:
         """Seconds of a block of plain steps, without the first one."""
         # Undoing a step is setting back lengths, recurrent states and the pending tokens; keys above the length are
         # free.
-        state = [*cache.state, engine.pending]
+        state = [*rows.cache.state, rows.pending]
         before = [each.clone() for each in state]
-        engine.drafter, engine.capturing = None, capturable(target, None)
-        seconds = [
-            clock(lambda: engine.append_tokens(plainly(engine.select_decoding_rows()).tolist()))[0]
-            for _ in range(BLOCK)
-        ]
-        engine.drafter, engine.capturing = who, capturing
+        rows.drafter, rows.capturing = None, capturable(target, None)
+        seconds = [clock(plain_step)[0] for _ in range(BLOCK)]
+        rows.drafter, rows.capturing = drafter_here, capturing
         for each, old in zip(state, before, strict=True):
             each.copy_(old)
         for request in requests:
@@ -137,11 +149,11 @@ def timed_steps(
         if place == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
-        drafting, (draft, noise) = clock(lambda: propose(engine.select_decoding_rows()))
-        verifying, result = clock(verify, draft, noise)
-        committing, _ = clock(commit, result)
-        updating, _ = clock(update, result)
-        appending, _ = clock(lambda report: engine.append_tokens(report.tolist()), result.report)
+        drafting, (batch, draft, noise) = clock(select_and_draft)
+        verifying, result = clock(verify, batch, draft, noise)
+        committing, _ = clock(commit, batch, result)
+        updating, _ = clock(update, batch, result)
+        appending, _ = clock(append, batch, result)
         # The first step of a block doesn't count: it follows steps of the other kind.
         if place:
             sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
@@ -332,19 +344,17 @@ def measure_costs(
     path = LookupPath(LONGEST_PATH)
     largest = max((*shapes, path), key=lambda shape: shape.nodes)
     times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
-    engines = {
-        rows: (Engine(target, None, slots=rows), Engine(target, HeadDrafter(head, largest), slots=rows))
-        for rows, _ in sizes
-    }
+    drafter = HeadDrafter(head, largest)
+    drafter.memory.paths = LookupPaths(LONGEST_PATH)
+    engines = {rows: (Engine(target, None, slots=rows), Engine(target, drafter, slots=rows)) for rows, _ in sizes}
     for _ in range(_ROUNDS):
         for rows, greedy in sizes:
             plain, drafting = engines[rows]
             for what in (None, *shapes[:2], *dict.fromkeys((rows, 1, 0)), *shapes[2:]):
                 shape = path if isinstance(what, int) else what
-                if isinstance(what, int):  # so many rows have a path
-                    path.found = Found.of([[0] * LONGEST_PATH] * what + [[]] * (rows - what), target.device)
+                paths = [[0] * LONGEST_PATH] * what if isinstance(what, int) else []  # so many rows have a path
                 own = times.setdefault((rows, greedy), {}).setdefault(what, [])
-                own += _step_seconds(drafting if shape else plain, shape, greedy, deadline)
+                own += _step_seconds(drafting if shape else plain, shape, greedy, deadline, paths)
     entries = []
     for (rows, greedy), by_draft in times.items():
         medians = {what: statistics.median(own) for what, own in by_draft.items() if own}
@@ -355,7 +365,9 @@ def measure_costs(
     return entries
 
 
-def _step_seconds(engine: Engine, shape: Shape | None, greedy: bool, deadline: float) -> list[float]:
+def _step_seconds(
+    engine: Engine, shape: Shape | None, greedy: bool, deadline: float, paths: list[list[int]]
+) -> list[float]:
     """Seconds of a few steps over full slots. Steps that prefill and capture don't count."""
     target, slots, seconds = engine.target, len(engine.scheduler.slots), []
     if shape:
@@ -363,8 +375,10 @@ def _step_seconds(engine: Engine, shape: Shape | None, greedy: bool, deadline: f
     # One prompt for all rows: the first row's keys and values are copied.
     prompt = [7 * i % target.vocab_size for i in range(min(_PROMPT, target.context_length // 4))]
     requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]
-    engine.scheduler.release()
-    number = -_CAPTURE_STEPS if engine.capturing else 0
+    engine.rows.admit(engine.waiting)
+    if engine.drafter:
+        engine.drafter.memory.paths.put(paths)
+    number = -_CAPTURE_STEPS if engine.rows.capturing else 0
     while number < _TIMED_STEPS:
         if time.perf_counter() > deadline or any(request.finish_reason for request in requests):
             break

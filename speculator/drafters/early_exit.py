@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
-from speculator.decoding.sampling import Noise
+from speculator.decoding.drafter import Drafter, LogitsSource, Shape
+from speculator.decoding.memory import Sequences
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
 
-class EarlyExitDrafter(Drafter, LogitsSource):
+class EarlyExitDrafter(Drafter):
     """Drafts with the target's first layers, its final norm and its output matrix.
 
     The target's KV cache already holds the keys and values of these layers for the sequence. Drafting writes its own
@@ -29,32 +29,37 @@ class EarlyExitDrafter(Drafter, LogitsSource):
     """
 
     name = "early_exit"
-    cache: KVCache
 
     def __init__(self, target: Target, layers: int, shape: Shape | int = 4):
         check_layers(target, layers)
-        self.target, self.layers = target, layers
+        self.memory = EarlyExitSource(target, layers)
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
-    def reshape(self, shape: Shape) -> None:
-        if self.target.recurrent and not isinstance(shape, Chain):
+
+class EarlyExitSource(LogitsSource):
+    """The target's first layers, with the target's own cache."""
+
+    cache: KVCache
+
+    def __init__(self, target: Target, layers: int):
+        self.target, self.layers, self.capturable = target, layers, target.capturable
+
+    def reserve(self, shape: Shape) -> None:
+        self._is_chain, self.scratch_positions = isinstance(shape, Chain), 1 + shape.offered
+        if self.target.recurrent and not self._is_chain:
             raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
-        super().reshape(shape)
-        self.scratch_positions = 1 + shape.offered
-        self.capturable &= self.target.capturable
 
-    def attach_cache(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        return self.shape.draft(self, pending, noise, sequences)
+    def open(self, cache: KVCache) -> EarlyExitSource:
+        opened = super().open(cache)
+        opened.cache = cache
+        return opened
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
         self._read, self._width = Draft.none(pending), 1
         return self._logits(pending[:, None], None, 0)
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        if isinstance(self.shape, Chain):
+        if self._is_chain:
             return self._logits(tokens, None, level)
         base = 1 + self._read.tokens.shape[1]
         self._read = grown(self._read, tokens, parents, self._width)

@@ -88,7 +88,7 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
 
 
 def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
-    monkeypatch.setattr("speculator.decoding.engine.RESERVED_NEW_TOKENS", 4)
+    monkeypatch.setattr("speculator.decoding.rows.RESERVED_NEW_TOKENS", 4)
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
     walked = list(timed_steps(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, StepSeconds()))
     assert [int(result.accepted[0]) for _, result in walked] == [3] * 10
