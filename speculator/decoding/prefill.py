@@ -14,7 +14,6 @@ from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.memory import Sequences
 from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import Noise, RowSampling, without_held_back
-from speculator.decoding.scheduler import Scheduler
 from speculator.errors import refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
@@ -36,16 +35,6 @@ class Chunk:
     sequences: Sequences
     begins: list[int]
     counts: list[int]
-
-
-def next_chunk(scheduler: Scheduler, rows: list[int], width: int, budget: int | None, cache: KVCache) -> Chunk:
-    """Choose up to `width` tokens of neighbouring rows, and at most `budget` tokens of all rows together."""
-    rows, widths = scheduler.next_chunk(rows, width, budget)
-    slots = [scheduler.slots[row] for row in rows]
-    begins = [slot.num_computed_tokens for slot in slots]
-    # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most tokens.
-    room = cache.capacity - max(begins)
-    return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
 
 
 def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | None) -> Tensor:  # [R, D]

@@ -21,7 +21,7 @@ from speculator.decoding.cuda_graphs import Captured
 from speculator.decoding.drafter import Drafter, Shape
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.memory import Memory, Sequences
-from speculator.decoding.prefill import Chunk, next_chunk
+from speculator.decoding.prefill import Chunk
 from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
@@ -216,7 +216,13 @@ class Rows:
             rows = self.scheduler.rows_in(PREFILLING)
         decoding = self.scheduler.count(DECODING)
         budget = max(width, decoding * self._tokens_per_step) if decoding else None
-        return next_chunk(self.scheduler, rows, width, budget, self.cache)
+        rows, widths = self.scheduler.next_chunk(rows, width, budget)
+        slots = [self.scheduler.slots[row] for row in rows]
+        begins = [slot.num_computed_tokens for slot in slots]
+        # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most
+        # tokens.
+        room = self.cache.capacity - max(begins)
+        return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
 
     def select(self) -> Batch | None:
         """Select the decoding rows for the next step; None if there are none."""

@@ -40,21 +40,46 @@ class DraftModelDrafter(Drafter):
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
 
-class DraftModelSource(LogitsSource):
+class CausalSource(LogitsSource):
+    """Base of sources that run a causal LM over a draft, with a KV cache."""
+
+    cache: KVCache
+
+    def reserve(self, shape: Shape) -> None:
+        self._is_chain = isinstance(shape, Chain)
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        if self._is_chain:
+            return self.run(tokens, None, level)
+        # Positions of the draft that earlier levels have written; the first is the pending token's.
+        base = 1 + self._tree.tokens.shape[1]
+        self._tree, self._width = grown(self._tree, tokens, parents, self._width), tokens.shape[1]
+        return self.run(tokens, self._tree, base)
+
+    def begin(self, pending: Tensor) -> None:
+        """Start a draft, which is empty."""
+        self._tree, self._width = Draft.none(pending), 1
+
+    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
+        """Compute the logits after a level of the draft: of its tree, from verify position `base` on."""
+        raise NotImplementedError
+
+
+class DraftModelSource(CausalSource):
     """A draft model with its KV cache of every row.
 
     Args:
         vocab_size: size of the target's vocabulary.
     """
 
-    cache: KVCache
     _recent: Tensor  # [slots, again] tokens before the pending one
 
     def __init__(self, model: Target, vocab_size: int):
         self.model, self.capturable, self._vocab_size = model, model.capturable, vocab_size
 
     def reserve(self, shape: Shape) -> None:
-        self._is_chain, self._spare = isinstance(shape, Chain), shape.offered + 2
+        super().reserve(shape)
+        self._spare = shape.offered + 2
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
         # So many tokens behind the pending one are processed again.
         self._again = 1 if self._is_chain else shape.depth
@@ -110,18 +135,11 @@ class DraftModelSource(LogitsSource):
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.selected += back
         cache.select(0, rows, end)
-        # The pending token stays uncommitted: the draft's verify position 0.
-        self._read, self._width = Draft.none(pending), 1
+        self.begin(pending)  # which stays uncommitted: the draft's verify position 0
         return self._logits(take_at(hidden, back)[:, None])
 
-    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        tree, base = None, level
-        if not self._is_chain:
-            base = 1 + self._read.tokens.shape[1]
-            tree = self._read = grown(self._read, tokens, parents, self._width)
-            self._width = tokens.shape[1]
-        tokens = tokens.clamp(max=self.model.vocab_size - 1)
-        return self._logits(self.model.extend(self.cache, tokens, tree, base))
+    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:
+        return self._logits(self.model.extend(self.cache, tokens.clamp(max=self.model.vocab_size - 1), tree, base))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Replace ids beyond the draft model's vocabulary, which only pad the target's, by its last id."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, LogitsSource, Shape
+from speculator.decoding.drafter import Drafter, Shape
 from speculator.decoding.memory import Sequences
-from speculator.drafters.shapes import Chain, grown
+from speculator.drafters.draft_model import CausalSource
+from speculator.drafters.shapes import Chain
 from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
@@ -36,16 +37,15 @@ class EarlyExitDrafter(Drafter):
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
 
-class EarlyExitSource(LogitsSource):
+class EarlyExitSource(CausalSource):
     """The target's first layers, with the target's own cache."""
-
-    cache: KVCache
 
     def __init__(self, target: Target, layers: int):
         self.target, self.layers, self.capturable = target, layers, target.capturable
 
     def reserve(self, shape: Shape) -> None:
-        self._is_chain, self.scratch_positions = isinstance(shape, Chain), 1 + shape.offered
+        super().reserve(shape)
+        self.scratch_positions = 1 + shape.offered
         if self.target.recurrent and not self._is_chain:
             raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
 
@@ -55,18 +55,10 @@ class EarlyExitSource(LogitsSource):
         return opened
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
-        self._read, self._width = Draft.none(pending), 1
-        return self._logits(pending[:, None], None, 0)
+        self.begin(pending)
+        return self.run(pending[:, None], None, 0)
 
-    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        if self._is_chain:
-            return self._logits(tokens, None, level)
-        base = 1 + self._read.tokens.shape[1]
-        self._read = grown(self._read, tokens, parents, self._width)
-        self._width = tokens.shape[1]
-        return self._logits(tokens, self._read, base)
-
-    def _logits(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
+    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:
         with self.target.aux_layers.first_layers(self.layers):
             hidden = self.target.extend(self.cache, tokens, tree, base)
         return self.target.logits(hidden)

@@ -24,9 +24,9 @@ class Watched(EarlyExitDrafter):
     def propose(self, pending, noise, texts):
         seen = []
         source = self.memory
-        own, source._logits = source._logits, lambda *given: seen.append(own(*given)) or seen[-1]
+        own, source.run = source.run, lambda *given: seen.append(own(*given)) or seen[-1]
         draft = super().propose(pending, noise, texts)
-        del source._logits
+        del source.run
         for row, text in enumerate(texts):
             paths = {(): seen[0][row, 0]}
             if draft.parents is None:
