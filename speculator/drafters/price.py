@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import exp, log, sqrt
 from operator import mul
@@ -192,23 +192,29 @@ class Chooser:
         for choice in choices:
             by_kind = {kind: choice.accepted(kind, self._head[kind].optimistic) for kind in set(kinds)}
             gains[choice] = [by_kind[kind] for kind in kinds]
-        runs = [
-            list(accumulate([_chance(logit + self._lookup[kind].value)] * min(len(path), LONGEST_PATH), mul))
-            for kind, (_, path), logit in zip(kinds, found, logits, strict=True)
-        ]
+
+        @cache  # here and below: of many rows, many are alike
+        def chances(kind: Greedy, logit: float, length: int) -> tuple[float, ...]:
+            return tuple(accumulate([_chance(logit + self._lookup[kind].value)] * length, mul))
+
+        lengths = (min(len(path), LONGEST_PATH) for _, path in found)
+        runs = list(map(chances, kinds, logits, lengths))
 
         def cost(choice: Choice | None, tokens: int) -> float:
             return self._cost(choice.shape if choice else None, tokens, greedy, rows)
 
         def priced(choice: Choice | None, price: float) -> Plan:
             """The plan of a choice in which rows take their paths at this price."""
-            nodes, expected, lengths = choice.shape.nodes if choice else 0, float(rows), []
-            for gain, run in zip(gains[choice], runs, strict=True):
+            nodes = choice.shape.nodes if choice else 0
+
+            @cache
+            def row(gain: float, run: tuple[float, ...]) -> tuple[int, float]:  # tokens of its path, accepted tokens
                 length = next((n for n, chance in enumerate(run) if chance < price), len(run))
                 own = sum(run[:length])
-                pays = own - price * length > gain - price * nodes
-                lengths.append(length if pays else 0)
-                expected += own if pays else gain
+                return (length, own) if own - price * length > gain - price * nodes else (0, gain)
+
+            taken = list(map(row, gains[choice], runs))
+            lengths, expected = [length for length, _ in taken], rows + sum(gain for _, gain in taken)
             tokens = sum(length or nodes for length in lengths)
             if (choice and choice.shape.depth < nodes) or not self._packed:  # rows of trees are as long as the longest
                 longest = max(lengths) if self._packed else LONGEST_PATH * any(lengths)
