@@ -44,6 +44,8 @@ class CausalSource(LogitsSource):
     """Base of sources that run a causal LM over a draft, with a KV cache."""
 
     cache: KVCache
+    _tree: Draft  # what earlier levels have drafted
+    _width: int  # tokens of the newest level
 
     def reserve(self, shape: Shape) -> None:
         self._is_chain = isinstance(shape, Chain)
