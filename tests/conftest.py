@@ -435,8 +435,8 @@ def quick(monkeypatch) -> None:
     """Whole reports of evaluation, whose intervals and costs are less precise."""
     monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
     monkeypatch.setattr("eval.decoders._COST_BLOCKS", 2)
-    monkeypatch.setattr("speculator.drafters.costs._ROUNDS", 1)
-    monkeypatch.setattr("speculator.drafters.costs._TIMED_STEPS", 1)
+    monkeypatch.setattr("speculator.drafters.measure._ROUNDS", 1)
+    monkeypatch.setattr("speculator.drafters.measure._TIMED_STEPS", 1)
 
 
 @pytest.fixture

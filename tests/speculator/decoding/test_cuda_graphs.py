@@ -25,7 +25,7 @@ from speculator import (
     generate,
 )
 from speculator.decoding import cuda_graphs as graphs
-from speculator.drafters.costs import StepSeconds, measure
+from speculator.drafters.measure import StepSeconds, measure
 from speculator.target import kv_cache as cache_module
 from speculator.target.host_sync import HostSyncs
 

@@ -8,16 +8,8 @@ import torch
 from conftest import RECURRENT_RUNS, Oracle, tiny_head, tiny_model
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
-from speculator.drafters.costs import (
-    CostEntry,
-    CostTable,
-    StepSeconds,
-    entry_from_json,
-    entry_to_json,
-    measure,
-    measure_costs,
-    timed_steps,
-)
+from speculator.drafters.costs import CostEntry, CostTable, entry_from_json, entry_to_json
+from speculator.drafters.measure import StepSeconds, measure, measure_costs, timed_steps
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -167,7 +159,7 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", slow_step)
-    monkeypatch.setattr("speculator.drafters.costs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("speculator.drafters.measure.time.perf_counter", lambda: now[0])
     (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=13.5)
     assert now[0] == 14, "no step begins after the limit"
     assert list(entry.drafts) == shapes[:2]
