@@ -31,6 +31,7 @@ from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads import Speculator
+from speculator.target import positions
 from speculator.target.attention import ATTENTION, original_attention
 from speculator.target.linear import pack_linears, unpack_linears
 from speculator.target.model import Target
@@ -127,10 +128,12 @@ class _BorrowedModel:
                 self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
             model.eval().requires_grad_(False)
             model.set_attn_implementation(ATTENTION)
+            self._target.count_by_row()
             yield self._target
         finally:
             self._copies = unpack_linears(packed)
             model.set_attn_implementation(attention)
+            positions.remove(model)
             for parameter in trained:
                 parameter.requires_grad_(True)
             for module in training:

@@ -420,6 +420,7 @@ class Engine:
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
     """Raise a UserError if a drafter does not fit the accept rule."""
+    refuse((target.encoder is not None, f"{target.name}: encoder-decoder models can't be decoded yet"))
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")

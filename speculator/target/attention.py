@@ -47,17 +47,22 @@ def original_attention(model: PreTrainedModel) -> Any:
 
 
 def mask(
-    write: Write, groups: int, window: int | None, dtype: torch.dtype
-) -> Tensor | None:  # [R, 1, groups * width, extent]
+    write: Write,
+    groups: int,
+    window: int | None,
+    dtype: torch.dtype,
+    by_distance: Tensor | None = None,  # [1, Hq, 1, n]
+) -> Tensor | None:  # [R, 1 or H, groups * width, extent]
     """Return the bias on attention scores: 0 for visible positions, -inf for others; None if all are visible.
 
-    The `groups` query heads that share a key head are laid end to end.
+    The `groups` query heads that share a key head are laid end to end. With a bias by distance, it is added.
     """
     # A single row that decodes one token sees everything that is read, so the fused kernel may go without a mask.
     plain = write.single_row and write.width == 1 and write.tree is None
-    if plain and (window is None or write.extent <= window):
+    if plain and (window is None or write.extent <= window) and by_distance is None:
         return None
-    if (groups, window, dtype) not in write.masks:
+    given, bias = write.masks.get((groups, window, dtype), (None, None))
+    if bias is None or given is not by_distance:
         # All layers with the same window share one mask, which the first of them builds.
         place = torch.arange(write.extent, device=write.lengths.device)
         if write.tree is None:
@@ -75,18 +80,25 @@ def mask(
             # The rows of `ancestors` that this pass writes: a tree may be written in several passes, level by level.
             ancestors = write.tree.ancestors[:, count - write.width : count, :count]
             seen = seen.scatter(2, block[:, None].expand(-1, write.width, -1), ancestors)
+        position = place
+        if write.tree is not None and (window is not None or by_distance is not None):
+            depths = write.lengths[:, None] + write.tree.depths[:, :count]
+            position = place.repeat(len(block), 1).scatter(1, block, depths)[:, None]
         if window is not None:
-            position = place
-            if write.tree is not None:
-                depths = write.lengths[:, None] + write.tree.depths[:, :count]
-                position = place.repeat(len(block), 1).scatter(1, block, depths)[:, None]
             # The token at p sees p - window + 1 .. p: with a window of 4, position 9 sees 6..9. A window counts
             # positions of the sequence. In a tree these are not the cache's: cousins share one, so the new columns get
             # the row's length plus their depth.
             seen &= position > write.positions[:, :, None] - window
             seen |= ~seen.any(-1, keepdim=True)  # kernels may return NaN for a token that sees nothing
-        write.masks[groups, window, dtype] = _bias(seen, dtype).repeat(1, groups, 1)[:, None]
-    return write.masks[groups, window, dtype]
+        bias = _bias(seen, dtype)
+        if by_distance is None:
+            bias = bias.repeat(1, groups, 1)[:, None]
+        else:  # the token at 7 is 7, 6, .., 0 away from 0..7
+            distance = (write.positions[:, :, None] - position).clamp(0, by_distance.shape[-1] - 1)
+            by_head = by_distance[0, :, 0].to(dtype)[:, distance].transpose(0, 1)  # [R, Hq, width, extent]
+            bias = (by_head + bias[:, None]).reshape(len(bias), -1, groups * write.width, write.extent)
+        write.masks[groups, window, dtype] = by_distance, bias
+    return bias
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,6 +116,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
@@ -112,7 +125,11 @@ def attention(
     Neighbouring rows with as many tokens attend together, or all rows do, padded, where shapes must be few.
     """
     write = current()
-    options = (WINDOWS.get(module, sliding_window), scaling, softcap, s_aux)
+    if write is not None and write.cross is not None and write.cross.holds(key):
+        # A token sees the whole source of its row, wherever the token is.
+        own = write.padded(query.transpose(1, 2)).transpose(1, 2)
+        return write.packed(_fused(own, key, value, write.cross.bias, scaling, softcap, s_aux)), None
+    options = (WINDOWS.get(module, sliding_window), scaling, softcap, s_aux, position_bias)
     if write is None or write.packing is None:
         return _attend(write, query, key, value, *options), None
     query = query.transpose(1, 2)
@@ -136,13 +153,10 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
+    position_bias: Tensor | None,
 ) -> Tensor:  # [B, T, Hq, Dh]
-    """Compute attention of unpacked rows.
-
-    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
-    """
-    rows, query_heads, width, size = query.shape
-    groups = query_heads // key.shape[1]
+    """Compute attention of unpacked rows."""
+    width, groups = query.shape[2], query.shape[1] // key.shape[1]
     if write is None:
         place = torch.arange(key.shape[2], device=query.device)
         # No cache: the queries are the last `width` of the keys.
@@ -152,8 +166,23 @@ def _attend(
             seen &= place > own - sliding_window
         bias: Tensor | None = _bias(seen, query.dtype).repeat(groups, 1)
     else:
-        bias = mask(write, groups, sliding_window, query.dtype)
+        bias = mask(write, groups, sliding_window, query.dtype, position_bias)
         bias = bias if bias is None else bias.to(query.device)  # layers may be on several devices
+    return _fused(query, key, value, bias, scaling, softcap, s_aux)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:  # [B, T, Hq, Dh]
+    """Query heads that share a key head are stacked along T, so grouped keys and values are never repeated."""
+    rows, query_heads, width, size = query.shape
+    groups = query_heads // key.shape[1]
     # [B, Hq, T, d] -> [B, H, groups * T, d]: with 8 query heads on 2 key heads, the queries of heads 0..3 follow each
     # other as 4 T rows of key head 0. Repeating the keys instead would read the cache four times.
     stacked = query.reshape(rows, key.shape[1], groups * width, size)

@@ -26,7 +26,7 @@ class AuxLayers:
 
     def __init__(self, model: PreTrainedModel):
         self._model, self._decoder = model, without_output_layer(model, model.get_decoder())
-        found = {name: getattr(self._decoder, name, None) for name in ("layers", "h")}
+        found = {name: getattr(self._decoder, name, None) for name in ("layers", "h", "block")}
         lists = {name: each for name, each in found.items() if isinstance(each, nn.ModuleList)}
         self._name, self.layers = next(iter(lists.items()), ("", nn.ModuleList()))
         self._stream = getattr(model.config.get_text_config(), "altup_active_idx", None)
@@ -85,12 +85,16 @@ class AuxLayers:
     def _active(self, states: Tensor) -> Tensor:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]
 
-    def prove(self, tokens: Tensor) -> Any:
-        """Run the model and return its output; empty `layers` unless the hooks read transformers' `hidden_states`."""
+    def prove(self, given: dict[str, Any]) -> Any:
+        """Run the model on these inputs and return its output.
+
+        Empties `layers` unless the hooks read transformers' `hidden_states`.
+        """
         with _without_new_hooks(self._model), self.recorded(range(len(self.layers))) as read:
-            output = self._model(tokens, use_cache=False, output_hidden_states=True)
+            output = self._model(**given, use_cache=False, output_hidden_states=True)
+        states = output.get("decoder_hidden_states") or output.hidden_states or ()
         # Without the last entry: transformers reports it after the final norm, and no layer reads it.
-        expected = [self._active(state).to(tokens.device) for state in output.hidden_states or ()][:-1]
+        expected = [self._active(state).to(output.logits.device) for state in states][:-1]
         try:
             same = len(expected) == len(self.layers) > 0 and torch.equal(read(expected[0]), torch.cat(expected, -1))
         except KeyError:  # a layer did not run

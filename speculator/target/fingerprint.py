@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculator.target.encoder import decoder_config
 from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix
@@ -19,7 +20,7 @@ def fingerprint(model: Any) -> str:
 
     Weights are rounded to bfloat16. Path, dtype, device and library versions have no influence.
     """
-    config = model.config.get_text_config()
+    config = decoder_config(model)
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     samples = []
     for matrix in map(whole, matrices):

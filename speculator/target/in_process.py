@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.target.attention import original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
+from speculator.target.encoder import Encoder, StatesOnly, decoder_config
 from speculator.target.fingerprint import fingerprint
 from speculator.target.gguf import is_gguf
 from speculator.target.linear import pack_linears
@@ -29,16 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@dataclass
-class _BodyOutput(ModelOutput):
-    """Output of `_GivenHidden`; every other field that a family's forward pass reads is None."""
-
-    last_hidden_state: Tensor | None = None
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
 class _GivenHidden(nn.Module):
     """Stands in for a model's body, whose other attributes it has, and returns hidden states computed before."""
 
@@ -50,8 +39,8 @@ class _GivenHidden(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return self._attribute_of_body(name)
 
-    def forward(self, *args, **kwargs) -> _BodyOutput:
-        return _BodyOutput(last_hidden_state=self.hidden)
+    def forward(self, *args, **kwargs) -> StatesOnly:
+        return StatesOnly(last_hidden_state=self.hidden)
 
 
 class ModelHere(TrainingTarget):
@@ -66,8 +55,12 @@ class ModelHere(TrainingTarget):
 
     def _prepare_logits(self) -> None:
         self.output_matrix = None
-        self._body = without_output_layer(self.model, self.model.base_model)
-        self._prefix = next((name for name, part in self.model.named_children() if part is self._body), "")
+        model = self.model
+        decoder = model.config.is_encoder_decoder
+        self._body = model.get_decoder() if decoder else without_output_layer(model, model.base_model)
+        path = next((name for name, part in model.named_modules() if part is self._body), "")
+        where, _, name = path.rpartition(".")
+        self._body_of: tuple[nn.Module, str] = model.get_submodule(where), name
         self._given = _GivenHidden(self._body)
 
     @property
@@ -99,11 +92,15 @@ class ModelHere(TrainingTarget):
             return self.output_matrix(hidden).to(hidden.device)
         # As one row of a batch: a token's logits depend on its own state alone.
         self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
-        setattr(self.model, self._prefix, self._given)
+        # The encoder's states are not read, because the decoder that would read them is replaced.
+        given: Any = {"inputs_embeds": self._given.hidden}
+        if self.model.config.is_encoder_decoder:
+            given = {"decoder_inputs_embeds": self._given.hidden, "encoder_outputs": StatesOnly(self._given.hidden)}
+        setattr(*self._body_of, self._given)
         try:
-            logits = self.model(inputs_embeds=self._given.hidden, use_cache=False).logits
+            logits = self.model(**given, use_cache=False).logits
         finally:
-            setattr(self.model, self._prefix, self._body)
+            setattr(*self._body_of, self._body)
         return logits.view(*hidden.shape[:-1], -1).to(hidden.device)
 
 
@@ -123,6 +120,7 @@ class InProcessTarget(ModelHere):
     Attributes:
         original_attention: the model's attention implementation before, for `set_attn_implementation`.
         document_attention: attention and layout that read several documents in a row exactly; None if none does.
+        encoder: of an encoder-decoder model, whose decoder is `hidden`'s; else None.
         aux_layers: the auxiliary hidden states between its layers.
 
     Raises:
@@ -134,7 +132,7 @@ class InProcessTarget(ModelHere):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: Group | None = None):
         self.model, self.tokenizer, self.group = model.eval().requires_grad_(False), tokenizer, group
-        self.config = model.config.get_text_config()
+        self.config = decoder_config(model)
         self.name = model.config.name_or_path or type(model).__name__
         self.original_attention = original_attention(model)
         if self.device.type == "cuda":
@@ -142,6 +140,10 @@ class InProcessTarget(ModelHere):
             # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.context_length = context_length(self.config, self.name)
+        self.encoder: Encoder | None = None
+        if model.config.is_encoder_decoder:
+            longest = context_length(model.get_encoder().config, self.name)
+            self.encoder = Encoder(model, self.original_attention, self.name, longest)
         if group is not None and group.parallel == "tp":
             make_whole(model.get_output_embeddings())
         pack_linears(self.model)
@@ -224,8 +226,17 @@ class InProcessTarget(ModelHere):
         self,
         tokens: Tensor,  # [B, S]
         documents: Tensor | None = None,  # [B, S] see `speculator.target.packed`
+        sources: Sequence[Sequence[int]] = (),
     ) -> Tensor:  # [B, S, D]
-        """Compute the hidden states of whole rows for training, without a cache and with the model's own attention."""
+        """Compute the hidden states of whole rows for training, without a cache and with the model's own attention.
+
+        With an encoder, a row is one document of the decoder, and has a source.
+        """
+        if self.encoder:
+            refuse((not sources, f"{self.name}: heads can't be trained for encoder-decoder models yet"))
+            given = self.encoder.arguments(tokens, sources)
+            with using_attention(self.model, self.original_attention):
+                return self._body(**given, use_cache=False).last_hidden_state
         if documents is None:
             return self.hidden_of_documents(tokens, torch.zeros_like(tokens), self.original_attention, packed)
         if self.document_attention is None:

@@ -14,16 +14,20 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from speculator.target import recurrent
+from speculator.target.encoder import source_of
 from speculator.target.recurrent import RecurrentLayer, StateForm
 from speculator.target.tree import TokenTree
 from speculator.target.write import Packing, Write, current, in_progress
+
+if TYPE_CHECKING:
+    from speculator.target.cross_memory import CrossMemory
 
 Form = tuple[int, int, torch.dtype, torch.device]
 """Heads, head size, dtype and device of one layer's keys or values."""
@@ -114,6 +118,7 @@ class KVCache(Cache):
         capacity: positions per row: the longest text, plus the tokens that a pass writes after it.
         device: device of the lengths.
         states: forms of each layer's states, see `speculator.target.recurrent.state_forms`.
+        cross: keys and values of the rows' sources; None without an encoder.
 
     Attributes:
         recurrent: the recurrent layers, by their numbers. Their rows can't be shortened, only cleared.
@@ -131,7 +136,9 @@ class KVCache(Cache):
         capacity: int,
         device: torch.device,
         states: Sequence[tuple[StateForm, ...]] = (),
+        cross: CrossMemory | None = None,
     ):
+        self.cross = cross
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self.room_for(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
@@ -172,6 +179,18 @@ class KVCache(Cache):
             self._parts = [stack[:, start:stop] for stack in self.stacks.values()]
             for layer in (*self.layers, *self.recurrent.values()):
                 layer.select(start, stop)  # type: ignore[union-attr]
+        if self.cross is not None:
+            self.cross.select(start, stop)
+
+    def read_sources(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Encode the sources of the selected rows' sequences, if they have some that are not in the rows yet."""
+        if self.cross is not None:
+            self.cross.read(self.rows[0], [source_of(sequence) for sequence in sequences])
+            self.cross.select(*self.rows)
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Return the arguments of a forward pass over this cache, which the model calls `name`."""
+        return {name: self} if self.cross is None else self.cross.arguments(name, self)
 
     @property
     def single_row(self) -> bool:
@@ -214,7 +233,7 @@ class KVCache(Cache):
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
             packing = Packing.of(counts, width, self.bucket, block.device)
         self.write = Write(
-            self.selected, width, extent, block, cache_positions, positions, tree, self.single_row, packing
+            self.selected, width, extent, block, cache_positions, positions, tree, self.single_row, packing, self.cross
         )
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
@@ -300,6 +319,8 @@ class KVCache(Cache):
                 layer[others, :, :longest] = layer[rows, :, :longest]
         for layer in self.recurrent.values():
             layer.move(old, new)
+        if self.cross is not None:
+            self.cross.move(source, destination)
 
     def grow(self, capacity: int) -> bool:
         """Allocate at least `capacity` positions per row, and at least 1.5 times as many as now.

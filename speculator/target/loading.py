@@ -13,9 +13,11 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -89,9 +91,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that loads a checkpoint; most multimodal ones have no class for causal LMs.
 
     Raises:
-        UserError: it is an encoder-decoder model.
+        UserError: its encoder reads something else than text.
     """
-    refuse((config.is_encoder_decoder, "encoder-decoder models are not supported, only decoders"))
+    if config.is_encoder_decoder:  # first: BART's kind has a class for causal LMs too, whose cross attention is random
+        text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        refuse((not text, "an encoder-decoder model must read text and write text"))
+        return AutoModelForSeq2SeqLM
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForCausalLM if causal else AutoModelForMultimodalLM
 

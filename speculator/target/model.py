@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculator.errors import UserError
+from speculator.target import positions
+from speculator.target.cross_memory import CrossMemory
 from speculator.target.in_process import InProcessTarget
-from speculator.target.kv_cache import Form, KVCache, forms
+from speculator.target.kv_cache import KVCache, forms
 from speculator.target.probe import probe
 from speculator.target.recurrences import intercept
-from speculator.target.recurrent import StateForm, state_forms
+from speculator.target.recurrent import state_forms
 from speculator.target.sharding import DECODE_INSTEAD, is_sharded
 from speculator.target.tree import TokenTree
 
@@ -67,13 +69,18 @@ class Target(InProcessTarget):
                 "draft; full and sliding-window attention and recurrent layers can"
             )
         self.capturable = self.recurrent = False
-        self._forms: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[Form, ...]], list[tuple[StateForm, ...]]]]
-        self._forms = {}
+        self._forms: dict[tuple[torch.dtype, torch.device], tuple[list, list, list]] = {}
         # transformers 5.24 calls it `cache`; before, models without attention had a name of their own.
         known = signature(self._body.forward).parameters
         self.cache_name = next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
         intercept(model)
+        self.count_by_row()
         probe(self)
+
+    def count_by_row(self) -> None:
+        """Give the decoder positions per row; `speculator.target.positions.remove` undoes it."""
+        if self.encoder:
+            positions.install(self._body, self.context_length, self.config.pad_token_id)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Create an empty KV cache of `rows` rows with `capacity` positions each."""
@@ -81,11 +88,15 @@ class Target(InProcessTarget):
         if form not in self._forms:
             tokens = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
-                made = getattr(self._body(input_ids=tokens, use_cache=True), self.cache_name)
-                self._forms[form] = forms(made), [state_forms(layer) for layer in made.layers]
+                given = {"encoder_hidden_states": self.encoder.dummy} if self.encoder else {}
+                made = getattr(self._body(input_ids=tokens, use_cache=True, **given), self.cache_name)
+                cross = forms(made.cross_attention_cache) if self.encoder else []
+                made = made.self_attention_cache if self.encoder else made
+                self._forms[form] = forms(made), [state_forms(layer) for layer in made.layers], cross
                 self.recurrent = any(self._forms[form][1])
-        attention, recurrent = self._forms[form]
-        return KVCache(attention, rows, capacity, self.device, recurrent)
+        attention, recurrent, cross = self._forms[form]
+        memory = CrossMemory(self.encoder, cross, rows, self.device) if self.encoder else None
+        return KVCache(attention, rows, capacity, self.device, recurrent, memory)
 
     @torch.no_grad()
     def extend(
@@ -116,8 +127,8 @@ class Target(InProcessTarget):
 
         with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(own):
             # Clamped, because a table of positions (GPT-2) has no row after the context's end.
-            positions = write.packed(write.positions.clamp(max=self.context_length - 1))
-            given: Any = {"position_ids": positions, self.cache_name: cache}
+            places = write.packed(write.positions.clamp(max=self.context_length - 1))
+            given: Any = {"position_ids": places, **cache.arguments(self.cache_name)}
             output = self._body(input_ids=write.packed(tokens), use_cache=True, **given)
             hidden = own(output.last_hidden_state)
         return hidden.to(self.device)  # the last layers may be on another device

@@ -13,9 +13,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.utils import is_flash_attn_2_available
 
 from speculator.errors import UserError, refuse
-from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention
+from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention, using_attention
+from speculator.target.encoder import Source, StatesOnly, Text
 from speculator.target.host_sync import has_host_sync
+from speculator.target.kv_cache import KVCache
 from speculator.target.packed import Layout, in_one_row, in_one_row_with_bounds, masked, one_per_row, packed
+from speculator.target.tree import TokenTree
 
 if TYPE_CHECKING:
     from speculator.target.in_process import InProcessTarget
@@ -43,13 +46,16 @@ def probe_training(target: InProcessTarget) -> None:
     model, name = target.model, f"{target.name}: {type(target.model).__name__}"
     texts, allowed = _texts(target), tolerance(target.model)
     try:
-        own = target.aux_layers.prove(texts).logits.float()
-        hidden = target.hidden(texts)
+        inputs = _inputs(target, texts)
+        with using_attention(model, target.original_attention):
+            own = target.aux_layers.prove(inputs).logits.float()
+        hidden = target.hidden(texts, sources=_sources(target))
         logits = target.logits(hidden)
         output = model.get_output_embeddings()
         if output is not None and torch.equal(output(hidden), logits):
             target.output_matrix = output
-        target.document_attention = _choose_document_attention(target, texts, allowed)
+        if not target.encoder:
+            target.document_attention = _choose_document_attention(target, texts, allowed)
     except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
         raise UserError(
             f"{name} is not supported: its code does not compute logits from hidden states alone; "
@@ -89,12 +95,15 @@ def probe(target: Target) -> None:
 
     try:
         # The reference: the model's own forward pass, with its own attention and without our cache, once.
-        own = model(texts, use_cache=False).logits.float()
-        windows = read_windows(model, target.context_length)
+        inputs = _inputs(target, texts)
+        with using_attention(model, target.original_attention):
+            own = model(**inputs, use_cache=False).logits.float()
+        windows = read_windows(target, target.context_length)
         WINDOWS.update(windows)
         model.set_attn_implementation(ATTENTION)
         # Two rows of unequal length, 8 and 4 tokens, so that a row's padding or its neighbour's cache would show.
         cache = target.cache(2, 2 * _LENGTH)
+        cache.read_sources([Text((), source) for source in _sources(target)])
         hidden = target.extend(cache, texts[:, :longest], counts=lengths.tolist())
         cache.commit(lengths)
         prefill = target.logits(hidden).float()
@@ -111,15 +120,18 @@ def probe(target: Target) -> None:
         verified = target.logits(target.extend(cache, rest)).float()
         syncs = has_host_sync(lambda: target.logits(target.extend(cache, rest)), device)
         one_device = len({weight.device for weight in model.parameters()}) == 1
-        target.capturable = not syncs and one_device
+        # What an encoder makes of a source goes into buffers that grow with the longest one.
+        target.capturable = not syncs and one_device and not target.encoder
+        in_tree = _in_tree(target, cache, after(begins, 3)) if target.encoder else None
         # What 16 tokens can't show is examined apart: rotary factors that depend on the longest text of the batch.
-        moved = neighbours_matter(model.base_model, target.context_length, device)
+        moved = neighbours_matter(target, target.context_length)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{name} can't be run through a KV cache: {error}") from error
     worst = max(
         *(gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
         gap(single, after(begins, 1, own)),
         gap(verified, after(begins, rest.shape[1], own)),
+        0.0 if in_tree is None else gap(in_tree, after(begins, 3, own)),
     )
     window = getattr(target.config, "sliding_window", None)
     refuse(
@@ -151,7 +163,27 @@ def not_finite(target: TrainingTarget) -> str:
 
 
 def _texts(target: InProcessTarget) -> Tensor:  # [2, _LENGTH]
-    return torch.arange(2 * _LENGTH, device=target.device).view(2, -1) * 7 % target.vocab_size
+    texts = torch.arange(2 * _LENGTH, device=target.device).view(2, -1) * 7 % target.vocab_size
+    if not target.encoder:
+        return texts
+    pad = target.config.pad_token_id  # which has no position in some families
+    return texts if pad is None else (texts + (texts == pad)) % target.vocab_size
+
+
+def _sources(target: InProcessTarget) -> list[Source]:
+    """Return sources of the two texts, of unequal length, so that a visible pad would show; none without an encoder."""
+    texts = _texts(target).flip(1).tolist()
+    return [tuple(text[:n]) for text, n in zip(texts, (_LENGTH // 2, 3), strict=True)] if target.encoder else []
+
+
+def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
+    """Return the arguments of the model's own forward pass."""
+    if not target.encoder:
+        return {"input_ids": texts}
+    given = target.encoder.arguments(texts, _sources(target))
+    # Masks are given, because some families make theirs from pad tokens.
+    masks = {"attention_mask": given["encoder_attention_mask"], "decoder_attention_mask": given["attention_mask"]}
+    return {"encoder_outputs": StatesOnly(given["encoder_hidden_states"]), "decoder_input_ids": texts, **masks}
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
@@ -180,7 +212,7 @@ def original_context(config: PreTrainedConfig) -> int | None:
     return min((length for length in found if length), default=None)
 
 
-def read_windows(model: PreTrainedModel, length: int) -> dict[nn.Module, int | None]:
+def read_windows(target: Target, length: int) -> dict[nn.Module, int | None]:
     """Return the sliding window of each attention layer, found by evaluating the model's masks over `length` positions.
 
     Layers whose mask is not made by transformers' mask functions are left out. Changes the model's attention.
@@ -197,9 +229,25 @@ def read_windows(model: PreTrainedModel, length: int) -> dict[nn.Module, int | N
 
     AttentionInterface.register(_PROBE, attend)
     AttentionMaskInterface.register(_PROBE, mask)
-    model.set_attn_implementation(_PROBE)
-    model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    target.model.set_attn_implementation(_PROBE)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=target.device)
+    target._body(input_ids=tokens, use_cache=False, **_no_source(target, tokens))
     return windows
+
+
+def _no_source(target: InProcessTarget, tokens: Tensor) -> dict[str, Tensor]:
+    """Return what a decoder needs besides tokens where the result does not matter."""
+    return {"encoder_hidden_states": target.encoder.dummy.expand(*tokens.shape, -1)} if target.encoder else {}
+
+
+def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3] -> [2, 3, V]
+    """Compute the logits of three tokens that follow each row, with a wrong token next to the second one."""
+    tree = TokenTree()
+    pending, right, last = tokens.split(1, 1)
+    tree.tokens, tree.depth = torch.cat([(right + 1) % target.vocab_size, right, last], 1), 2
+    tree.parents = torch.tensor([[-1, -1, 1]] * 2, device=tokens.device)
+    logits = target.logits(target.extend(cache, torch.cat([pending, tree.tokens], 1), tree))
+    return logits[:, [0, 2, 3]].float()
 
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
@@ -210,6 +258,8 @@ def _window(mask_function: Callable[..., Tensor], length: int) -> int:
     widths = []
     for place in (2 * length // 3, length - 1):
         seen = mask_function(first, first, torch.tensor(place), slots).expand(length)
+        if seen.all() and place < length - 1:  # cross attention
+            return 0
         count = int(seen.sum())
         if not count or not seen[place + 1 - count : place + 1].all():
             raise ValueError("its attention mask is neither causal nor a sliding window")
@@ -227,15 +277,16 @@ def _has_window(target: Target) -> bool:
     return bool(used and isinstance(window, int) and window < target.context_length)
 
 
-def neighbours_matter(body: nn.Module, length: int, device: torch.device) -> float:
+def neighbours_matter(target: Target, length: int) -> float:
     """Measure how far a row's hidden states move, in standard deviations, when another row is at the context's end.
 
     Rotary factors that follow the longest text of a batch move them. Only positions are far out; the text is short.
     """
-    near = torch.arange(4, device=device).expand(2, -1)
+    near = torch.arange(4, device=target.device).expand(2, -1)
     far = torch.stack([near[0], near[0] + min(length, _FAR) - 4])
     # Row 0 is the same in both batches. Row 1 moves to the context's end, which may switch longrope's factors for both.
-    alone, batched = (body(input_ids=near, position_ids=at, use_cache=False).last_hidden_state[0] for at in (near, far))
+    given = {"input_ids": near, "use_cache": False, **_no_source(target, near)}
+    alone, batched = (target._body(**given, position_ids=at).last_hidden_state[0] for at in (near, far))
     return ((alone - batched).abs().max() / alone.std()).item()
 
 

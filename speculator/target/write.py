@@ -12,12 +12,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from speculator.target.tree import TokenTree
+
+if TYPE_CHECKING:
+    from speculator.target.cross_memory import CrossMemory
 
 
 @dataclass
@@ -67,7 +70,8 @@ class Write:
         tree: structure of the tokens; None for a chain.
         single_row: one row whose length the host knows, so that slices suffice and every position read is live.
         packing: how the model reads the rows as one without padding; None: as they are.
-        masks: attention masks, shared by all layers.
+        cross: what the selected rows read of their sources; None without an encoder.
+        masks: attention masks, shared by all layers, and the biases by distance that are in them.
     """
 
     lengths: Tensor
@@ -79,7 +83,8 @@ class Write:
     tree: TokenTree | None
     single_row: bool
     packing: Packing | None = None
-    masks: dict[Any, Tensor] = field(default_factory=dict)
+    cross: CrossMemory | None = None
+    masks: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def packed(self, x: Tensor) -> Tensor:  # [R, width, ...] -> the same, or [1, N, ...]
         """Lay out the rows as the model reads them."""

@@ -1,0 +1,95 @@
+"""Cross attention of encoder-decoder targets: keys and values of each row's source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+from speculator.target.encoder import Encoder, Source
+from speculator.target.kv_cache import Form, KVCache, aligned
+
+
+class CrossMemory:
+    """Keys and values of the sources of B rows.
+
+    Args:
+        encoder: encodes the sources.
+        layers: forms of each layer's keys and values, see `speculator.target.kv_cache.forms`.
+        rows: B.
+
+    Attributes:
+        sources: the source of each row; () for a row that never had one.
+        bias: [R, 1, 1, S] bias on the scores of the selected rows; None if all their sources have the same length.
+    """
+
+    def __init__(self, encoder: Encoder, layers: Sequence[tuple[Form, ...]], rows: int, device: torch.device):
+        self._encoder, self._device = encoder, device
+        self._rows = KVCache(layers, rows, 1, device)
+        # The model reads `keys` and `values` of these layers directly: views of the selected rows.
+        self._shown: list[Any] = [DynamicLayer() for _ in layers]
+        self._held: list[Any] = self._rows.layers
+        self._selection: tuple[int, int, list[Source]] | None = None
+        self.sources: list[Source] = [()] * rows
+        self.bias: Tensor | None = None
+        self._dummy = encoder.dummy
+
+    def arguments(self, name: str, own: KVCache) -> dict[str, object]:
+        """Return the arguments by which a decoder reads these rows and writes `own`."""
+        # With keys and values at hand, the model asks only whether there are states.
+        return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}
+
+    def holds(self, keys: Tensor) -> bool:
+        """Return whether these are keys of a source, as the model reads them."""
+        return any(keys is layer.keys for layer in self._shown)
+
+    def read(self, start: int, sources: Sequence[Source]) -> None:
+        """Encode the sources of rows start, start + 1, ..., unless a row has them already: then copy."""
+        new = {row: source for row, source in enumerate(sources, start) if source != self.sources[row]}
+        if not new:
+            return
+        self._rows.grow(max(map(len, new.values())))
+        known = {source: row for row, source in enumerate(self.sources)}
+        copied = {row: known[source] for row, source in new.items() if source in known}
+        # All copies at once, and first: a row may be both read and overwritten.
+        if copied:
+            self._rows.move(list(copied.values()), list(copied), self._rows.capacity)
+        encoded = sorted({source for source in new.values() if source not in known}, key=len)
+        for length, group in groupby(encoded, len):
+            alike = list(group)
+            places = [(row, alike.index(source)) for row, source in new.items() if source in alike]
+            rows, index = ([each[k] for each in places] for k in (0, 1))
+            layers = self._encoder.keys_and_values(self._encoder.encode(alike))
+            for own, made in zip(self._held, layers, strict=True):
+                own.keys[rows, :, :length], own.values[rows, :, :length] = made.keys[index], made.values[index]
+        for row, source in new.items():
+            self.sources[row] = source
+        self._selection = None
+
+    def select(self, start: int, stop: int) -> None:
+        """Run the next passes over rows start..stop - 1."""
+        if self._selection == (start, stop, sources := self.sources[start:stop]):
+            return
+        self._selection = start, stop, sources
+        # A row without a source is idle. It sees one position, for kernels may return NaN for a token that sees none.
+        lengths = torch.tensor([max(1, len(source)) for source in sources])
+        longest = int(lengths.max())
+        extent = min(aligned(longest, self._device), self._rows.capacity)
+        for shown, layer in zip(self._shown, self._held, strict=True):
+            shown.is_initialized = True  # else the model would compute them
+            shown.keys, shown.values = layer.keys[start:stop, :, :extent], layer.values[start:stop, :, :extent]
+        hidden = torch.arange(extent) >= lengths[:, None]
+        bias = torch.zeros(hidden.shape, dtype=self._dummy.dtype).masked_fill_(hidden, -torch.inf)
+        self.bias = bias[:, None, None].to(self._device) if hidden.any() else None
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copy row source[i] to row destination[i], all at once."""
+        self._rows.move(source, destination, self._rows.capacity)
+        sources = [self.sources[row] for row in source]
+        for row, moved in zip(destination, sources, strict=True):
+            self.sources[row] = moved
+        self._selection = None

@@ -1,0 +1,114 @@
+"""Encoder-decoder targets: the encoder belongs to the request, and the decoder is decoded as any other target.
+
+A source, the input of the encoder, becomes keys and values of cross attention when its request is admitted
+(`speculator.target.cross_memory`). From then on a row is a decoder's row, whose prompt is the decoder's start token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from speculator.errors import refuse
+from speculator.target.attention import using_attention
+
+Source = tuple[int, ...]
+
+
+@dataclass
+class StatesOnly(BaseModelOutput):
+    """Output of a part of a model that was not run; every other field that a family's forward pass reads is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Text(list[int]):
+    """Tokens that a decoder reads and writes, and the source that its encoder has read."""
+
+    def __init__(self, tokens: Sequence[int], source: Source):
+        super().__init__(tokens)
+        self.source = source
+
+
+def source_of(sequence: Sequence[int]) -> Source:
+    """Return the source of a sequence; () if its target has no encoder."""
+    return sequence.source if isinstance(sequence, Text) else ()
+
+
+def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of the decoder; some configs name the encoder's layers by the same fields."""
+    if not model.config.is_encoder_decoder:
+        return model.config.get_text_config()
+    config: Any = model.get_decoder().config.get_text_config(decoder=True)
+    return config
+
+
+class Encoder:
+    """The encoder of a model, run by the model's own code and attention.
+
+    Args:
+        model: an encoder-decoder model of text.
+        attention: its own attention implementation.
+        name: the target's, for messages.
+
+    Attributes:
+        prefix: tokens with which every text of the decoder starts: its start token, and a forced BOS token.
+        longest: the longest source, in tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: Any, name: str, longest: int):
+        self._model, self._attention, self.longest = model, attention, longest
+        self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
+        defaults: Any = model.generation_config or model.config
+        start = defaults.decoder_start_token_id
+        start = getattr(model.config, "decoder_start_token_id", None) if start is None else start
+        start = defaults.bos_token_id if start is None else start
+        refuse((start is None, f"{name}: neither its config nor its generation config has a decoder_start_token_id"))
+        forced = getattr(defaults, "forced_bos_token_id", None)
+        self.prefix = [start] if forced is None else [start, forced]
+
+    @property
+    def dummy(self) -> Tensor:  # [1, 1, D]
+        """Return what stands for an encoder's states where the keys and values made of them are known."""
+        width = self._decoder.config
+        size = getattr(width, "cross_attention_hidden_size", None) or self._encoder.config.hidden_size
+        return torch.zeros(1, 1, size, dtype=self._model.dtype, device=self._model.device)
+
+    @torch.no_grad()
+    def encode(self, sources: Sequence[Sequence[int]]) -> Tensor:  # [n, S, D]
+        """Compute the encoder's states of sources of one length.
+
+        Padding would move the states by rounding, so that a text could depend on its neighbours.
+        """
+        tokens = torch.tensor(sources, device=self._model.device)
+        with using_attention(self._model, self._attention):
+            output = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        return output.last_hidden_state
+
+    @torch.no_grad()
+    def keys_and_values(self, states: Tensor) -> list[Any]:  # [n, S, D] -> layers with keys and values [n, H, S, d]
+        """Compute the keys and values of cross attention, by the decoder's own code."""
+        start = torch.full((len(states), 1), self.prefix[0], device=states.device)
+        with using_attention(self._model, self._attention):
+            output = self._decoder(input_ids=start, encoder_hidden_states=states, use_cache=True)
+        return output.past_key_values.cross_attention_cache.layers
+
+    def arguments(
+        self,
+        tokens: Tensor,  # [B, T]
+        sources: Sequence[Sequence[int]],
+    ) -> dict[str, Tensor]:
+        """Return the arguments of the decoder's own forward pass for texts that start with their first token."""
+        lengths = torch.tensor([len(source) for source in sources], device=tokens.device)
+        rows = [self.encode([source])[0] for source in sources]
+        states = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        seen = torch.arange(states.shape[1], device=tokens.device) < lengths[:, None]
+        masks = {"attention_mask": torch.ones_like(tokens), "encoder_attention_mask": seen.long()}
+        return {"input_ids": tokens, "encoder_hidden_states": states, **masks}
