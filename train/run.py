@@ -60,7 +60,7 @@ def announce(config: RunConfig, name: str) -> None:
 
 
 def main(config: RunConfig) -> int:
-    """Plan a config, try it on stand-ins, or run it; return the exit code, 2 after wrong input with one line on stderr."""
+    """Plan a config, try it on stand-ins, or run it; return the exit code, 2 with a line on stderr after wrong input."""
 
     def work() -> None:
         settled = config
