@@ -60,7 +60,7 @@ def announce(config: RunConfig, name: str) -> None:
 
 
 def main(config: RunConfig) -> int:
-    """Plan a config, try it on stand-ins, or run it; return the exit code, 2 with a line on stderr after wrong input."""
+    """Plan, dry-run or run a config, and return the exit code. Wrong input is one line on stderr and code 2."""
 
     def work() -> None:
         settled = config
