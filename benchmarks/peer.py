@@ -31,7 +31,7 @@ from benchmarks.stepping import Stepper
 from eval.metrics import paired_bootstrap
 from speculator.checkpoints import layout_of, save
 from speculator.device import dtype_name, hardware, resolve_device
-from speculator.drafters.costs import clock
+from speculator.drafters.measure import clock
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator
 from speculator.heads.training import TokenLosses, TrainingBatch

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from benchmarks.shapes import PRESETS, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
 from speculator.device import dtype_name, hardware
-from speculator.drafters.costs import BLOCK, StepSeconds, measure
+from speculator.drafters.measure import BLOCK, StepSeconds, measure
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator

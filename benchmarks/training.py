@@ -35,7 +35,7 @@ from benchmarks import peer
 from benchmarks.shapes import PRESETS, matrix_rate, random_target
 from benchmarks.stepping import peak_bytes
 from speculator.device import hardware, resolve_device
-from speculator.drafters.costs import clock
+from speculator.drafters.measure import clock
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig

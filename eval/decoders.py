@@ -14,7 +14,7 @@ from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridDrafter, NgramDrafter
-from speculator.drafters.costs import StepSeconds, measure
+from speculator.drafters.measure import StepSeconds, measure
 from speculator.errors import UserError, refuse
 from speculator.heads import Speculator
 from speculator.tables import BASELINES

@@ -13,79 +13,12 @@ from torch import Tensor
 
 from eval.checks import Check
 from eval.metrics import drafted_share
+from eval.recording import RecordingEngine
 from eval.timing import as_loaded
 from speculator import Drafter, Target, generate
-from speculator.decoding.draft import Draft
+from speculator.decoding.request import Generation
 from speculator.decoding.scheduler import common_prefix
-from speculator.decoding.verify import RULES
 from speculator.terminal import Progress
-
-
-class Recorder(Drafter):
-    """Wraps a drafter (None: plain decoding) and records the target's logits of each new token of a single row."""
-
-    name = "recorder"
-
-    def __init__(self, target: Target, drafter: Drafter | None):
-        self.target, self.drafter = target, drafter
-        self._copy_attributes()
-        if drafter and drafter.aux_layers:  # and the final hidden state, which gives the logits
-            self.aux_layers, self.overlap = (*drafter.aux_layers, len(target.aux_layers.layers)), drafter.overlap
-
-    def _copy_attributes(self):
-        drafter = self.drafter
-        self.num_speculative_tokens = drafter.num_speculative_tokens if drafter else 0
-        self.nodes = drafter.nodes if drafter else 0
-        self.rules = drafter.rules if drafter else RULES
-        self.scratch_positions = drafter.scratch_positions if drafter else 0
-        self.shape = drafter.shape if drafter else None
-
-    @property
-    def max_nodes(self):
-        return self.drafter.max_nodes if self.drafter else 0
-
-    def choose(self, requests):
-        return self.drafter.choose(requests) if self.drafter else None
-
-    def reshape(self, shape):
-        self.drafter.reshape(shape)
-        self._copy_attributes()
-
-    def open(self, slots, capacity):
-        self.drafter = self.drafter and self.drafter.open(slots, capacity)
-        return self
-
-    def attach_cache(self, cache):
-        if self.drafter:
-            self.drafter.attach_cache(cache)
-
-    def grow(self, capacity):
-        if self.drafter:
-            self.drafter.grow(capacity)
-
-    def prefill(self, start, texts, begins, hidden, counts):
-        read, last = self._parts(hidden)
-        self.parts = [self.target.logits(last)[0, counts[0] - 1 :]]
-        if self.drafter:
-            self.drafter.prefill(start, texts, begins, read, counts)
-
-    def propose(self, pending, noise, texts):
-        return self.drafter.propose(pending, noise, texts) if self.drafter else Draft.none(pending)
-
-    def commit(self, tokens, hidden, counts):
-        read, last = self._parts(hidden)
-        self.parts.append(self.target.logits(last)[0, : counts[0]])
-        if self.drafter:
-            self.drafter.commit(tokens, read, counts)
-
-    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Split into what the drafter reads and the final hidden state."""
-        size = self.target.hidden_size
-        return (hidden[..., :-size], hidden[..., -size:]) if self.aux_layers else (hidden, hidden)
-
-    @property
-    def logits(self) -> Tensor:  # [S, V]; new token i was chosen from row i
-        return torch.cat(self.parts)
 
 
 @torch.no_grad()
@@ -177,10 +110,11 @@ def greedy_checks(
     positions = 0
     generations = []
     for prompt in Progress(prompts, title="temperature 0", unit="prompts"):
-        ours, alone = Recorder(target, drafter), Recorder(target, None)
-        generations.append(generate(target, ours, [prompt], rule=rule, max_new_tokens=max_new_tokens))
-        drafted += generations[-1].tokens
-        plain += generate(target, alone, [prompt], max_new_tokens=max_new_tokens).tokens
+        ours, alone = RecordingEngine(target, drafter, rule), RecordingEngine(target, None)
+        request = ours.decode(prompt, max_new_tokens=max_new_tokens)
+        generations.append(Generation([request.tokens], [request.steps]))
+        drafted.append(request.tokens)
+        plain.append(alone.decode(prompt, max_new_tokens=max_new_tokens).tokens)
         text, logits, error = transformers_greedy(target, prompt, max_new_tokens, drafter.nodes + 1)
         theirs.append(text)
         plain_gaps.append(gaps(alone.logits))

@@ -11,8 +11,9 @@ import torch
 from scipy import stats
 
 from eval.checks import Check
-from eval.greedy_check import Recorder, compare_completions, gaps, transformers_greedy
+from eval.greedy_check import compare_completions, gaps, transformers_greedy
 from eval.metrics import drafted_share
+from eval.recording import RecordingEngine
 from speculator import Drafter, Generation, Sampling, Target, generate
 from speculator.decoding.engine import Engine
 from speculator.decoding.sampling import Noise, RowSampling
@@ -86,10 +87,10 @@ def coupled_checks(
         for prompt, sampling in Progress(
             rows, title=f"temperature {temperature:g}", unit="prompts", total=len(prompts)
         ):
-            recorder = Recorder(target, None)
+            recorder = RecordingEngine(target, None)
             generations.append(generate(target, drafter, [prompt], sampling, max_new_tokens=count))
             drafted += generations[-1].tokens
-            plain += generate(target, recorder, [prompt], sampling, max_new_tokens=count).tokens
+            plain.append(recorder.decode(prompt, sampling, max_new_tokens=count).tokens)
             score_gaps.append(gaps(_scores(recorder.logits, sampling, len(prompt))))
         together = generate(target, drafter, prompts, samplings, max_new_tokens=count).tokens
         for name, made in (("text", drafted), ("text in a batch", together)):

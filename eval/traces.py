@@ -9,10 +9,12 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from eval.decoders import Decoder
+from eval.recording import RecordingEngine
 from eval.suites import Suite
 from speculator.decoding.draft import Draft
-from speculator.decoding.engine import Engine, Verified
-from speculator.decoding.sampling import Noise, Sampling
+from speculator.decoding.drafter import Drafter
+from speculator.decoding.engine import Verified
+from speculator.decoding.sampling import Sampling
 from speculator.drafters.adaptive import LookupPath
 from speculator.target.model import Target
 
@@ -53,17 +55,6 @@ class Trace:
     steps: list[TracedStep]
 
 
-class _RecordingEngine(Engine):
-    """An engine that keeps the draft of its newest step and the result of its verification."""
-
-    newest: tuple[Draft, Verified] | None = None
-
-    def verify(self, draft: Draft, noise: Noise) -> Verified:
-        verified = super().verify(draft, noise)
-        self.newest = draft, verified
-        return verified
-
-
 def trace_suite(
     target: Target,
     decoders: Sequence[tuple[Decoder, dict]],
@@ -89,14 +80,14 @@ def trace_suite(
 def _trace(
     target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
 ) -> list[TracedStep]:
-    engine = _RecordingEngine(target, decoder.drafter, slots=1, rule=decoder.rule, capture=False)
+    engine = RecordingEngine(target, decoder.drafter, decoder.rule)
     sequence, steps = list(prompt), []
 
-    def on_step(row: int, new: list[int], accepted: int) -> None:
+    def on_step(new: list[int], accepted: int) -> None:
         step = TracedStep()
         path: list[tuple[int, str]] = []
         if engine.newest:
-            path, step.drafted = _path(engine, decoder.key, *engine.newest)
+            path, step.drafted = _path(engine.drafter, decoder.key, *engine.newest)
         engine.newest = None
         for (token, source), _ in zip(path, new[:accepted], strict=False):
             step.accepted.append(Piece(piece(target.tokenizer, sequence, token), source))
@@ -112,18 +103,18 @@ def _trace(
         steps.append(step)
 
     eos = sorted(target.eos_token_ids) if stops else []
-    engine.generate([prompt], sampling, max_new_tokens=limit, eos_token_ids=eos, on_step=on_step)
+    engine.decode(prompt, sampling, max_new_tokens=limit, eos_token_ids=eos, on_step=on_step)
     return steps
 
 
-def _path(engine: Engine, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
+def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
     """Accepted tokens and the path of first children below them, each with its source, and the draft's size."""
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()
     sources = [key] * drafted
     if key in ("adaptive", "hybrid"):
         of_head = int(draft.base.lengths[0]) if draft.base else drafted
-        of_head = 0 if isinstance(getattr(engine.drafter, "shape", None), LookupPath) else of_head
+        of_head = 0 if isinstance(getattr(drafter, "shape", None), LookupPath) else of_head
         sources = ["head" if i < of_head else "ngram" for i in range(drafted)]
     places = []
     at = 0  # position in the verification; draft token i is at position i + 1

@@ -21,8 +21,9 @@ from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.hub import is_hub_id
 from speculator.cli import drafting
-from speculator.drafters.costs import CostTable, StepSeconds, entry_to_json, measure_costs, timed_steps
+from speculator.drafters.costs import CostTable, entry_to_json
 from speculator.drafters.fixed_tree import FixedTree
+from speculator.drafters.measure import StepSeconds, measure_costs, timed_steps
 from speculator.drafters.price import expected_tokens
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure

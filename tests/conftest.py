@@ -60,6 +60,7 @@ from transformers.cache_utils import Cache
 
 from speculator.checkpoints.loading import bind
 from speculator.decoding.draft import Draft
+from speculator.decoding.memory import Memory
 from speculator.decoding.sampling import RowSampling
 from speculator.device import processor
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
@@ -371,16 +372,11 @@ def exit_code(main, argv: list[str]) -> int:
         return ended.code
 
 
-class Oracle(Drafter):
-    """Drafts the given completions: every token right, or every token wrong. Prompts arrive in order."""
+class Arrivals(Memory):
+    """The prompts in the order in which they arrived."""
 
-    name, num_speculative_tokens, nodes, rules = "oracle", 3, 3, ("match",)
-
-    def __init__(self, continuations: list[list[int]], wrong: bool = False):
-        self.continuations, self.wrong = continuations, wrong
-
-    def open(self, slots, capacity):
-        opened = super().open(slots, capacity)
+    def open(self, cache):
+        opened = super().open(cache)
         opened.known = {}  # id of a text -> the text (kept, so that its id stays unique), prompt length, number
         return opened
 
@@ -388,10 +384,19 @@ class Oracle(Drafter):
         for text in texts:
             self.known.setdefault(id(text), (text, len(text), len(self.known)))
 
+
+class Oracle(Drafter):
+    """Drafts the given completions: every token right, or every token wrong. Prompts arrive in order."""
+
+    name, num_speculative_tokens, nodes, rules, memory = "oracle", 3, 3, ("match",), Arrivals()
+
+    def __init__(self, continuations: list[list[int]], wrong: bool = False):
+        self.continuations, self.wrong = continuations, wrong
+
     def propose(self, pending, noise, texts):
         rows = []
         for text in texts:
-            _, prompt, number = self.known[id(text)]
+            _, prompt, number = self.memory.known[id(text)]
             at = len(text) - prompt
             rows.append((self.continuations[number] + [0] * 8)[at : at + 3])
         return Draft((torch.tensor(rows) + self.wrong) % VOCAB, torch.full_like(pending, 3))
@@ -430,8 +435,8 @@ def quick(monkeypatch) -> None:
     """Whole reports of evaluation, whose intervals and costs are less precise."""
     monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
     monkeypatch.setattr("eval.decoders._COST_BLOCKS", 2)
-    monkeypatch.setattr("speculator.drafters.costs._ROUNDS", 1)
-    monkeypatch.setattr("speculator.drafters.costs._TIMED_STEPS", 1)
+    monkeypatch.setattr("speculator.drafters.measure._ROUNDS", 1)
+    monkeypatch.setattr("speculator.drafters.measure._TIMED_STEPS", 1)
 
 
 @pytest.fixture

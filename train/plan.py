@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from data.magpie import SELF, names_self, only_self
-from speculator.decoding.engine import RESERVED_NEW_TOKENS
+from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
 from speculator.heads import ARCHITECTURES

@@ -68,7 +68,12 @@ class Captured(Generic[Result]):
     prepared = failures = 0
 
     def __init__(self, work: Callable[..., Result], pool: Any):
-        self.work, self.pool = work, pool
+        self.work = work
+        self.clear(pool)
+
+    def clear(self, pool: Any) -> None:
+        """Drop all graphs, and capture into another pool from now on."""
+        self.pool = pool
         self._entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
         self._failed: dict[Hashable, float] = {}
         """Number of further calls that run eagerly, by key."""

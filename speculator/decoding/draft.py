@@ -80,6 +80,14 @@ class Draft(TokenTree):
         rows, places = torch.nn.functional.pad(self.drafted, (1, 0), value=True).nonzero().unbind(1)
         return rows, places
 
+    def index_at(self, last: Tensor, present: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:  # [B] -> [B] each
+        """Index of verify position `last` of each row in logits [B, n+1, V], or in those of the `present` tokens."""
+        if present is None:
+            return torch.arange(len(last), device=last.device), last
+        # Rows follow each other, each with its pending token first: with lengths [2, 0, 1] they begin at 0, 3 and 4.
+        counts = self.lengths + 1
+        return (counts.cumsum(0) - counts + last,)
+
     @cached_property
     def longest(self) -> Tensor:  # [B] length of each row's longest path, without padding
         return self.lengths if self.parents is None else (self.depths[:, 1:] * self.drafted).amax(-1)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
+from speculator.decoding.memory import Memory, Sequences
 from speculator.decoding.sampling import Noise
-from speculator.target.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from speculator.decoding.request import Request
-
-Sequences = Sequence[Sequence[int]]
-"""Prompt and new tokens of each row, on the host. A request's list stays the same object and grows."""
-Self = TypeVar("Self", bound="Drafter")
 
 
 class Drafter:
     """Proposes tokens for the target to verify.
 
-    The engine calls `open` once, `prefill` for every prompt chunk, then `propose` and `commit` in every step.
-    A drafter that keeps no per-row state sets the attributes and implements `propose` only.
+    In every step the engine calls `choose` and `propose`; it also looks after the drafter's memory. A drafter whose
+    memory is a `LogitsSource` sets the attributes by `reshape`, and proposes by its shape. Others implement `propose`.
 
     Attributes:
         name: name in reports: "head", "model", "ngram", or your own.
@@ -36,12 +31,10 @@ class Drafter:
             a chain also allows "block" and "rejection", if its tokens are drawn from `Draft.probs`, or each is given
             probability 1 (None);
             a tree allows "multi_candidate" if siblings are drawn without replacement.
-        capturable: `propose` and `commit` never read a value back from the device and ignore `sequences`, so CUDA
-            graphs can replay them.
-        version: changes when the tensors in `buffers` are replaced; older graphs are then invalid.
-        aux_layers: target layers whose hidden states the drafter reads, ascending; empty: the final hidden state.
-        overlap: positions at the end of a reused prefix that `prefill` must see again.
-        scratch_positions: positions after a row's tokens that the drafter may write in the target's cache.
+        memory: what it keeps of every row: nothing, the cache of a head or of a draft model, looked-up paths.
+        capturable: `propose` never reads a value back from the device and ignores `sequences`, so CUDA graphs can
+            replay it.
+        aux_layers: target layers whose hidden states the memory reads, ascending; empty: the final hidden state.
         shape: shape of the next draft, if the drafter drafts in several shapes.
         trained_length: longest context that it was trained on; None: not known, or it was not trained.
     """
@@ -50,11 +43,9 @@ class Drafter:
     num_speculative_tokens: int
     nodes: int
     rules: tuple[str, ...]
+    memory: Memory = Memory()
     capturable: bool = False
-    version: int = 0
     aux_layers: Sequence[int] = ()
-    overlap: int = 0
-    scratch_positions: int = 0
     shape: Any = None
     trained_length: int | None = None
 
@@ -70,34 +61,9 @@ class Drafter:
 
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on."""
+        self.memory.reserve(shape)
         self.shape, self.num_speculative_tokens, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        self.capturable = shape.capturable
-
-    def open(self: Self, slots: int, capacity: int) -> Self:
-        """Return a copy with memory for `slots` rows of `capacity` tokens."""
-        return copy(self)
-
-    def attach_cache(self, cache: KVCache) -> None:
-        """Receive the target's cache; rows to draft for are selected in it. Verification overwrites what is written."""
-
-    def grow(self, capacity: int) -> None:
-        """Make room for rows of `capacity` tokens."""
-
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Copy the state of row source[i], at most `longest` tokens, to row destination[i], all at once."""
-
-    def prefill(
-        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
-    ) -> None:
-        """Process a chunk of R prompts. A row's state after its first `begins` tokens belongs to an older sequence.
-
-        Args:
-            start: the first of R neighbouring rows.
-            sequences: the prompts.
-            begins: tokens of each prompt before the chunk.
-            hidden: [R, W, D] target hidden states of the chunk, left-aligned, or [R, W, nD] auxiliary hidden states.
-            counts: tokens of each prompt in the chunk.
-        """
+        self.capturable = shape.capturable and self.memory.capturable
 
     def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         """Draft continuations of the pending token of each row; at temperature 0 without sampling.
@@ -107,36 +73,35 @@ class Drafter:
             noise: random numbers of the step, and with `sampling` each row's temperature and filters.
             sequences: tokens of each row, the pending token last; empty for idle rows.
         """
-        raise NotImplementedError
-
-    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        """Update per-row state with the accepted tokens.
-
-        Args:
-            tokens: [R, G+1] tokens on the accepted path, the pending token first.
-            hidden: [R, G+1, D] their hidden states, or [R, G+1, nD] auxiliary hidden states.
-            counts: [R] number of accepted tokens, the pending token included; 0 for idle rows.
-        """
+        return self.shape.draft(cast(LogitsSource, self.memory), pending, noise, sequences)
 
     @property
     def max_nodes(self) -> int:
         """The most tokens that a draft can have in any shape."""
         return self.nodes
 
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Tensors, without keys and values, that persist between steps and are updated in place."""
-        return ()
 
-
-class LogitsSource(Protocol):
-    """A model that gives next-token logits along a draft, level by level.
+class LogitsSource(Memory):
+    """A model that gives next-token logits along a draft, level by level, and its memory of every row.
 
     Attributes:
         independent: logits do not depend on the tokens drafted before, so that sampled tokens seldom fit together.
     """
 
     independent: bool = False
+
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
+        """Logits of the token after the pending one."""
+        raise NotImplementedError
+
+    def next(
+        self,
+        level: int,  # 1 for the children of the first drafted tokens
+        tokens: Tensor,  # [B, f] the newest level
+        parents: Tensor,  # [B, f] index of each token's parent in the level before
+    ) -> Tensor:  # [B, f, V]
+        """Logits of the children of the newest level."""
+        raise NotImplementedError
 
     def confidence(
         self,
@@ -146,18 +111,8 @@ class LogitsSource(Protocol):
         """Predicted chance that the token after each is accepted; None if the source predicts none."""
         return None
 
-    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
-        """Logits of the token after the pending one."""
-        ...
-
-    def next(
-        self,
-        level: int,  # 1 for the children of the first drafted tokens
-        tokens: Tensor,  # [B, f] the newest level
-        parents: Tensor,  # [B, f] index of each token's parent in the level before
-    ) -> Tensor:  # [B, f, V]
-        """Logits of the children of the newest level."""
-        ...
+    def skip(self, pending: Tensor, sequences: Sequences) -> None:
+        """Update the memory in a step in which this source drafts nothing."""
 
 
 class Shape(Protocol):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
+from speculator.decoding.memory import Sequences
 from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import Noise, RowSampling, without_held_back
-from speculator.decoding.scheduler import Scheduler
 from speculator.errors import refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
@@ -37,16 +37,6 @@ class Chunk:
     counts: list[int]
 
 
-def next_chunk(scheduler: Scheduler, rows: list[int], width: int, budget: int | None, cache: KVCache) -> Chunk:
-    """Choose up to `width` tokens of neighbouring rows, and at most `budget` tokens of all rows together."""
-    rows, widths = scheduler.next_chunk(rows, width, budget)
-    slots = [scheduler.slots[row] for row in rows]
-    begins = [slot.num_computed_tokens for slot in slots]
-    # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most tokens.
-    room = cache.capacity - max(begins)
-    return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
-
-
 def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | None) -> Tensor:  # [R, D]
     """Run target and drafter over a chunk; return the hidden state of each row's last token."""
     width, device = max(chunk.counts), target.device
@@ -60,7 +50,7 @@ def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | Non
         hidden = target.extend(cache, tokens, counts=chunk.counts)
     cache.commit(counts)
     if drafter:
-        drafter.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)
+        drafter.memory.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)
     return take_at(hidden, counts - 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,14 +10,14 @@ from torch.nn.functional import pad
 
 from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource, Sequences, Shape
+from speculator.decoding.drafter import LogitsSource, Shape
+from speculator.decoding.memory import LookupPaths, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.drafters.head import HeadDrafter
-from speculator.drafters.ngram import Found, NgramDrafter
+from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, StepCost, fastest_shape
 from speculator.heads import Speculator
-from speculator.heads.drafting import DraftingSource
 
 
 class LookupPath:
@@ -30,7 +29,6 @@ class LookupPath:
     """
 
     rules: tuple[str, ...] = ("match",)
-    found: Found
 
     def __init__(self, length: int, inner: Shape | None = None):
         self.length, self.inner = length, inner
@@ -40,12 +38,12 @@ class LookupPath:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         if self.inner is None:
-            cast(DraftingSource, source).skip(pending, sequences)
+            source.skip(pending, sequences)
             if not self.length:
                 return Draft.none(pending)
-            return Draft(*self.found.first(len(pending), self.length), ragged=True)
+            return Draft(*source.paths.first(len(pending), self.length), ragged=True)
         draft = self.inner.draft(source, pending, noise, sequences)
-        path, counts = self.found.first(len(pending), self.length)
+        path, counts = source.paths.first(len(pending), self.length)
         width, is_path = max(draft.tokens.shape[1], path.shape[1]), counts[:, None] > 0
 
         def chosen(paths: Tensor, drafts: Tensor) -> Tensor:  # [R, width]
@@ -72,12 +70,11 @@ class AdaptiveDrafter(HeadDrafter):
     """
 
     name = "adaptive"
-    _found: Found
 
     def __init__(
         self, head: Speculator, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, memory: int = 0
     ):
-        self.choices, self.lookup, self.cost, self.memory = choices, lookup, cost, memory
+        self.choices, self.lookup, self.cost, self._history = choices, lookup, cost, memory
         self._plain = LookupPath(0)
         self._with_paths = {
             choice: LookupPath(LONGEST_PATH, choice.shape if choice else None) for choice in (None, *choices)
@@ -85,7 +82,8 @@ class AdaptiveDrafter(HeadDrafter):
         super().__init__(head, self._plain)
         shapes = list(self._with_paths.values())
         for shape in shapes:
-            self.source.reserve(shape.depth, shape.offered)
+            self.memory.reserve(shape)
+        self.memory.paths = LookupPaths(LONGEST_PATH)
         self._depth, self._nodes = (max(sizes) for sizes in zip(*((s.depth, s.nodes) for s in shapes), strict=True))
         self.num_speculative_tokens, self.nodes = self._depth, self._nodes
         self.rules = ("match",)
@@ -95,15 +93,9 @@ class AdaptiveDrafter(HeadDrafter):
     def max_nodes(self) -> int:
         return self._nodes
 
-    def open(self, slots: int, capacity: int) -> AdaptiveDrafter:
-        opened = super().open(slots, capacity)
-        opened._found = Found(slots, LONGEST_PATH, self.head.device)
-        opened.forget()
-        return opened
-
     def forget(self) -> None:
         self._chooser = Chooser(self.choices, self.lookup, self.cost, self.head.device.type not in cuda_graphs.DEVICES)
-        self._ngrams = NgramDrafter(LONGEST_PATH, memory=self.memory)
+        self._ngrams = NgramDrafter(LONGEST_PATH, memory=self._history)
 
     def fastest(self, greedy: bool, rows: int) -> Shape:
         """The head's fastest shape by the measured figures, whatever the text."""
@@ -115,10 +107,8 @@ class AdaptiveDrafter(HeadDrafter):
         self._chosen = plan, all(request.sampling.greedy for request in requests)
         if not any(plan.lengths):
             return plan.choice.shape if plan.choice else self._plain
-        self._found.put([path[:length] for (_, path), length in zip(found, plan.lengths, strict=True)])
-        shape = self._with_paths[plan.choice]
-        shape.found = self._found
-        return shape
+        self.memory.paths.put([path[:length] for (_, path), length in zip(found, plan.lengths, strict=True)])
+        return self._with_paths[plan.choice]
 
     def observe(self, seconds: float) -> None:
         learn = getattr(self.cost, "observe", None)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
-from speculator.decoding.sampling import Noise
+from speculator.decoding.drafter import Drafter, LogitsSource, Shape
+from speculator.decoding.memory import Sequences
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import UserError
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
 
-class DraftModelDrafter(Drafter, LogitsSource):
+class DraftModelDrafter(Drafter):
     """Drafts with a second causal LM, which has its own KV cache and must share the target's tokenizer.
 
     Args:
@@ -30,35 +29,71 @@ class DraftModelDrafter(Drafter, LogitsSource):
     """
 
     name = "model"
-    cache: KVCache
-    _recent: Tensor  # [B, again] tokens before the pending one
 
     def __init__(self, model: Target, target: Target, shape: Shape | int = 4):
         if model.recurrent:
             raise UserError(f"{model.name} has recurrent layers, so it can't be a draft model")
-        self.model = model
-        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
-        self._vocab_size = target.vocab_size
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
+        self.memory = DraftModelSource(model, target.vocab_size)
+        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
-    def reshape(self, shape: Shape) -> None:
-        """Draft in another shape; call it before `open`."""
-        super().reshape(shape)
-        self.capturable &= self.model.capturable
+
+class CausalSource(LogitsSource):
+    """Base of sources that run a causal LM over a draft, with a KV cache."""
+
+    cache: KVCache
+    _tree: Draft  # what earlier levels have drafted
+    _width: int  # tokens of the newest level
+
+    def reserve(self, shape: Shape) -> None:
+        self._is_chain = isinstance(shape, Chain)
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        if self._is_chain:
+            return self.run(tokens, None, level)
+        # Positions of the draft that earlier levels have written; the first is the pending token's.
+        base = 1 + self._tree.tokens.shape[1]
+        self._tree, self._width = grown(self._tree, tokens, parents, self._width), tokens.shape[1]
+        return self.run(tokens, self._tree, base)
+
+    def begin(self, pending: Tensor) -> None:
+        """Start a draft, which is empty."""
+        self._tree, self._width = Draft.none(pending), 1
+
+    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
+        """Compute the logits after a level of the draft: of its tree, from verify position `base` on."""
+        raise NotImplementedError
+
+
+class DraftModelSource(CausalSource):
+    """A draft model with its KV cache of every row.
+
+    Args:
+        vocab_size: size of the target's vocabulary.
+    """
+
+    _recent: Tensor  # [slots, again] tokens before the pending one
+
+    def __init__(self, model: Target, vocab_size: int):
+        self.model, self.capturable, self._vocab_size = model, model.capturable, vocab_size
+
+    def reserve(self, shape: Shape) -> None:
+        super().reserve(shape)
+        self._spare = shape.offered + 2
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
         # So many tokens behind the pending one are processed again.
-        self._again = 1 if isinstance(shape, Chain) else shape.depth
+        self._again = 1 if self._is_chain else shape.depth
 
-    def open(self, slots: int, capacity: int) -> DraftModelDrafter:
-        opened = copy(self)
-        opened.cache = self.model.cache(slots, capacity + self.shape.offered + 2)
+    def open(self, cache: KVCache) -> DraftModelSource:
+        opened, slots = super().open(cache), len(cache.lengths)
+        opened.cache = self.model.cache(slots, cache.capacity + self._spare)
         opened._recent = torch.zeros(slots, self._again, dtype=torch.long, device=self.model.device)
         return opened
 
     def grow(self, capacity: int) -> None:
-        self.cache.grow(capacity + self.shape.offered + 2)
+        self.cache.grow(capacity + self._spare)
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self.cache.move(source, destination, longest)
@@ -81,9 +116,6 @@ class DraftModelDrafter(Drafter, LogitsSource):
         recent = [list(text[max(0, end - again) : end]) for text, end in zip(sequences, ends, strict=True)]
         self._recent[start : start + len(sequences)] = torch.tensor([[0] * (again - len(row)) + row for row in recent])
 
-    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        return self.shape.draft(self, pending, noise, sequences)
-
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         recent = self._recent[: len(counts)]
         place = counts[:, None] + torch.arange(self._again, device=counts.device)
@@ -105,18 +137,11 @@ class DraftModelDrafter(Drafter, LogitsSource):
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.selected += back
         cache.select(0, rows, end)
-        # The pending token stays uncommitted: the draft's verify position 0.
-        self._read, self._width = Draft.none(pending), 1
+        self.begin(pending)  # which stays uncommitted: the draft's verify position 0
         return self._logits(take_at(hidden, back)[:, None])
 
-    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        tree, base = None, level
-        if not isinstance(self.shape, Chain):
-            base = 1 + self._read.tokens.shape[1]
-            tree = self._read = grown(self._read, tokens, parents, self._width)
-            self._width = tokens.shape[1]
-        tokens = tokens.clamp(max=self.model.vocab_size - 1)
-        return self._logits(self.model.extend(self.cache, tokens, tree, base))
+    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:
+        return self._logits(self.model.extend(self.cache, tokens.clamp(max=self.model.vocab_size - 1), tree, base))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Replace ids beyond the draft model's vocabulary, which only pad the target's, by its last id."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
-from speculator.decoding.sampling import Noise
-from speculator.drafters.shapes import Chain, grown
+from speculator.decoding.drafter import Drafter, Shape
+from speculator.decoding.memory import Sequences
+from speculator.drafters.draft_model import CausalSource
+from speculator.drafters.shapes import Chain
 from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 
 
-class EarlyExitDrafter(Drafter, LogitsSource):
+class EarlyExitDrafter(Drafter):
     """Drafts with the target's first layers, its final norm and its output matrix.
 
     The target's KV cache already holds the keys and values of these layers for the sequence. Drafting writes its own
@@ -29,39 +30,35 @@ class EarlyExitDrafter(Drafter, LogitsSource):
     """
 
     name = "early_exit"
-    cache: KVCache
 
     def __init__(self, target: Target, layers: int, shape: Shape | int = 4):
         check_layers(target, layers)
-        self.target, self.layers = target, layers
+        self.memory = EarlyExitSource(target, layers)
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
-    def reshape(self, shape: Shape) -> None:
-        if self.target.recurrent and not isinstance(shape, Chain):
-            raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
-        super().reshape(shape)
+
+class EarlyExitSource(CausalSource):
+    """The target's first layers, with the target's own cache."""
+
+    def __init__(self, target: Target, layers: int):
+        self.target, self.layers, self.capturable = target, layers, target.capturable
+
+    def reserve(self, shape: Shape) -> None:
+        super().reserve(shape)
         self.scratch_positions = 1 + shape.offered
-        self.capturable &= self.target.capturable
+        if self.target.recurrent and not self._is_chain:
+            raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
 
-    def attach_cache(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        return self.shape.draft(self, pending, noise, sequences)
+    def open(self, cache: KVCache) -> EarlyExitSource:
+        opened = super().open(cache)
+        opened.cache = cache
+        return opened
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
-        self._read, self._width = Draft.none(pending), 1
-        return self._logits(pending[:, None], None, 0)
+        self.begin(pending)
+        return self.run(pending[:, None], None, 0)
 
-    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        if isinstance(self.shape, Chain):
-            return self._logits(tokens, None, level)
-        base = 1 + self._read.tokens.shape[1]
-        self._read = grown(self._read, tokens, parents, self._width)
-        self._width = tokens.shape[1]
-        return self._logits(tokens, self._read, base)
-
-    def _logits(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
+    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:
         with self.target.aux_layers.first_layers(self.layers):
             hidden = self.target.extend(self.cache, tokens, tree, base)
         return self.target.logits(hidden)

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
+from speculator.decoding.drafter import Drafter, LogitsSource, Shape
+from speculator.decoding.memory import LookupPaths, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import deepest
-from speculator.drafters.ngram import Found, NgramDrafter
+from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.shapes import check_length, check_nodes
-from speculator.target.kv_cache import KVCache
 
 
 class Hybrid:
@@ -28,13 +28,9 @@ class Hybrid:
     Args:
         inner: shape of the draft.
         length: the most tokens of the path.
-
-    Attributes:
-        found: the lookup paths for the rows of the next draft.
     """
 
     rules: tuple[str, ...] = ("match",)
-    found: Found
 
     def __init__(self, inner: Shape, length: int):
         check_length(length)
@@ -51,7 +47,7 @@ class Hybrid:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         draft = self.inner.draft(source, pending, noise, sequences)
-        path, counts = self.found.first(len(pending), self.depth)
+        path, counts = source.paths.first(len(pending), self.depth)
         return joined(draft, pad(path, (0, self.depth - path.shape[1])), counts, self.length)
 
 
@@ -97,61 +93,18 @@ class HybridDrafter(Drafter):
     name = "hybrid"
 
     def __init__(self, drafter: Drafter, lookup: NgramDrafter):
-        self.shape = Hybrid(drafter.shape, lookup.num_speculative_tokens)
-        self.drafter, self.lookup = copy(drafter), copy(lookup)
-        self.drafter.reshape(self.shape)
+        inner, self.lookup = copy(drafter), copy(lookup)
+        inner.memory = copy(drafter.memory)
+        inner.reshape(Hybrid(drafter.shape, lookup.num_speculative_tokens))
+        self.memory, self.aux_layers, self.trained_length = inner.memory, drafter.aux_layers, drafter.trained_length
+        super().reshape(inner.shape)
         self.lookup.num_speculative_tokens = self.shape.depth
-        self.trained_length = drafter.trained_length
-        self.num_speculative_tokens, self.nodes, self.rules = self.shape.depth, self.shape.nodes, self.shape.rules
-        self.aux_layers, self.overlap, self.scratch_positions = (
-            drafter.aux_layers,
-            drafter.overlap,
-            self.drafter.scratch_positions,
-        )
-
-    def open(self, slots: int, capacity: int) -> HybridDrafter:
-        opened = copy(self)
-        opened.drafter, opened.lookup = self.drafter.open(slots, capacity), self.lookup.open(slots, capacity)
-        return opened
-
-    def attach_cache(self, cache: KVCache) -> None:
-        self.drafter.attach_cache(cache)
-        self.lookup.attach_cache(cache)
+        self.memory.paths = LookupPaths(self.shape.depth)
 
     def choose(self, requests: Sequence[Request]) -> Hybrid:
-        self.lookup.choose(requests)
-        self.shape.found = self.lookup.found
+        self.memory.paths.put(self.lookup.paths(requests))
         return self.shape
 
     def forget(self) -> None:
-        self.drafter.forget()
+        self.lookup = copy(self.lookup)
         self.lookup.forget()
-
-    def grow(self, capacity: int) -> None:
-        self.drafter.grow(capacity)
-
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        self.drafter.move(source, destination, longest)
-
-    def prefill(
-        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
-    ) -> None:
-        self.drafter.prefill(start, sequences, begins, hidden, counts)
-
-    def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        return self.drafter.propose(pending, noise, sequences)
-
-    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        self.drafter.commit(tokens, hidden, counts)
-
-    @property
-    def capturable(self) -> bool:  # type: ignore[override]
-        return self.drafter.capturable
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        return self.drafter.buffers
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        return self.drafter.version

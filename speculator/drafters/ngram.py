@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
-import torch
 from torch import Tensor
 
-from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, Sequences
+from speculator.decoding.drafter import Drafter
+from speculator.decoding.memory import LookupPaths, Memory, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import check_length
-from speculator.target.kv_cache import KVCache
 
 MEMORY = 2**17
 """Tokens of other sequences that a server, or several samples of a prompt, search: about 40 MB."""
@@ -52,7 +49,7 @@ class _Index:
         return None
 
 
-class Memory:
+class History:
     """Positions of the n-grams of recent sequences, including those that still grow.
 
     Args:
@@ -100,40 +97,6 @@ def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
     return count
 
 
-class Found:
-    """Paths that a lookup found for the rows of a draft, in device tensors that stay in place for captured steps.
-
-    Args:
-        slots: the most rows.
-        most: the most tokens of a path.
-    """
-
-    def __init__(self, slots: int, most: int, device: torch.device):
-        self._table = torch.zeros(slots, 1 + most, dtype=torch.long, device=device)
-        self._longest = 0
-
-    @classmethod
-    def of(cls, found: Sequence[Sequence[int]], device: torch.device) -> Found:
-        """Make an object for these rows, with room for the longest path."""
-        made = cls(len(found), max(map(len, found)), device)
-        made.put(found)
-        return made
-
-    def put(self, found: Sequence[Sequence[int]]) -> None:
-        """Set the paths of the first rows, cut to the room; other rows have none."""
-        slots, most = self._table.shape[0], self._table.shape[1] - 1
-        paths = [*(list(path[:most]) for path in found), *([] for _ in range(slots - len(found)))]
-        self._table.copy_(torch.tensor([[len(path), *path, *[0] * (most - len(path))] for path in paths]))
-        # The form of a captured step can't depend on what was found.
-        captured = self._table.device.type in cuda_graphs.DEVICES
-        self._longest = most if captured else max(map(len, paths))
-
-    def first(self, rows: int, most: int) -> tuple[Tensor, Tensor]:  # [rows, W], [rows]
-        """Return the paths of the first rows, of at most `most` tokens, and their lengths."""
-        width = min(most, self._longest)
-        return self._table[:rows, 1 : 1 + width], self._table[:rows, 0].clamp(max=width)
-
-
 class NgramDrafter(Drafter):
     """Drafts the tokens that followed the most recent match of the longest suffix; the draft is deterministic.
 
@@ -147,31 +110,28 @@ class NgramDrafter(Drafter):
     name = "ngram"
     rules: tuple[str, ...] = ("match", "block", "rejection")
     capturable = True
-    found: Found
 
     def __init__(self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0):
         check_length(num_speculative_tokens)
         self.num_speculative_tokens = self.nodes = num_speculative_tokens
         self.max_ngram = max_ngram
-        self.memory = Memory(memory, max_ngram) if memory else None
+        self.memory = Memory()
+        self.memory.paths = LookupPaths(num_speculative_tokens)
+        self.history = History(memory, max_ngram) if memory else None
         self._indices: dict[int, _Index] = {}
 
-    def open(self, slots: int, capacity: int) -> NgramDrafter:
-        opened = copy(self)
-        opened.forget()
-        return opened
-
-    def attach_cache(self, cache: KVCache) -> None:
-        self.found = Found(len(cache.lengths), self.num_speculative_tokens, cache.lengths.device)
-
     def choose(self, requests: Sequence[Request]) -> None:
-        self.found.put([tokens for _, tokens in self.look([request.sequence for request in requests])])
+        self.memory.paths.put(self.paths(requests))
+
+    def paths(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return the tokens that followed the best match of each request's sequence."""
+        return [tokens for _, tokens in self.look([request.sequence for request in requests])]
 
     def forget(self) -> None:
         """Forget all earlier sequences."""
         self._indices = {}
-        if self.memory:
-            self.memory = Memory(self.memory.tokens, self.max_ngram)
+        if self.history:
+            self.history = History(self.history.tokens, self.max_ngram)
 
     def look(self, sequences: Sequences) -> list[tuple[int, list[int]]]:
         """Find the longest match of each sequence's end: the number of matching tokens, and those that followed it.
@@ -181,15 +141,15 @@ class NgramDrafter(Drafter):
         """
         # An index holds its text, so no other text has that id.
         self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in sequences}
-        if self.memory:
-            self.memory.read([text for text in sequences if text])
+        if self.history:
+            self.history.read([text for text in sequences if text])
         return [self._best(index) for index in self._indices.values()]
 
     def _best(self, index: _Index) -> tuple[int, list[int]]:
         text, last = index.text, index.last()
         places = [] if last is None else [(text, last)]
-        if self.memory:
-            places += self.memory.places(text)
+        if self.history:
+            places += self.history.places(text)
         size, tokens = 0, []
         for other, end in places:
             alike = _alike(other, end, text)
@@ -201,4 +161,4 @@ class NgramDrafter(Drafter):
         return size, tokens
 
     def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        return Draft(*self.found.first(len(pending), self.num_speculative_tokens), ragged=True)
+        return Draft(*self.memory.paths.first(len(pending), self.num_speculative_tokens), ragged=True)

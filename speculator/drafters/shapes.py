@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource, Sequences
+from speculator.decoding.drafter import LogitsSource
+from speculator.decoding.memory import Sequences
 from speculator.decoding.sampling import Noise, draw, most_likely
 from speculator.errors import UserError
 

@@ -21,15 +21,9 @@ from speculator.decoding import cuda_graphs
 from speculator.decoding.drafter import Shape
 from speculator.device import dtype_name, hardware, processor
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.costs import (
-    CostEntry,
-    CostTable,
-    entry_from_json,
-    entry_to_json,
-    measure_costs,
-    shape_to_json,
-)
+from speculator.drafters.costs import CostEntry, CostTable, entry_from_json, entry_to_json, shape_to_json
 from speculator.drafters.fixed_tree import FixedTree
+from speculator.drafters.measure import measure_costs
 from speculator.drafters.price import Choice
 from speculator.drafters.shapes import Chain
 from speculator.errors import UserError

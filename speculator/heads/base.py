@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from speculator.decoding.drafter import LogitsSource
 from speculator.errors import UserError
-from speculator.heads.drafting import DraftingSource
 from speculator.heads.training import Metric, TokenLoss, TrainingBatch
 
 _MAX_STEPS = 256
@@ -166,7 +166,7 @@ class Speculator(PreTrainedModel, ABC):
         """
 
     @abstractmethod
-    def drafting_source(self) -> DraftingSource:
+    def drafting_source(self) -> LogitsSource:
         """Return the head's drafting form."""
 
     @abstractmethod

@@ -1,72 +1,24 @@
-"""Interface between heads and drafters: next-token logits level by level, and the head's state of every row."""
+"""Bases of the drafting forms of heads: what each keeps of every row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from speculator.decoding.draft import take_at
-from speculator.decoding.drafter import LogitsSource, Sequences
+from speculator.decoding.drafter import LogitsSource
+from speculator.decoding.memory import Sequences
 from speculator.heads.cache import HeadCache
+from speculator.target.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class DraftingSource(LogitsSource):
-    """Next-token logits of a head, and the head's memory of every row.
-
-    `open`, `grow`, `move`, `prefill`, `commit`, `buffers`, `overlap` and `version` are those of `Drafter`. A head
-    without memory that grows implements `first` and `next` of a `LastHiddenSource`.
-    """
-
-    overlap: int = 0
-    version: int = 0
-
-    def reserve(self, depth: int, offered: int) -> None:
-        """Make room for drafts of up to this depth, chosen from up to `offered` drafted tokens."""
-
-    def open(self, slots: int, capacity: int) -> Self:
-        """Return a copy with empty memory for `slots` rows of `capacity` tokens."""
-        raise NotImplementedError
-
-    def grow(self, capacity: int) -> None:
-        """Make room for rows of `capacity` tokens."""
-
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Copy row source[i], of at most `longest` tokens, to row destination[i]."""
-        raise NotImplementedError
-
-    def prefill(
-        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
-    ) -> None:
-        """Process a chunk of prompts, in neighbouring rows from `start` on."""
-        raise NotImplementedError
-
-    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        """Update the rows with their accepted tokens."""
-        raise NotImplementedError
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Tensors that persist between steps and are updated in place, without keys and values."""
-        return ()
-
-    def skip(self, pending: Tensor, sequences: Sequences) -> None:
-        """Update the memory in a step in which this head drafts nothing."""
-
-    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
-        raise NotImplementedError
-
-    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
-        raise NotImplementedError
-
-
-class CachedSource(DraftingSource):
+class CachedSource(LogitsSource):
     """Base of sources with keys and values of every row's text.
 
     Attributes:
@@ -86,7 +38,7 @@ class CachedSource(DraftingSource):
         self.cache.move(source, destination, longest)
 
 
-class LastHiddenSource(DraftingSource):
+class LastHiddenSource(LogitsSource):
     """Base of sources that keep the target's last hidden state of every row, and nothing else.
 
     Attributes:
@@ -98,9 +50,9 @@ class LastHiddenSource(DraftingSource):
     def __init__(self, head: Any):
         self.head = head
 
-    def open(self, slots: int, capacity: int) -> Self:
-        opened = copy(self)
-        opened.hidden = torch.zeros(slots, self.head.config.emb_dim, dtype=self.head.dtype, device=self.head.device)
+    def open(self, cache: KVCache) -> Self:
+        opened, size = super().open(cache), (len(cache.lengths), self.head.config.emb_dim)
+        opened.hidden = torch.zeros(size, dtype=self.head.dtype, device=self.head.device)
         return opened
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:

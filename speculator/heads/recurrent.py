@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.decoding.draft import gather_at
-from speculator.decoding.drafter import Sequences
+from speculator.decoding.memory import Sequences
 from speculator.errors import UserError
 from speculator.heads.drafting import LastHiddenSource
 from speculator.heads.unrolled import UnrolledConfig, UnrolledHead

@@ -47,10 +47,10 @@ def test_a_sampled_chain_is_accepted_by_match(way, target, tmp_path, monkeypatch
     coupled = []
     verify = Engine.verify
 
-    def noting(engine, draft, noise):
+    def noting(engine, batch, draft, noise):
         if draft.tokens.shape[1] and not noise.sampling.greedy:
             coupled.append(noise.coupled)
-        return verify(engine, draft, noise)
+        return verify(engine, batch, draft, noise)
 
     monkeypatch.setattr(Engine, "verify", noting)
     way(target, tmp_path / "out")

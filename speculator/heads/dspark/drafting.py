@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from speculator.decoding.drafter import Sequences
+from speculator.decoding.drafter import Shape
+from speculator.decoding.memory import Sequences
 from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import CachedSource
-from speculator.target.kv_cache import aligned, bucketed
+from speculator.target.kv_cache import KVCache, aligned, bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.dspark.model import DSparkSpeculator
@@ -28,18 +28,18 @@ class DSparkSource(CachedSource):
         self._levels = 0  # deepest draft so far
         self._spare = head.config.block_size  # positions that a step may write after a row's text
 
-    def reserve(self, depth: int, offered: int) -> None:
-        self._levels = max(self._levels, min(depth, self.head.n_predict))
-        if depth + 1 > self._spare:
-            self._spare = depth + 1
+    def reserve(self, shape: Shape) -> None:
+        self._levels = max(self._levels, min(shape.depth, self.head.n_predict))
+        if shape.depth + 1 > self._spare:
+            self._spare = shape.depth + 1
             if hasattr(self, "cache"):
                 self.grow(self._capacity)
 
-    def open(self, slots: int, capacity: int) -> DSparkSource:
-        opened, config = copy(self), self.head.config
-        size = config.num_key_value_heads, capacity + self._spare, config.head_dim
-        opened.cache = HeadCache(config.num_hidden_layers, slots, *size, self.head.fc.weight)
-        opened._capacity = capacity
+    def open(self, cache: KVCache) -> DSparkSource:
+        opened, config = super().open(cache), self.head.config
+        size = config.num_key_value_heads, cache.capacity + self._spare, config.head_dim
+        opened.cache = HeadCache(config.num_hidden_layers, len(cache.lengths), *size, self.head.fc.weight)
+        opened._capacity = cache.capacity
         return opened
 
     @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 
 from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import gather_at, take_at
-from speculator.decoding.drafter import Sequences
+from speculator.decoding.drafter import Shape
+from speculator.decoding.memory import Sequences
 from speculator.heads.attention import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import CachedSource
-from speculator.target.kv_cache import aligned, bucketed
+from speculator.target.kv_cache import KVCache, aligned, bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.eagle3.model import Eagle3Speculator
@@ -161,7 +161,10 @@ class Eagle3Source(CachedSource):
         self._max_unread = 0
         self._unread = 0  # upper bound of `_counts`, known to the host
 
-    def reserve(self, depth: int, offered: int) -> None:
+    def reserve(self, shape: Shape) -> None:
+        self._reserve(shape.depth, shape.offered)
+
+    def _reserve(self, depth: int, offered: int) -> None:
         # A row holds its text, the draft, and the positions that are read for an idle row.
         spare = max(self._spare, offered + depth + 2 + MAX_UNREAD)
         more = max(0, depth + 1 - self._width)
@@ -173,8 +176,8 @@ class Eagle3Source(CachedSource):
             self._aux_hidden = nn.functional.pad(self._aux_hidden, (0, 0, 0, more))
             self._next = nn.functional.pad(self._next, (0, more))
 
-    def open(self, slots: int, capacity: int) -> Eagle3Source:
-        opened = copy(self)
+    def open(self, cache: KVCache) -> Eagle3Source:
+        opened, slots, capacity = super().open(cache), len(cache.lengths), cache.capacity
         device, size = self.head.device, max(1, len(self.head.aux_layers)) * self.head.config.emb_dim
         opened._max_unread = 0 if device.type in cuda_graphs.DEVICES else MAX_UNREAD
         width = self._width + opened._max_unread

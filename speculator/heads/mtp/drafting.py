@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from speculator.decoding.draft import gather_at
+from speculator.decoding.drafter import Shape
 from speculator.heads.attention import attend
 from speculator.heads.eagle3.drafting import DraftingCache, Eagle3Source, with_own
 
@@ -196,5 +197,5 @@ class MTPSource(Eagle3Source):
     def __init__(self, head: MTPSpeculator):
         super().__init__(head, DraftingForm(head))
 
-    def reserve(self, depth: int, offered: int) -> None:
-        super().reserve(depth, offered * depth if self.head.is_chain else offered)
+    def reserve(self, shape: Shape) -> None:
+        self._reserve(shape.depth, shape.offered * (shape.depth if self.head.is_chain else 1))

@@ -11,10 +11,10 @@ from enumeration import chi_square_p
 from speculator import Candidates, Chain, FixedTree, Sampling, Target, Tree, generate
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource
+from speculator.decoding.memory import LookupPaths
 from speculator.decoding.sampling import Noise, RowSampling, _gumbel_of, gumbel, uniforms
 from speculator.decoding.verify import match
 from speculator.drafters.hybrid import Hybrid
-from speculator.drafters.ngram import Found
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 SIZE, CHUNK = 16, 100_000
@@ -118,10 +118,12 @@ def steps(
     sampling.seeds = seeds
     root = torch.full((rows,), SIZE)
     at = torch.full((rows,), 10)
+    source = Chained(q)
     if isinstance(shape, Hybrid):
-        shape.found = Found.of([found[i % len(found)] for i in range(rows)], torch.device("cpu"))
+        source.paths = LookupPaths(3).open(rows, torch.device("cpu"))
+        source.paths.put([found[i % len(found)] for i in range(rows)])
     noise = kind(sampling, at, SIZE, shape.depth, coupled=True)
-    draft = shape.draft(Chained(q), root, noise, [])
+    draft = shape.draft(source, root, noise, [])
     last, following = match(noise.samples(p.log()[torch.cat([root[:, None], draft.tokens], 1)], draft), draft)
     path = torch.cat([root[:, None], draft.tokens], 1).gather(1, draft.path(last))[:, 1:]
     path = torch.nn.functional.pad(path, (0, 1))

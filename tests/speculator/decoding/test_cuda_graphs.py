@@ -25,7 +25,7 @@ from speculator import (
     generate,
 )
 from speculator.decoding import cuda_graphs as graphs
-from speculator.drafters.costs import StepSeconds, measure
+from speculator.drafters.measure import StepSeconds, measure
 from speculator.target import kv_cache as cache_module
 from speculator.target.host_sync import HostSyncs
 
@@ -118,7 +118,7 @@ def test_no_graph_of_old_buffers_is_left_if_the_drafter_has_no_memory_to_grow(mo
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.drafter, "grow", fails)
+        patch.setattr(engine.drafter.memory, "grow", fails)
         long = engine.submit(list(range(32)) * 2, max_new_tokens=60)
         engine.step()
     engine.run()
@@ -458,10 +458,10 @@ class TestOnTheGpu:
         for _ in range(4):  # warm-up, capture, proof
             engine.step()
         before = engine.cache.lengths.clone()
-        texts = engine.select_decoding_rows()
+        batch = engine.rows.select()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            report = engine._decode(texts)
+            report = engine._decode(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(engine.cache.lengths, before + report[:, -3] + 1)

@@ -456,7 +456,7 @@ def test_a_common_prefix_is_prefilled_once(name):
     for chunk, waits in ((64, 0), (7, 2)):
         made, engine = beside_siblings(name, chunk, waits)
         assert made == alone
-        again = engine.drafter.overlap if engine.drafter else 0
+        again = engine.rows.memory.overlap
         assert engine.num_prefilled_tokens == 40 + 3 * (1 + again) + (3 + again) + 2
 
 
@@ -575,7 +575,7 @@ def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkey
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
     how = {"sampling": Sampling(0.8), "max_new_tokens": [60, 5, 90]}
     expected = generate(target, make_drafter(name, target), prompts, **how)
-    monkeypatch.setattr("speculator.decoding.engine.RESERVED_NEW_TOKENS", 4)
+    monkeypatch.setattr("speculator.decoding.rows.RESERVED_NEW_TOKENS", 4)
     engine = Engine(target, make_drafter(name, target), slots=2)
     assert engine.generate(prompts, **how).tokens == expected.tokens
     assert engine.cache.capacity < 2 * target.context_length

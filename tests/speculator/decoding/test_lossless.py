@@ -219,7 +219,7 @@ class Marginals(HeadDrafter):
 
     def propose(self, pending, noise, texts):
         draft = super().propose(pending, noise, texts)
-        draft.probs = noise.sampling.probs(self.source._logits)
+        draft.probs = noise.sampling.probs(self.memory._logits)
         return draft
 
 

@@ -19,7 +19,6 @@ from speculator import (
 )
 from speculator.decoding.verify import REJECTION_RULES
 from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
-from speculator.drafters.ngram import Found
 from speculator.drafters.price import Choice
 
 PROMPT, SAMPLING = [0, 1, 0, 2], Sampling(1.0, top_k=2)
@@ -95,12 +94,11 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
     engine = Engine(target, AdaptiveDrafter(head, [Choice(shape, {True: [0.5] * 3})], [0.5], lambda *_: 1.0), slots=2)
     requests = [engine.submit(prompt, max_new_tokens=100) for prompt in PROMPTS[:2]]
     engine.step()
-    own, drafts, propose, found = engine.drafter, [], engine.drafter.propose, Found(2, 2, target.device)
+    own, drafts, propose = engine.drafter, [], engine.drafter.propose
     own.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
     compared = 0
     for turn in [0, 2, shape, 0, 0, shape, 1, shape, shape, 2, shape] * 2:
         chosen = LookupPath(turn) if isinstance(turn, int) else shape
-        chosen.found = found
         own.choose = lambda requests, chosen=chosen: chosen
         texts = [list(request.sequence) for request in requests]
         engine.step()
@@ -108,9 +106,9 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
             anew = Engine(target, HeadDrafter(head, shape), slots=2)
             for text in texts:
                 anew.submit(text[:-1], max_new_tokens=10)
-            anew.admit()
+            anew.rows.admit(anew.waiting)
             anew.prefill()
-            assert torch.equal(anew.draft(anew.select_decoding_rows())[0].tokens, drafts[-1].tokens)
+            assert torch.equal(anew.draft(anew.rows.select())[0].tokens, drafts[-1].tokens)
             compared += 1
     assert compared == 10
 

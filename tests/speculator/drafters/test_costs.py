@@ -8,16 +8,8 @@ import torch
 from conftest import RECURRENT_RUNS, Oracle, tiny_head, tiny_model
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
-from speculator.drafters.costs import (
-    CostEntry,
-    CostTable,
-    StepSeconds,
-    entry_from_json,
-    entry_to_json,
-    measure,
-    measure_costs,
-    timed_steps,
-)
+from speculator.drafters.costs import CostEntry, CostTable, entry_from_json, entry_to_json
+from speculator.drafters.measure import StepSeconds, measure, measure_costs, timed_steps
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -88,7 +80,7 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
 
 
 def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
-    monkeypatch.setattr("speculator.decoding.engine.RESERVED_NEW_TOKENS", 4)
+    monkeypatch.setattr("speculator.decoding.rows.RESERVED_NEW_TOKENS", 4)
     texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
     walked = list(timed_steps(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, StepSeconds()))
     assert [int(result.accepted[0]) for _, result in walked] == [3] * 10
@@ -167,7 +159,7 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", slow_step)
-    monkeypatch.setattr("speculator.drafters.costs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("speculator.drafters.measure.time.perf_counter", lambda: now[0])
     (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=13.5)
     assert now[0] == 14, "no step begins after the limit"
     assert list(entry.drafts) == shapes[:2]

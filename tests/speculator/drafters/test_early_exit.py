@@ -23,16 +23,17 @@ class Watched(EarlyExitDrafter):
 
     def propose(self, pending, noise, texts):
         seen = []
-        own, self._logits = self._logits, lambda *given: seen.append(own(*given)) or seen[-1]
+        source = self.memory
+        own, source.run = source.run, lambda *given: seen.append(own(*given)) or seen[-1]
         draft = super().propose(pending, noise, texts)
-        del self._logits
+        del source.run
         for row, text in enumerate(texts):
             paths = {(): seen[0][row, 0]}
             if draft.parents is None:
                 for i, logits in enumerate(seen[1:], start=1):
                     paths[tuple(draft.tokens[row, :i].tolist())] = logits[row, 0]
             for path, logits in paths.items():
-                expected = expected_logits(self.target, [*text, *path], self.layers)
+                expected = expected_logits(source.target, [*text, *path], source.layers)
                 torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
                 Watched.checked += 1
         return draft

@@ -5,6 +5,7 @@ import torch
 from conftest import VOCAB, tiny_head
 
 from speculator import FixedTree, HeadDrafter, Tree, UserError
+from speculator.target.kv_cache import KVCache
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
@@ -14,12 +15,12 @@ def test_every_branch_of_a_tree_continues_its_own_state(architecture):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
     pending = torch.tensor([3, 4])
-    drafter = drafter.open(slots=2, capacity=10)
-    drafter.prefill(0, [[0] * 5, [0] * 2], [0, 0], hidden, [5, 2])
+    source = drafter.memory.open(KVCache([], 2, 10, torch.device("cpu")))
+    source.prefill(0, [[0] * 5, [0] * 2], [0, 0], hidden, [5, 2])
     levels = [(torch.tensor([[1, 2], [5, 6]]), [0, 0]), (torch.tensor([[7, 8, 9], [10, 11, 12]]), [1, 0, 1])]
-    distributions = [drafter.source.first(pending, [])]
+    distributions = [source.first(pending, [])]
     for level, (tokens, parents) in enumerate(levels, start=1):
-        distributions.append(drafter.source.next(level, tokens, torch.tensor([parents, parents])))
+        distributions.append(source.next(level, tokens, torch.tensor([parents, parents])))
     for row, last in enumerate((4, 1)):
         for leaf in range(3):
             parent = levels[1][1][leaf]

@@ -60,7 +60,7 @@ def test_an_engine_remembers_what_it_decoded_until_it_is_told_to_forget():
     first, again = per_step(engine), per_step(engine)
     assert again > 4.5 > first
     assert per_step(Engine(target, drafter, slots=1)) == first, "another engine has a memory of its own"
-    assert not drafter.memory._known
+    assert not drafter.history._known
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

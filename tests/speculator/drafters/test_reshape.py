@@ -24,14 +24,15 @@ def test_texts_and_drafts_are_as_if_it_had_always_drafted_so(architecture):
     compared = 0
     while engine.busy:
         engine.reshape(draw.choice(shapes))
-        before = [list(request.sequence) for request in engine._decoding if not request.finish_reason]
+        decoding = engine.rows._batch.requests if engine.rows._batch else ()
+        before = [list(request.sequence) for request in decoding if not request.finish_reason]
         drafts = following(engine)
         engine.step()
         if drafts and len(before) == len(drafts[0].tokens) == 2 and compared < 8:
             anew = Engine(target, HeadDrafter(head, engine.drafter.shape), slots=2)
             for text in before:
                 anew.submit(text[:-1], max_new_tokens=10)
-            anew.admit()
+            anew.rows.admit(anew.waiting)
             anew.prefill()
             again = following(anew)
             anew.step()

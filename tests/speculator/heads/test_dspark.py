@@ -8,10 +8,12 @@ from conftest import DFLASH
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from speculator import Chain
 from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.dspark.config import OnHost
 from speculator.heads.training import IGNORE, TrainingBatch
+from speculator.target.kv_cache import KVCache
 from speculator.target.packed import document_starts
 from train.config import LossConfig
 from train.losses import ChunkedLoss
@@ -75,8 +77,8 @@ SHAPES = {
 def test_a_draft_has_the_logits_of_training(shape, chunks):
     made, (tokens, states) = head(**SHAPES[shape]), text()
     source = made.drafting_source()
-    source.reserve(3, 3)
-    source = source.open(1, L)
+    source.reserve(Chain(3))
+    source = source.open(KVCache([], 1, L, torch.device("cpu")))
     begin = 0
     for count in chunks:
         source.prefill(0, [tokens[0].tolist()], [begin], states[:, begin : begin + count], [count])
@@ -101,8 +103,8 @@ def test_a_draft_has_the_logits_of_training(shape, chunks):
 
 def drafted(made, states, tokens, anchor: int) -> torch.Tensor:  # [V]
     source = made.drafting_source()
-    source.reserve(3, 3)
-    source = source.open(1, L)
+    source.reserve(Chain(3))
+    source = source.open(KVCache([], 1, L, torch.device("cpu")))
     source.prefill(0, [tokens[0, :anchor].tolist()], [0], states[:, :anchor], [anchor])
     return source.first(tokens[:, anchor], [tokens[0, : anchor + 1].tolist()])[0, 0]
 

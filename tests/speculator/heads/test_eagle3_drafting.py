@@ -1,6 +1,8 @@
 """EAGLE-3 in the engine: its drafts follow the training form while requests join, leave, share prefixes and are
 prefilled in chunks."""
 
+from copy import copy
+
 import pytest
 import torch
 from conftest import tiny_model
@@ -43,10 +45,12 @@ class Noting:
 
 
 class Noted(HeadDrafter):
-    def open(self, slots, capacity):
-        opened, self.log = super().open(slots, capacity), []
-        opened.source = Noting(opened.source, self.log)
-        return opened
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.log = []
+
+    def propose(self, pending, noise, texts):
+        return self.shape.draft(Noting(self.memory, self.log), pending, noise, texts)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +172,13 @@ def test_keeping_draft_positions_in_the_cache_is_detected(target, head, monkeypa
 
     monkeypatch.setattr(Eagle3Source, "commit", keeping)
     wide = Eagle3Source.open
-    monkeypatch.setattr(Eagle3Source, "open", lambda self, slots, capacity: wide(self, slots, capacity + 100))
+
+    def wider(self, cache):
+        cache = copy(cache)
+        cache.capacity += 100
+        return wide(self, cache)
+
+    monkeypatch.setattr(Eagle3Source, "open", wider)
     select = HeadCache.select
     monkeypatch.setattr(HeadCache, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
     drafter = Noted(head)

@@ -7,6 +7,7 @@ from safetensors import safe_open
 from transformers import AutoModel
 
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.target.kv_cache import KVCache
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -53,6 +54,6 @@ def test_training_reads_a_shared_embedding_once(tied):
     hidden, tokens = torch.randn(2, 5, 4), torch.randint(11, (2, 7))
     logits = head.logits(hidden, tokens)
     assert reads == list(head.emb)
-    source = head.drafting_source().open(2, 10)
+    source = head.drafting_source().open(KVCache([], 2, 10, torch.device("cpu")))
     source.prefill(0, [[0] * 5] * 2, [0, 0], hidden, [5, 5])
     torch.testing.assert_close(source.first(tokens[:, 4], [])[:, 0], logits[0, :, -1])

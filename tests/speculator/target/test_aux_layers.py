@@ -5,6 +5,7 @@ from conftest import CONFIGS, tiny_model
 from speculator import Target, UserError
 from speculator.decoding.draft import Draft
 from speculator.decoding.engine import Engine
+from speculator.decoding.memory import Memory
 from speculator.drafters import Drafter
 from speculator.target.aux_layers import AuxLayers
 
@@ -47,23 +48,29 @@ def test_aux_hidden_states_equal_transformers_in_training_prefill_and_verificati
 
 
 class Recording(Drafter):
-    """Drafts a tree and records the states of each sequence."""
+    """Drafts a tree, with a memory that records the states of each sequence."""
 
     name, num_speculative_tokens, nodes, rules, aux_layers = "recording", 2, 4, ("match",), (0, 1)
 
-    def open(self, slots, capacity):
+    def __init__(self):
+        self.memory = States()
+
+    def propose(self, pending, noise, texts):
+        self.memory.texts = [(text, len(text) - 1) for text in texts]
+        guess = torch.stack([(pending * 7 + i) % 32 for i in range(4)], 1)
+        parents = torch.tensor([-1, -1, 0, 1]).expand(len(pending), -1)
+        return Draft(guess, torch.full_like(pending, 4), None, parents, depth=2, width=2)
+
+
+class States(Memory):
+    """The states of each sequence, also in the copy that an engine opens."""
+
+    def __init__(self):
         self.states = {}
-        return self
 
     def prefill(self, start, texts, begins, hidden, counts):
         for i, (text, begin, count) in enumerate(zip(texts, begins, counts, strict=True)):
             self.states.setdefault(id(text), [text]).append((begin, hidden[i, :count]))
-
-    def propose(self, pending, noise, texts):
-        self.texts = [(text, len(text) - 1) for text in texts]
-        guess = torch.stack([(pending * 7 + i) % 32 for i in range(4)], 1)
-        parents = torch.tensor([-1, -1, 0, 1]).expand(len(pending), -1)
-        return Draft(guess, torch.full_like(pending, 4), None, parents, depth=2, width=2)
 
     def commit(self, tokens, hidden, counts):
         for (text, begin), states, count in zip(self.texts, hidden, counts.tolist(), strict=True):
@@ -74,8 +81,8 @@ def test_the_engine_gives_a_drafter_the_states_of_every_position():
     target, drafter = Target(tiny_model().double(), tokenizer=None), Recording()
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9]]
     Engine(target, drafter, slots=3, chunk=3).generate(prompts, max_new_tokens=16)
-    assert len(drafter.states) == 3
-    for text, *given in drafter.states.values():
+    assert len(drafter.memory.states) == 3
+    for text, *given in drafter.memory.states.values():
         assert [begin for begin, _ in given] == [sum(len(s) for _, s in given[:i]) for i in range(len(given))]
         states = torch.cat([states for _, states in given])
         expected = states_of(target.model, torch.tensor([text]), (0, 1))[0]

@@ -249,7 +249,7 @@ def test_wrong_states_change_the_text(wrong, monkeypatch):
 
 
 def prefix_shared_past_a_boundary(monkeypatch):
-    monkeypatch.setattr("speculator.decoding.engine.Scheduler", lambda slots, recurrent: Scheduler(slots))
+    monkeypatch.setattr("speculator.decoding.rows.Scheduler", lambda slots, recurrent: Scheduler(slots))
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, prefix_shared_past_a_boundary])
@@ -318,7 +318,7 @@ def test_states_that_ran_ahead_are_not_reused():
     engine = Engine(target, Oracle([expected]), slots=1)
     assert engine.generate(SIBLINGS[:1], max_new_tokens=7).tokens == [expected[:7]]  # 1 + 4 + 2 of the last 4
     turn = SIBLINGS[0] + expected[:7]
-    engine.drafter = None
+    engine.rows.drafter = None
     assert engine.generate([turn], max_new_tokens=5).tokens == [expected[7:]]
     request = engine.submit(turn, max_new_tokens=9)
     engine.step()

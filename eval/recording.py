@@ -1,0 +1,54 @@
+"""An engine that records what it drafts, accepts and computes, one prompt after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Drafter
+from speculator.decoding.engine import Engine, Verified
+from speculator.decoding.request import Request
+from speculator.decoding.rows import Batch
+from speculator.decoding.sampling import Noise, Sampling
+from speculator.target.model import Target
+
+
+class RecordingEngine(Engine):
+    """Decodes one prompt at a time.
+
+    Attributes:
+        newest: draft and result of the newest verification.
+    """
+
+    newest: tuple[Draft, Verified] | None = None
+
+    def __init__(self, target: Target, drafter: Drafter | None, rule: str | None = None):
+        super().__init__(target, drafter, slots=1, rule=rule, capture=False)
+        self._logits: list[Tensor] = []
+
+    def decode(self, prompt: list[int], sampling: Sampling | None = None, **settings: Any) -> Request:
+        """Decode one prompt, with the settings of `Engine.request`, and return the finished request."""
+        self._logits = []
+        request = self.submit(prompt, sampling, logprobs=0, **settings)  # so that steps keep their logits
+        self.run()
+        request.check_memory()
+        return request
+
+    @property
+    def logits(self) -> Tensor:  # [S, V]
+        """The target's logits of the last prompt; new token i was chosen from row i."""
+        return torch.cat(self._logits)
+
+    def start_decoding(self, requests: dict[int, Request], hidden: Tensor) -> None:
+        self._logits.append(self.target.logits(hidden))
+        super().start_decoding(requests, hidden)
+
+    def verify(self, batch: Batch, draft: Draft, noise: Noise) -> Verified:
+        verified = super().verify(batch, draft, noise)
+        self.newest = draft, verified
+        assert verified.logits is not None
+        self._logits.append(verified.logits[0, : 1 + verified.accepted[0]])
+        return verified

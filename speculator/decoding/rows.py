@@ -1,0 +1,312 @@
+"""The rows of an engine: how they are given to requests, grow, move, are selected for a step, and captured.
+
+A row is a slot of the scheduler, a row of the target's KV cache and of the drafter's memory, and an entry of `pending`.
+What moves or grows does so in all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator.decoding import cuda_graphs
+from speculator.decoding.cuda_graphs import Captured
+from speculator.decoding.drafter import Drafter, Shape
+from speculator.decoding.logprobs import TokenLogprobs
+from speculator.decoding.memory import Memory, Sequences
+from speculator.decoding.prefill import Chunk
+from speculator.decoding.request import Request, held_back, max_logprobs
+from speculator.decoding.sampling import RowSampling
+from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
+from speculator.device import is_out_of_memory
+from speculator.target.kv_cache import KVCache
+from speculator.target.model import Target
+
+RESERVED_NEW_TOKENS = 1024
+"""New tokens for which a row has room at admission; the cache grows if a request needs more."""
+_NO_MEMORY = Memory()
+
+
+@dataclass
+class Batch:
+    """The rows of a step: the first R of the cache.
+
+    Attributes:
+        requests: those of the rows that decode. In a captured step more rows may follow, which are idle.
+        pending: [R] newest token of each row: sampled, not yet read by the target.
+        active: [R] False for idle rows.
+        sampling: temperature and filters of each row.
+        num_logprobs: number of likeliest tokens to report with their log-probabilities; None: report none.
+        sequences: tokens of each row, the pending one last; empty for idle rows.
+        held_back: tokens that may not be sampled yet, see `speculator.decoding.request.held_back`.
+        token_logprobs: log-probabilities of the step's new tokens, by row.
+    """
+
+    requests: list[Request]
+    pending: Tensor
+    active: Tensor
+    sampling: RowSampling
+    num_logprobs: int | None
+    sequences: Sequences = ()
+    held_back: Sequence[tuple[int, int, list[int]]] = ()
+    token_logprobs: list[list[TokenLogprobs]] | None = None
+
+    @property
+    def is_special(self) -> bool:
+        """True if a request wants log-probabilities, or may not end yet. Such a step is not captured."""
+        return self.num_logprobs is not None or bool(self.held_back)
+
+
+class Rows:
+    """The rows of an engine.
+
+    Args:
+        target: the model that verifies.
+        drafter: proposes tokens; None: plain decoding.
+        slots: number of rows.
+        capacity: tokens of a sequence for which every row has room from the start.
+        capture: replay steps as CUDA graphs where target, drafter and device allow it.
+
+    Attributes:
+        scheduler: the slots, in the order of the rows.
+        cache: the target's keys and values, from the first admission on.
+        drafter: with the memory of these rows, from the first admission on.
+        pending: [slots] newest token of each decoding row.
+        capturing: whether steps are captured now.
+    """
+
+    cache: KVCache
+
+    def __init__(self, target: Target, drafter: Drafter | None, slots: int, capacity: int, capture: bool):
+        self.target, self.drafter = target, drafter
+        self.scheduler = Scheduler(slots, target.recurrent)
+        self.pending = torch.zeros(slots, dtype=torch.long, device=target.device)
+        self._active = torch.ones(slots, dtype=torch.bool, device=target.device)
+        self._max_tokens = capacity
+        """Tokens of a sequence for which every row has room."""
+        self._capacity = 0
+        """Positions that every row has in the cache and in the drafter's memory."""
+        self._batch: Batch | None = None
+        self._capture = capture
+        self.capturing = capture and cuda_graphs.capturable(target, drafter)
+        self._samplings: dict[Hashable, RowSampling] = {}
+        self._captured: list[Captured] = []
+        self._pool = cuda_graphs.new_pool(target.device)
+
+    @property
+    def memory(self) -> Memory:
+        return self.drafter.memory if self.drafter else _NO_MEMORY
+
+    # ---- slots
+
+    def expect(self, request: Request) -> None:
+        """Make room for a request when rows are next admitted or grow."""
+        self._max_tokens = max(self._max_tokens, _room(request))
+
+    def admit(self, waiting: deque[Request]) -> None:
+        """Free the slots of finished requests, and give free slots to waiting ones."""
+        self.scheduler.release()
+        if waiting:
+            if not hasattr(self, "cache"):
+                self._allocate(self._open, waiting)
+            self.scheduler.admit(waiting, self.memory.overlap)
+
+    def replace_drafter(self, drafter: Drafter) -> None:
+        """Draft with another drafter. Rows in use are prefilled again, for its memory."""
+        if hasattr(self, "cache"):
+            drafter = _opened(drafter, self.cache)
+        self.scheduler.preempt()
+        self.drafter, self._batch = drafter, None
+        self.capturing = self._capture and cuda_graphs.capturable(self.target, drafter)
+        self._new_graphs()
+
+    def forget(self) -> None:
+        """Drop the sequences of free slots and the drafter's history."""
+        self.scheduler = Scheduler(len(self.scheduler.slots), self.target.recurrent)
+        if self.drafter:
+            self.drafter.forget()
+
+    # ---- room
+
+    def grow(self, waiting: deque[Request]) -> None:
+        """Make room for the sequences in the slots and for the current shape of the drafts."""
+        longest = max((len(slot.sequence) for slot in self.scheduler.slots if slot.request), default=0)
+        if longest > self._max_tokens:
+            self._max_tokens = longest + RESERVED_NEW_TOKENS
+        if longest:
+            self._allocate(self._grow, waiting)
+
+    def _open(self) -> None:
+        # The spare positions hold a draft that begins at the last token of the longest text.
+        cache = self.target.cache(len(self.scheduler.slots), self._max_tokens + self._spare_positions)
+        if self.drafter:
+            self.drafter = _opened(self.drafter, cache)
+        self.cache, self._capacity = cache, cache.capacity
+
+    def _grow(self) -> None:
+        needed = self._max_tokens + self._spare_positions
+        if self.cache.room_for(needed) > self._capacity:
+            self._new_graphs()  # first: there may be too little memory for the drafter's buffers, not for the cache's
+            self.cache.grow(needed)
+            self.memory.grow(self.cache.capacity)
+            self._capacity = self.cache.capacity
+
+    def _allocate(self, allocate: Callable[[], None], waiting: deque[Request]) -> None:
+        """Allocate room for all requests. While there is too little memory, the request that needs most fails alone."""
+        while True:
+            try:
+                return allocate()
+            except (MemoryError, RuntimeError) as error:
+                running = [slot.request for slot in self.scheduler.slots if slot.request]
+                requests = [each for each in [*waiting, *running] if not each.finish_reason]
+                if not requests or not is_out_of_memory(error):
+                    raise
+            *others, largest = sorted(requests, key=_room)
+            largest.fail()
+            self.scheduler.release()
+            present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
+            self._max_tokens = max([present, *map(_room, others)])
+
+    @property
+    def _tokens_per_step(self) -> int:
+        """The most tokens of a row in a verification: the pending one and the draft."""
+        return 1 + (self.drafter.max_nodes if self.drafter else 0)
+
+    @property
+    def _spare_positions(self) -> int:
+        """Positions after a sequence that a step may write. A captured step also commits tokens of idle rows."""
+        return max(2 * self._tokens_per_step, self.memory.scratch_positions)
+
+    # ---- moves
+
+    def _sort(self) -> None:
+        """Move decoding rows to the front, then those that are prefilled: a pass runs over neighbouring rows."""
+        source, destination = self.scheduler.sort_by_phase()
+        if destination:
+            self._move(source, destination, max(len(self.scheduler.slots[row].sequence) for row in destination))
+            self.pending[destination] = self.pending[source]
+
+    def _move(self, source: list[int], destination: list[int], longest: int) -> None:
+        """Copy the first `longest` tokens of rows to other rows."""
+        self.cache.move(source, destination, longest)
+        self.memory.move(source, destination, longest)
+
+    # ---- what the next pass reads
+
+    def next_chunk(self, width: int) -> Chunk | None:
+        """Choose the prompt tokens that are read next, up to `width` of a row; None if all prompts are in the cache.
+
+        While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens.
+        """
+        source, destination, longest = self.scheduler.share_prefixes()
+        if destination:
+            self._move(source, destination, longest)
+        rows = self.scheduler.rows_in(PREFILLING)
+        if not rows:
+            return None
+        if rows[-1] - rows[0] >= len(rows):
+            self._sort()
+            rows = self.scheduler.rows_in(PREFILLING)
+        decoding = self.scheduler.count(DECODING)
+        budget = max(width, decoding * self._tokens_per_step) if decoding else None
+        rows, widths = self.scheduler.next_chunk(rows, width, budget)
+        slots = [self.scheduler.slots[row] for row in rows]
+        begins = [slot.num_computed_tokens for slot in slots]
+        # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most
+        # tokens.
+        room = self.cache.capacity - max(begins)
+        return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
+
+    def select(self) -> Batch | None:
+        """Select the decoding rows for the next step; None if there are none."""
+        self.scheduler.release()
+        count = self.scheduler.count(DECODING)
+        if not count:
+            return None
+        if any(slot.phase != DECODING for slot in self.scheduler.slots[:count]):
+            self._sort()
+        slots = self.scheduler.slots[:count]
+        requests = [slot.request for slot in slots if slot.request]
+        if self.drafter:
+            self.reshape(self.drafter.choose(requests))
+        # Captured steps have a power of two rows, so that graphs are few; the rows from `count` on are idle.
+        rows = min(len(self.scheduler.slots), 1 << (count - 1).bit_length()) if self.capturing else count
+        # Less one: the newest token of each row is pending, and not in the cache yet.
+        self.cache.select(0, rows, max(len(slot.sequence) for slot in slots) - 1)
+        batch = self._batch
+        # The same requests as in the step before: settings and views are still right, and nothing is sent to the
+        # device.
+        if batch is None or requests != batch.requests or rows != len(batch.pending):
+            batch = self._batch = self._new_batch(requests, rows)
+        batch.sequences = [*(slot.sequence for slot in slots), *[[] for _ in range(rows - count)]]
+        batch.held_back, batch.token_logprobs = held_back(requests), None
+        return batch
+
+    def _new_batch(self, requests: list[Request], rows: int) -> Batch:
+        samplings = [request.sampling for request in requests]
+        sampling = RowSampling(samplings + samplings[:1] * (rows - len(requests)), self.target.device)
+        # Views of the first rows. A captured step reads the same memory in every replay, so they are written in place.
+        batch = Batch(requests, self.pending[:rows], self._active[:rows], sampling, max_logprobs(requests))
+        if self.capturing:  # graphs read the settings from tensors that stay in place
+            batch.sampling = self._samplings.setdefault((rows, *sampling.kind), sampling)
+            batch.sampling.copy_(sampling)
+            batch.active.copy_(torch.arange(rows) < len(requests))
+        return batch
+
+    def reshape(self, shape: Shape) -> None:
+        """Draft in another shape from the next step on."""
+        assert self.drafter is not None
+        if shape is self.drafter.shape:
+            return
+        self.drafter.reshape(shape)
+        capturing = self._capture and cuda_graphs.capturable(self.target, self.drafter)
+        if capturing != self.capturing:
+            self.capturing, self._batch = capturing, None  # select the rows again: other tensors hold the settings
+
+    # ---- captured steps
+
+    def replayed(self, owner: Any, method: str) -> Callable[..., Any]:
+        """Return a method of `owner`, which takes a batch first; if steps are captured, a CUDA graph replays it."""
+        work, reference = Captured(getattr(type(owner), method), self._pool), weakref.ref(owner)
+        self._captured.append(work)
+
+        def run(batch: Batch, *arguments: Any) -> Any:
+            owner = reference()
+            assert owner is not None
+            if not self.capturing or batch.is_special:
+                return work.work(owner, batch, *arguments)
+            state = [*self.cache.state, self.pending, *self.memory.buffers]
+            with cuda_graphs.on(self.target.device):
+                drafting = self.drafter and (self.drafter.shape, self.memory.version)
+                # Whatever changes shapes or code of a step must be in the key; whatever changes only values must be in
+                # a buffer.
+                key = (len(batch.pending), self.cache.longest, batch.sampling.kind, drafting)
+                return work(key, state, owner, batch, *arguments)
+
+        return run
+
+    def _new_graphs(self) -> None:
+        """Drop the graphs, which read old buffers, and their pool: torch captures nothing into one without graphs."""
+        self._pool = cuda_graphs.new_pool(self.target.device)
+        for each in self._captured:
+            each.clear(self._pool)
+
+
+def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
+    """Return a copy of a drafter with an empty memory for the rows of a cache."""
+    opened = copy(drafter)
+    opened.memory = drafter.memory.open(cache)
+    opened.forget()
+    return opened
+
+
+def _room(request: Request) -> int:
+    """Tokens for which a request needs room."""
+    return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))

@@ -1,0 +1,243 @@
+"""Measure how long decoding steps take, on real steps of an engine.
+
+`measure` splits drafted steps into drafting and verification: c and v of a report (2211.17192). `measure_costs` times
+whole steps with several drafts and numbers of rows, for the table of `speculator.drafters.costs`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from speculator.decoding.cuda_graphs import Captured, capturable
+from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Shape
+from speculator.decoding.engine import Engine, Verified
+from speculator.decoding.memory import LookupPaths
+from speculator.decoding.request import Request
+from speculator.decoding.rows import Batch
+from speculator.decoding.sampling import Noise, Sampling
+from speculator.decoding.scheduler import DECODING
+from speculator.device import synchronize
+from speculator.drafters import Drafter, HeadDrafter
+from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.costs import CostEntry
+from speculator.drafters.price import LONGEST_PATH
+from speculator.heads import Speculator
+from speculator.target.model import Target
+
+Result = TypeVar("Result")
+BLOCK = 5
+"""Steps of one kind in a row when drafting and verification are measured; the first is not counted."""
+_ROUNDS, _TIMED_STEPS = 3, 3
+"""Turns of each draft when whole steps are measured, and steps in a turn."""
+_CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
+_PROMPT = 64  # tokens of the rows' prompt: with fewer, attention and so a plain step cost less than in most texts
+
+
+@dataclass
+class StepSeconds:
+    """Seconds of `BLOCK` - 1 steps, one entry per block: plain steps, and the two parts of drafted steps.
+
+    Attributes:
+        plain: plain steps.
+        draft: selecting the rows, drafting, and updating the drafter.
+        verify: verification, the accept rule, the commit and the copy to the host.
+    """
+
+    plain: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+    verify: list[float] = field(default_factory=list)
+
+    def figures(self, num_speculative_tokens: int) -> dict[str, float]:
+        """Cost c per token of a whole draft, cost v of a verification, and seconds of a plain step."""
+        draft, verify = self.ratios()
+        return {
+            "draft_over_decode": draft / num_speculative_tokens,
+            "verify_over_decode": verify,
+            "decode_seconds": _interquartile_mean(self.plain) / (BLOCK - 1),
+        }
+
+    def ratios(self) -> tuple[float, float]:
+        """Seconds of drafting and of verification over those of a plain step: interquartile means over the blocks.
+
+        Each block is compared with the plain steps just before it.
+        """
+        draft = _interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
+        return draft, _interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
+
+
+def _interquartile_mean(values: Iterable[float]) -> float:
+    """Mean without the lowest and the highest quarter."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+@torch.inference_mode()
+def timed_steps(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    costs: StepSeconds,
+    rule: str | None = None,
+) -> Iterator[tuple[Draft, Verified]]:
+    """Decode `count` steps after `prompts`; yield each step's draft and result, and add its seconds to `costs`.
+
+    Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
+    sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
+    of the context, where positions are clamped: the tokens are then meaningless, but their time is not.
+    """
+    # Room for every draft accepted as a whole, and for the plain steps that are undone.
+    limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
+    engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
+    own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
+    requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
+    rows = engine.rows
+    rows.admit(engine.waiting)
+    while engine.scheduler.prefilling:
+        engine.prefill()
+    drafter_here, capturing = rows.drafter, rows.capturing
+    methods = ("decode_rows", "draft", "verify", "commit", "update_memory")
+    plainly, propose, verify, commit, update = (rows.replayed(engine, method) for method in methods)
+
+    def plain_step() -> None:
+        batch = rows.select()
+        assert batch
+        engine.append_tokens(batch, plainly(batch).tolist())
+
+    def select_and_draft() -> tuple[Batch, Draft, Noise]:
+        batch = rows.select()
+        assert batch
+        return batch, *propose(batch)
+
+    def append(batch: Batch, result: Verified) -> None:
+        engine.append_tokens(batch, result.report.tolist())
+
+    def plain_steps() -> float:
+        """Seconds of a block of plain steps, without the first one."""
+        # Undoing a step is setting back lengths, recurrent states and the pending tokens; keys above the length are
+        # free.
+        state = [*rows.cache.state, rows.pending]
+        before = [each.clone() for each in state]
+        rows.drafter, rows.capturing = None, capturable(target, None)
+        seconds = [clock(plain_step)[0] for _ in range(BLOCK)]
+        rows.drafter, rows.capturing = drafter_here, capturing
+        for each, old in zip(state, before, strict=True):
+            each.copy_(old)
+        for request in requests:
+            del request.sequence[-BLOCK:], request.steps[-BLOCK:]
+        return sum(seconds[1:])
+
+    plain, sums, prepared = 0.0, [0.0, 0.0], 0
+    for number in range(count):
+        place = number % BLOCK
+        if place == 0:
+            prepared = Captured.prepared
+            plain, sums = plain_steps(), [0.0, 0.0]
+        drafting, (batch, draft, noise) = clock(select_and_draft)
+        verifying, result = clock(verify, batch, draft, noise)
+        committing, _ = clock(commit, batch, result)
+        updating, _ = clock(update, batch, result)
+        appending, _ = clock(append, batch, result)
+        # The first step of a block doesn't count: it follows steps of the other kind.
+        if place:
+            sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
+        if place == BLOCK - 1 and Captured.prepared == prepared:
+            for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
+                part.append(seconds)
+        yield draft, result
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    blocks: int,
+    costs: StepSeconds,
+    rule: str | None = None,
+) -> None:
+    """Add the seconds of about `blocks` blocks of steps after `prompts` to `costs`."""
+    captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
+    for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
+        pass
+
+
+def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
+    """Run `work`, wait for the device, and return the seconds and the result."""
+    synchronize()
+    started = time.perf_counter()
+    result = work(*given)
+    synchronize()
+    return time.perf_counter() - started, result
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
+) -> list[CostEntry]:
+    """Time whole engine steps with these drafts, with lookup paths in all rows, one and none, and without, in turns.
+
+    Args:
+        shapes: drafts, the most important first.
+        sizes: (rows, greedy), the most important first.
+        seconds: time limit. It is checked before every step; what is not measured by then is left out.
+    """
+    deadline = time.perf_counter() + seconds
+    path = LookupPath(LONGEST_PATH)
+    largest = max((*shapes, path), key=lambda shape: shape.nodes)
+    times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
+    drafter = HeadDrafter(head, largest)
+    drafter.memory.paths = LookupPaths(LONGEST_PATH)
+    engines = {rows: (Engine(target, None, slots=rows), Engine(target, drafter, slots=rows)) for rows, _ in sizes}
+    for _ in range(_ROUNDS):
+        for rows, greedy in sizes:
+            plain, drafting = engines[rows]
+            for what in (None, *shapes[:2], *dict.fromkeys((rows, 1, 0)), *shapes[2:]):
+                shape = path if isinstance(what, int) else what
+                paths = [[0] * LONGEST_PATH] * what if isinstance(what, int) else []  # so many rows have a path
+                own = times.setdefault((rows, greedy), {}).setdefault(what, [])
+                own += _step_seconds(drafting if shape else plain, shape, greedy, deadline, paths)
+    entries = []
+    for (rows, greedy), by_draft in times.items():
+        medians = {what: statistics.median(own) for what, own in by_draft.items() if own}
+        costs = {what: seconds / medians[None] for what, seconds in medians.items() if what is not None}
+        drafts = {what: cost for what, cost in costs.items() if not isinstance(what, int)}
+        verify = {what * LONGEST_PATH: cost for what, cost in costs.items() if isinstance(what, int)}
+        entries += [CostEntry(rows, greedy, drafts, verify)] if costs else []
+    return entries
+
+
+def _step_seconds(
+    engine: Engine, shape: Shape | None, greedy: bool, deadline: float, paths: list[list[int]]
+) -> list[float]:
+    """Seconds of a few steps over full slots. Steps that prefill and capture don't count."""
+    target, slots, seconds = engine.target, len(engine.scheduler.slots), []
+    if shape:
+        engine.reshape(shape)
+    # One prompt for all rows: the first row's keys and values are copied.
+    prompt = [7 * i % target.vocab_size for i in range(min(_PROMPT, target.context_length // 4))]
+    requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]
+    engine.rows.admit(engine.waiting)
+    if engine.drafter:
+        engine.drafter.memory.paths.put(paths)
+    number = -_CAPTURE_STEPS if engine.rows.capturing else 0
+    while number < _TIMED_STEPS:
+        if time.perf_counter() > deadline or any(request.finish_reason for request in requests):
+            break
+        prepared, full = Captured.prepared, engine.scheduler.count(DECODING) == slots
+        took, _ = clock(engine.step)
+        number += full
+        if full and number > 0 and Captured.prepared == prepared:
+            seconds.append(took)
+    for request in requests:
+        request.cancel()
+    return seconds
