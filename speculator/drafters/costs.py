@@ -1,6 +1,6 @@
 """Cost table of decoding steps: seconds of a step over those of a plain step, interpolated between measurements.
 
-Adaptive drafting reads it before every step. `speculator.drafters.measure` makes the entries; `decoding.json` keeps them.
+Adaptive drafting reads it before every step. `speculator.drafters.measure` makes its entries; `decoding.json` has them.
 """
 
 from __future__ import annotations
