@@ -63,7 +63,10 @@ def tiny_encoder_decoder(family: str, dtype: torch.dtype = torch.float32):
         if weight.ndim == 2 and family in BY_TABLE:
             weight.data *= 4
         elif weight.ndim == 2:  # else the newest token's embedding alone decides
-            embedding, mixed = "shared" in name or "embed_tokens" in name, "ttention.o." in name or "ttention.v." in name
+            embedding, mixed = (
+                "shared" in name or "embed_tokens" in name,
+                "ttention.o." in name or "ttention.v." in name,
+            )
             bias, others = "relative_attention_bias" in name, 4 if family in BY_ARGUMENT else 1
             weight.data *= 8 if bias else 0.1 * others if embedding else 3 if mixed else others
     return model.eval()
