@@ -117,8 +117,9 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
     tokenizer = engine.target.tokenizer
     ids = [prompt.tokens(tokenizer) for _, prompt in rows]
     check_prompts(engine.target, ids)  # all of them, before the first is decoded
-    leads = ["" if prompt.chat else prompt.text for _, prompt in rows]
-    contexts = [() if prompt.chat else tokens for (_, prompt), tokens in zip(rows, ids, strict=True)]
+    continues = [not prompt.chat and not engine.target.encoder for _, prompt in rows]
+    leads = [prompt.text if shown else "" for (_, prompt), shown in zip(rows, continues, strict=True)]
+    contexts = [tokens if shown else () for tokens, shown in zip(ids, continues, strict=True)]
     requests: list[Request] = []
     if arguments.batch_size == 1 and not arguments.output:
         for number, (prompt, lead, context) in enumerate(zip(ids, leads, contexts, strict=True)):
