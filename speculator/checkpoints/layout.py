@@ -62,7 +62,7 @@ class Server:
 
     @property
     def verdict(self) -> str:
-        """Whether it loads the head, in words."""
+        """The words for `loads` in a list of programs."""
         return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 

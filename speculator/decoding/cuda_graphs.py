@@ -214,7 +214,7 @@ def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, R
 
 @cache
 def _stream(use: str, device: int) -> torch.cuda.Stream:
-    """One stream per use and device: libraries keep a workspace for every stream that they have seen."""
+    """Return the one stream of a use and a device: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
 
 

@@ -98,7 +98,7 @@ class AdaptiveDrafter(HeadDrafter):
         self._ngrams = NgramDrafter(LONGEST_PATH, memory=self._history)
 
     def fastest(self, greedy: bool, rows: int) -> Shape:
-        """The head's fastest shape by the measured figures, whatever the text."""
+        """Return the head's fastest shape by the measured figures, whatever the text."""
         return fastest_shape(self.choices, self.cost, greedy, rows)
 
     def choose(self, requests: Sequence[Request]) -> Shape:

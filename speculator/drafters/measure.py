@@ -42,7 +42,7 @@ _PROMPT = 64  # tokens of the rows' prompt: with fewer, attention and so a plain
 
 @dataclass
 class StepSeconds:
-    """Seconds of `BLOCK` - 1 steps, one entry per block: plain steps, and the two parts of drafted steps.
+    """Measured seconds, one entry per block of steps; an entry is the sum over `BLOCK` - 1 steps.
 
     Attributes:
         plain: plain steps.
@@ -55,7 +55,7 @@ class StepSeconds:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """Cost c per token of a whole draft, cost v of a verification, and seconds of a plain step."""
+        """Return c per drafted token ("draft_over_decode"), v ("verify_over_decode"), and a plain step's seconds."""
         draft, verify = self.ratios()
         return {
             "draft_over_decode": draft / num_speculative_tokens,
@@ -64,7 +64,7 @@ class StepSeconds:
         }
 
     def ratios(self) -> tuple[float, float]:
-        """Seconds of drafting and of verification over those of a plain step: interquartile means over the blocks.
+        """Return the times of drafting and of verification in plain steps: interquartile means over the blocks.
 
         Each block is compared with the plain steps just before it.
         """
@@ -73,7 +73,7 @@ class StepSeconds:
 
 
 def _interquartile_mean(values: Iterable[float]) -> float:
-    """Mean without the lowest and the highest quarter."""
+    """Return the mean without the lowest and the highest quarter: of 1 2 3 9 it is 2.5."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
@@ -122,7 +122,7 @@ def timed_steps(
         engine.append_tokens(batch, result.report.tolist())
 
     def plain_steps() -> float:
-        """Seconds of a block of plain steps, without the first one."""
+        """Run a block of plain steps, undo it, and return its seconds without those of the first step."""
         # Undoing a step is setting back lengths, recurrent states and the pending tokens; keys above the length are
         # free.
         state = [*rows.cache.state, rows.pending]
@@ -138,8 +138,8 @@ def timed_steps(
 
     plain, sums, prepared = 0.0, [0.0, 0.0], 0
     for number in range(count):
-        place = number % BLOCK
-        if place == 0:
+        index = number % BLOCK
+        if index == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
         drafting, (batch, draft, noise) = clock(select_and_draft)
@@ -148,9 +148,9 @@ def timed_steps(
         updating, _ = clock(update, batch, result)
         appending, _ = clock(append, batch, result)
         # The first step of a block doesn't count: it follows steps of the other kind.
-        if place:
+        if index:
             sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
-        if place == BLOCK - 1 and Captured.prepared == prepared:
+        if index == BLOCK - 1 and Captured.prepared == prepared:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
         yield draft, result
@@ -165,7 +165,7 @@ def measure(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
-    """Add the seconds of about `blocks` blocks of steps after `prompts` to `costs`."""
+    """Decode after `prompts`, and add the seconds of about `blocks` blocks of steps to `costs`."""
     captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
     for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
@@ -184,7 +184,9 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
 def measure_costs(
     target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
 ) -> list[CostEntry]:
-    """Time whole engine steps with these drafts, with lookup paths in all rows, one and none, and without, in turns.
+    """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
+
+    Plain steps, each of the drafts, and lookup paths in all rows, in one and in none take turns.
 
     Args:
         shapes: drafts, the most important first.
@@ -219,7 +221,13 @@ def measure_costs(
 def _step_seconds(
     engine: Engine, shape: Shape | None, greedy: bool, deadline: float, paths: list[list[int]]
 ) -> list[float]:
-    """Seconds of a few steps over full slots. Steps that prefill and capture don't count."""
+    """Return the seconds of each of a few steps in which all slots decode. Steps that prefill or capture don't count.
+
+    Args:
+        shape: what the drafter drafts; None for an engine without a drafter.
+        deadline: value of the clock at which measuring stops.
+        paths: lookup paths of the first rows.
+    """
     target, slots, seconds = engine.target, len(engine.scheduler.slots), []
     if shape:
         engine.reshape(shape)

@@ -56,7 +56,7 @@ def step_metrics(
     overlap: Tensor | None,  # [N, ...]
     count: Tensor,  # [N] labels of each draft position
 ) -> dict[str, Metric]:
-    """Sum the figures of each draft position; those named "prefix" are products with the positions before."""
+    """Return sum and count of each figure by draft position; a "prefix" figure is a product up to the position."""
 
     def total(x: Tensor) -> Metric:
         return x.flatten(1).sum(1), count
@@ -71,7 +71,7 @@ class TokenLoss(Protocol):
     """The configured mix of losses, computed chunk by chunk so that few logits exist at a time."""
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
-        """Weight of each draft position in the objective (`loss.head_decay`)."""
+        """Return the weight of each draft position in the objective (`loss.head_decay`)."""
         ...
 
     def pace(
@@ -81,7 +81,7 @@ class TokenLoss(Protocol):
         slots: Tensor,  # [N, K] index of each label in `shape`, flattened
         shape: tuple[int, ...],  # drafts, tokens of a draft
     ) -> Tensor | None:  # [N, K]
-        """Weight of each label by its share in its draft's expected length (`loss.d_pace`); None if that is off."""
+        """Return each label's weight, its share in its draft's expected length (`loss.d_pace`); None if that is off."""
         ...
 
     def __call__(

@@ -75,8 +75,9 @@ class Recorder:
     def add(self, requests: Sequence[Request]) -> None:
         """Record finished requests; the rows are written with their shard."""
         for request in requests:
+            # The engine's thread may just be appending a step: the marks say how many tokens are complete.
             marks = rejection_marks(request.steps)
-            prompt, new = len(request.prompt), request.tokens[: len(marks)]  # the engine may just be appending a step
+            prompt, new = len(request.prompt), request.tokens[: len(marks)]
             self._rows.append(
                 {
                     "input_ids": [*request.prompt, *new],
@@ -100,6 +101,7 @@ class Recorder:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         """Write a shard and delete the oldest ones, in the writer's thread."""
+        # Names are numbers of eight digits, so the largest name is the newest and the smallest the oldest.
         last = max(self._sizes, default=None)
         file = self._rows_folder / f"{int(last.name.partition('.')[0]) + 1 if last else 0:08d}.jsonl.gz"
         try:

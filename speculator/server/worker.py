@@ -160,7 +160,7 @@ class Worker:
     # ---- in the worker's thread
 
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
-        """`on_step` callback of a request."""
+        """Collect the new tokens of a request; it is the request's `on_step`."""
         request = job.requests[index]
         self._traffic.count(request, len(tokens))
         if request.finish_reason == "memory":

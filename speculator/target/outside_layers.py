@@ -90,6 +90,7 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     cut, count = copy.deepcopy(config), config.num_hidden_layers
     cut.num_hidden_layers = 0
     for key, value in vars(config).items():
+        # One entry per layer, such as `layer_types`: transformers checks that there are as many as layers.
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(cut, key, [])
     return cut
@@ -126,6 +127,7 @@ def _stored_name(weight: str, names: list[str]) -> str | None:
     """Find a tensor of the text model among stored names: those of a multimodal checkpoint have other prefixes."""
     if weight in names:
         return weight
+    # "model.norm.weight" is looked for as ".norm.weight": multimodal models have "model.language_model.norm.weight".
     tail = "." + weight.partition(".")[2] if not weight.startswith("lm_head.") else "." + weight
     found = [
         name

@@ -37,7 +37,7 @@ class Step:
         state: [B, ...] state at which it starts.
         keep: [B, T] tokens that count; the others are identity steps. None: all count.
         of_prompt: it reads a prompt; otherwise it verifies a draft, or replays that.
-        paths: [R, P, T] places of the tokens of P paths in each row, which are run as rows of their own (B = R P).
+        paths: [R, P, T] positions in the row of the tokens of P paths, which are run as rows of their own (B = R P).
             None: the tokens of each row are its only path.
         ends: [R, P] the last token of each path.
     """
@@ -103,6 +103,7 @@ def selective_scan(
     z = x if kwargs["z"] is None else kwargs["z"]
     x, dt, B, C, z = (step.unrolled(each, -1) for each in (x, dt, B, C, z))
     if step.keep is not None:
+        # softplus(-inf) = 0, and a step of no time changes no state.
         dt = torch.where(step.keep[:, None], dt, -torch.inf)
     given = {"D": kwargs["D"], "dt_bias": kwargs["delta_bias"], "dt_softplus": True}
     state, outputs = step.state.clone(), []
@@ -131,6 +132,8 @@ def convolution(
     **kwargs: Any,
 ) -> Tensor:  # [R, C, P]
     """Run a causal convolution along the paths of a tree."""
+    # The inputs are K of earlier tokens and P of the tree, so token p of the tree is at K + p. With K = 3, the path 0 2
+    # becomes 0 1 2 3 5: its own window, as if the tree were this chain.
     before = x.shape[-1] - paths.shape[1]
     earlier = torch.arange(before, device=x.device).expand(*paths.shape[:2], -1)
     windows = unroll(x.movedim(-1, 1), torch.cat([earlier, before + paths.to(x.device)], -1)).movedim(1, -1)
@@ -150,7 +153,7 @@ def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         layer = running.get()
-        if layer is None:
+        if layer is None:  # training, or the model's own forward pass: nothing is rolled back
             return function(*args, **kwargs)
         if rule is None:
             return layer.run_convolution(function, *args, **kwargs)
@@ -161,7 +164,7 @@ def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) 
 
 
 def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R P, n, ...]
-    """Make a row of each path."""
+    """Make a row of each path: path p of row r becomes row r P + p."""
     rows = torch.arange(len(x), device=x.device)[:, None, None]
     return x[rows, paths.to(x.device)].flatten(0, 1)
 
@@ -178,5 +181,5 @@ def like(mask: Tensor, other: Tensor) -> Tensor:
 
 
 def _chunk(x: Tensor, size: int) -> int:
-    """Tokens per chunk of [B, T, ...]: torch's own code pads the last chunk, so short passes need short ones."""
+    """Return the tokens per chunk of x [B, T, ...]: torch pads the last chunk, so short passes need short ones."""
     return min(size, x.shape[1]) if x.device.type == "cpu" else size

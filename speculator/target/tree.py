@@ -33,7 +33,7 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:  # [B, n + 1, n + 1] bool
-        """Mask of the verify positions j on the path from the root to position i, i included."""
+        """[b, i, j]: whether verify position j is on the path from the root to position i, i included."""
         rows, count = self.tokens.shape
         if self.parents is None:
             full = torch.ones(count + 1, count + 1, dtype=torch.bool, device=self.tokens.device)

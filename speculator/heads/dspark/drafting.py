@@ -99,7 +99,7 @@ class DSparkSource(CachedSource):
 
     @torch.no_grad()
     def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
-        """Logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
+        """Return the logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
         logits = self._logits[:, level : level + 1].expand(-1, tokens.shape[1], -1)
         if self.head.markov_head is not None:
             logits = logits + self.head.markov_head(tokens)

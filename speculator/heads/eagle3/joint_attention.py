@@ -51,14 +51,14 @@ class Rows:
         window: number of positions that a row attends to; None for all.
 
     Attributes:
-        places: [R] position of each row in its sequence.
+        positions: [R] position of each row in its sequence.
         sequences: [R] index of each row's sequence.
     """
 
     def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
         self.wanted, self.begins, self.limit, self.window = wanted, begins, limit, window
         length = begins.shape[1]
-        self.places, self.sequences = wanted % length, wanted // length
+        self.positions, self.sequences = wanted % length, wanted // length
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
         """Scatter the rows to all positions of the batch, 0 elsewhere."""
@@ -81,7 +81,7 @@ class Rows:
     @cached_property
     def blocks(self) -> list[Block]:
         batch, length = self.begins.shape
-        at, first = self.places.tolist(), self.starts.tolist()
+        at, first = self.positions.tolist(), self.starts.tolist()
         size, blocks, stop = max(1, self.limit // length), [], 0
         for sequence, count in enumerate(self.sequences.bincount(minlength=batch).tolist()):
             start, end = stop, stop + count
@@ -95,18 +95,18 @@ class Rows:
         return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
-        """Mask of the keys that rows attend to at a step: their document up to them, within the window."""
-        slots = torch.arange(span.start, span.stop, device=self.places.device)
-        places, begins = self.places[rows, None], self.starts[rows, None]
+        """Return a mask of the keys that rows attend to at a step: their document up to them, within the window."""
+        slots = torch.arange(span.start, span.stop, device=self.positions.device)
+        positions, begins = self.positions[rows, None], self.starts[rows, None]
         if self.window is not None:
             # Step i of position t stands at t + i, so its window reaches i positions less far into the text: with a
             # window of 4, step 2 of position 9 stands at 11 and sees the text's 8 and 9.
-            begins = begins.maximum(places + step - self.window + 1)
-        return (slots <= places) & (slots >= begins)
+            begins = begins.maximum(positions + step - self.window + 1)
+        return (slots <= positions) & (slots >= begins)
 
 
 def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
-    """Dtype in which flash attention runs for these keys on a kind of device; None if it doesn't."""
+    """Return the dtype in which flash attention runs for these keys on a kind of device; None if it doesn't."""
     device, size = keys.device, keys.shape[-1]
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else keys.dtype
     fits = kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
@@ -228,7 +228,7 @@ def attend_own(
     own_keys: Tensor,  # [i, R, K, d] each row attends to its own
     own_values: Tensor,  # [i, R, K, d]
 ) -> Tensor:  # [R, H, d]
-    """One softmax over shared and own keys; each own key adds one column of scores."""
+    """Attend by one softmax over shared and own keys; each own key adds one column of scores."""
     shared, kv_heads, size = keys.shape
     grouped = query.view(len(query), kv_heads, -1, size) / math.sqrt(size)  # [R, K, g, d]
     # Scores of the text [K, g, R, M] and of the own keys [K, g, R, i], side by side in one softmax.

@@ -190,7 +190,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         for i in range(self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
             query, key, value, residual = recomputed(
-                self._enter, g, tokens[rows.sequences, rows.places + i], rows.places + i
+                self._enter, g, tokens[rows.sequences, rows.positions + i], rows.positions + i
             )
             query, key, value = cast(query, key, value)
             # Every row keeps the keys of its own steps 1..i; the text's keys come from step 0 of all positions.

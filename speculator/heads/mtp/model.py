@@ -177,7 +177,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         length = states.shape[1]
         if documents is None:
             documents = torch.zeros_like(tokens[:, :length])
-        places, starts = torch.arange(length, device=states.device), document_starts(documents)
+        positions, starts = torch.arange(length, device=states.device), document_starts(documents)
         everything = torch.arange(documents.numel(), device=states.device)
         kind, heads = states.device.type, self.config.block["num_attention_heads"]  # type: ignore[index]
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // heads
@@ -185,17 +185,17 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 
         embedded = self.embed(tokens[:, :length])
         if self.config.zero_first:
-            embedded = embedded * (places != starts)[..., None]
+            embedded = embedded * (positions != starts)[..., None]
         state, features = states.to(embedded.dtype), []
         if self.is_chain:
             for i in range(self.n_predict):
                 # Every layer has its own keys, of all positions of the text.
                 embedded = embedded if i == 0 else self.embed(tokens[:, i : i + length])
-                feature, state, *_ = self._step(i, 0, rows, embedded, state, places[None])
+                feature, state, *_ = self._step(i, 0, rows, embedded, state, positions[None])
                 features.append(feature)
             return features
 
-        feature, state, *text = self._step(0, 0, rows, embedded, state, places[None])
+        feature, state, *text = self._step(0, 0, rows, embedded, state, positions[None])
         features.append(feature)
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
@@ -204,8 +204,8 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
         for i in range(1, self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
-            embedded = self.embed(tokens[rows.sequences, rows.places + i])[None]
-            feature, state, *made = self._step(0, i, rows, embedded, state, (rows.places + i)[None], *text, *own)
+            embedded = self.embed(tokens[rows.sequences, rows.positions + i])[None]
+            feature, state, *made = self._step(0, i, rows, embedded, state, (rows.positions + i)[None], *text, *own)
             own = [torch.cat([before, new]) for before, new in zip(own, made, strict=True)]
             features.append(rows.whole(feature[0]).view(*documents.shape, -1))
         return features
