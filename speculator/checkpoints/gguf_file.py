@@ -211,6 +211,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         made.write_kv_data_to_file()
         made.write_tensors_to_file()
         made.close()
+        # Read back: byte for byte, before the folder appears under its name.
         stored = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(folder / FILE).tensors}
         if stored != {name: array.tobytes() for name, (array, _) in arrays.items()}:
             raise UserError("the written head differs in its tensors; nothing was kept")

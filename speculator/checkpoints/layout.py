@@ -176,6 +176,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     )
     _check_tensors("the head", head, stored)
     aliases = head.aliases()
+    # A tied tensor is stored once, or again under every position's name, as some loaders want it.
     written = {layout.prefix + name: stored[aliases.get(name, name)] for name in tensor_shapes(head, expand_tied)}
     if layout.pack is not None:
         written = layout.pack(head)

@@ -100,9 +100,11 @@ class Stored:
             raise UserError(f"{folder}: no MTP layers of a {kind} can be read or written; those of {known} can")
         self.names = FAMILIES[kind]
         self.shards = _shards(folder)
+        # "model.layers.0." in a text model, "model.language_model.layers.0." in a multimodal one.
         roots = (re.match(r"((?:\w*model\.)+)layers\.0\.", name) for name in sorted(self.shards))
         self.root = next((root[1] for root in roots if root), "model.")
         self.layers = 0
+        # Most families number MTP layers after the target's: of a model with 48 layers, the first is "layers.48".
         while f"{self.prefix(self.layers)}{self.names.parts['eh_proj']}.weight" in self.shards:
             self.layers += 1
             if self.names.single:
@@ -313,6 +315,7 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
             index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in changed[_ADDED].values())
         (folder / _INDEX).unlink()
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    # By the code that reads a published model, before the folder appears under its name.
     again = Stored(folder)
     if again.layers != len(head.layers) or any(not torch.equal(again._open(name), new[name]) for name in new):
         raise UserError("the written layers differ; nothing was kept")

@@ -153,12 +153,13 @@ class Engine:
                 do not count.
         """
         (tokens,) = check_prompts(self.target, [prompt])
+        # Whichever limit is lower ends the completion, and gives its reason.
         room = self.target.context_length - len(tokens)
         requested = check_max_new_tokens(max_new_tokens)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
-        if stop is not None:
+        if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
             eos = {*eos, *stop.tokens}
         early = {*self.target.eos_token_ids, *eos} if min_tokens else ()
         ends = (limit, limit_reason, eos, stop)

@@ -171,6 +171,7 @@ class Rows:
             *others, largest = sorted(requests, key=_room)
             largest.fail()
             self.scheduler.release()
+            # Tokens for which there is room already: `room_for` rounds up to a bucket, and some positions are spare.
             present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
             self._max_tokens = max([present, *map(_room, others)])
 

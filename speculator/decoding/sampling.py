@@ -79,6 +79,8 @@ class RowSampling:
         rows = [Sampling(seed=row.seed) if row.greedy else row for row in rows]  # without filters
         self.greedy = all(row.greedy for row in rows)
         self._some_greedy = any(row.greedy for row in rows)
+        # The host knows for all rows what has to be computed at all. Which row has which number is in the tensors, so
+        # one CUDA graph serves every batch of a kind.
         most = max(row.top_k for row in rows)
         self._most = most and 1 << (most - 1).bit_length()  # rounded up, so that CUDA graphs are few
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
@@ -89,6 +91,7 @@ class RowSampling:
 
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
         self.temperature = column(1.0 if row.greedy else row.temperature for row in rows)
+        # A row without top-k has a k beyond any vocabulary.
         self.top_k = column(min(row.top_k or 2**31, 2**31) for row in rows).long()
         self.top_p = column(row.top_p for row in rows)
         self.min_p = column(row.min_p for row in rows)

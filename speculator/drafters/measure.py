@@ -200,6 +200,8 @@ def measure_costs(
     drafter = HeadDrafter(head, largest)
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
     engines = {rows: (Engine(target, None, slots=rows), Engine(target, drafter, slots=rows)) for rows, _ in sizes}
+    # Every draft takes its turn in every round, so that a machine that slows down slows all of them. The most important
+    # come first, because the time may end within a round.
     for _ in range(_ROUNDS):
         for rows, greedy in sizes:
             plain, drafting = engines[rows]
@@ -211,6 +213,7 @@ def measure_costs(
     entries = []
     for (rows, greedy), by_draft in times.items():
         medians = {what: statistics.median(own) for what, own in by_draft.items() if own}
+        # Plain steps have the key None, drafts of the head their shape, and lookup paths the number of rows with one.
         costs = {what: seconds / medians[None] for what, seconds in medians.items() if what is not None}
         drafts = {what: cost for what, cost in costs.items() if not isinstance(what, int)}
         verify = {what * LONGEST_PATH: cost for what, cost in costs.items() if isinstance(what, int)}

@@ -119,7 +119,8 @@ def adaptive_drafter(
         shapes = shapes_to_measure(head, choices)
         entries = _costs_here(head, target, shapes, temperatures, batch_size) or entries or [_typical(shapes)]
     table = CostTable(entries)
-    if head.device.type in cuda_graphs.DEVICES:  # every shape is captured separately: keep to the measured ones
+    # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to the measured ones.
+    if head.device.type in cuda_graphs.DEVICES:
         choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
     return AdaptiveDrafter(head, choices, tuning.lookup, table, memory)
 

@@ -67,6 +67,7 @@ def create_app(
 
     async def check_key(http: Request) -> None:
         given = http.headers.get("authorization", "").encode()
+        # In constant time: how long a comparison takes must not tell how much of a key is right.
         if api_key and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
             raise APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
@@ -87,6 +88,7 @@ def create_app(
         *(f"/v1/{path}" for path in ("completions", "chat/completions", "models", "speculator/load")),
     }
 
+    # A client may ask for any path: only known ones become labels, so that the page stays small.
     def count(path: str, status: int) -> None:
         routes.metrics.requests.labels(path if path in paths else "other", status).inc()
 

@@ -53,12 +53,14 @@ class Recorder:
                 raise UserError(f"--record {folder} holds other files: choose another folder")
             make_folder(folder)
             write_text(manifest, json.dumps(facts))
+        # The same weights may lie in another folder by now: the fingerprint counts, not the name.
         elif {**facts, "target": ""} != {**read_json(manifest), "target": ""}:
             raise UserError(f"--record {folder} was not recorded with {target.name}: choose another folder")
         make_folder(self._rows_folder)
         self._lock = FileLock(folder / "lock")
         acquire(self._lock, f"--record {folder}: another server records to it")
         self._sizes: dict[Path, int] = {}
+        # A killed server may have left half a shard, which no reader looks at.
         for file in sorted(self._rows_folder.iterdir()):
             if is_partial(file):
                 file.unlink()

@@ -126,6 +126,7 @@ class HiddenStateServers:
                 models = server.client.models.list().data
                 if len(models) == 1:
                     server.model = models[0].id
+                # One more than a row: the server generates a token, which has a position too.
                 limit = getattr(models[0], "max_model_len", None) if models else None
                 short = f"{server.url}: its --max-model-len is {limit}, and rows of {longest} tokens need {longest + 1}"
                 refuse((limit is not None and limit < longest + 1, short))

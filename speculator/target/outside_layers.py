@@ -55,11 +55,13 @@ def read_outside_layers(
         config = whole.get_text_config()
         stored = config.dtype or whole.dtype or torch.float32
         kind = stored if dtype == "auto" else getattr(torch, dtype)
+        # The family's own class with no layers, and without memory: it says what surrounds them, and by what names.
         with torch.device("meta"):
             cut = _without_layers(config)
             model = AutoModelForCausalLM.from_config(cut, dtype=kind, trust_remote_code=trust_remote_code)
         body = model.get_decoder()
         norm = next((module for name, module in body.named_children() if name in _NORMS), None)
+        # Whatever else such a model holds would take part in its logits, and is not known here.
         parts = (model.get_input_embeddings(), norm, model.get_output_embeddings())
         known = {id(weight) for part in parts if part is not None for weight in part.parameters()}
         if None in parts or any(id(weight) not in known for weight in model.parameters()):
@@ -68,6 +70,7 @@ def read_outside_layers(
                 "matrix: train it without target.server"
             )
         tensors = _read(name, revision, list(model.state_dict()), device, kind)
+        # Tied models store one matrix: the other is still on the meta device until it is tied.
         model.load_state_dict(tensors, strict=False, assign=True)
         model.tie_weights()
         if missing := [weight for weight, value in model.named_parameters() if value.is_meta]:
@@ -115,6 +118,7 @@ def _read(
         key = _stored_name(weight, list(shard_of))
         if key is None:
             continue
+        # Opened by name: of a checkpoint of a terabyte, the shards of two or three tensors are downloaded.
         with safe_open(str(file(shard_of[key])), "pt", device=str(device)) as shard:
             tensor = shard.get_tensor(key)
         if tensor.itemsize < 2 or not tensor.is_floating_point():
