@@ -25,7 +25,7 @@ from speculator.decoding.sampling import Noise, Sampling
 from speculator.decoding.scheduler import DECODING
 from speculator.device import synchronize
 from speculator.drafters import Drafter, HeadDrafter
-from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.adaptive import PathOrDraft
 from speculator.drafters.costs import CostEntry
 from speculator.drafters.price import LONGEST_PATH
 from speculator.heads import Speculator
@@ -194,7 +194,7 @@ def measure_costs(
         seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
     deadline = time.perf_counter() + seconds
-    path = LookupPath(LONGEST_PATH)
+    path = PathOrDraft(LONGEST_PATH)
     largest = max((*shapes, path), key=lambda shape: shape.nodes)
     times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
     drafter = HeadDrafter(head, largest)

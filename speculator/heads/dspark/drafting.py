@@ -72,7 +72,7 @@ class DSparkSource(CachedSource):
         cache = self.cache.select(0, len(pending), longest)
         extent = min(aligned(longest + size, pending.device), cache.keys.shape[3])
         slots = torch.arange(size, device=pending.device)
-        # Slot j of the block is at position length + j: after 7 tokens of text, the pending token is at 7, masks follow.
+        # Slot j of the block is at position length + j: after 7 tokens of text, the pending token is at 7.
         positions = cache.lengths[:, None] + slots  # [B, size]
         last = slots if head.config.is_causal else slots.new_full((size,), size - 1)
         # All slots see the text and the whole block, or with causal blocks the slots up to their own. What lies beyond

@@ -41,7 +41,7 @@ class Block(NamedTuple):
         return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
 
 
-class Rows:
+class QueryRows:
     """The query rows of a batch of sequences, concatenated.
 
     Args:
@@ -117,7 +117,7 @@ def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
 
 
 def joint_attention(
-    rows: Rows,
+    rows: QueryRows,
     step: int,
     fused: bool,
     query: Tensor,  # [R, H, d]
@@ -140,7 +140,9 @@ class FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Rows, step: int, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: QueryRows, step: int, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor
+    ) -> Tensor:
         given, options = _flash(rows, step, query)
         with _no_autocast(query):
             shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
@@ -192,7 +194,7 @@ class FusedAttention(torch.autograd.Function):
         return None, None, d_query, *(x.view_as(y) for x, y in zip(d_shared, (keys, values), strict=True)), *d_own
 
 
-def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that forward and backward pass of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     # Positions to the left of t that step i still sees: with a window of 4, three at step 0 and one at step 2.
@@ -244,7 +246,7 @@ class BlockedAttention(torch.autograd.Function):
     """`attend_own` in blocks of rows; the backward pass recomputes each block to keep one block's scores in memory."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Rows, step: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: QueryRows, step: int, *tensors: Tensor) -> Tensor:
         """Attend with a query [R, H, d] to keys and values of B sequences [B, S, K, d] and to own keys and values."""
         ctx.rows, ctx.step = rows, step
         ctx.save_for_backward(*tensors)
@@ -254,7 +256,7 @@ class BlockedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def attend(rows: Rows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
+    def attend(rows: QueryRows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
         with _no_autocast(tensors[0]):
             return attend_own(rows.seen(block.rows, block.span, step), *tensors)
 

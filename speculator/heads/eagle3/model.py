@@ -35,7 +35,7 @@ from speculator.errors import UserError
 from speculator.heads.attention import AttentionHead, Norm, Rope, default_aux_layers
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Source
-from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
+from speculator.heads.eagle3.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.eagle3.layer import Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
@@ -172,7 +172,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
             wanted = everything[:1]  # DDP needs a gradient for every weight
         kind = states.device.type
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // self.config.num_attention_heads
-        rows = Rows(wanted, document_starts(documents), limit, self.config.sliding_window)
+        rows = QueryRows(wanted, document_starts(documents), limit, self.config.sliding_window)
         fused = fused_dtype(keys, kind)
 
         def recomputed(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:

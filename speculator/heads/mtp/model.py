@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
+from speculator.heads.eagle3.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import MTPSource
@@ -58,7 +58,7 @@ class Joint:
 
     made: tuple[Tensor, Tensor]
 
-    def __init__(self, rows: Rows, step: int, kept: tuple[Tensor, ...]):
+    def __init__(self, rows: QueryRows, step: int, kept: tuple[Tensor, ...]):
         self.rows, self.step, self.kept = rows, step, kept
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -181,7 +181,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         everything = torch.arange(documents.numel(), device=states.device)
         kind, heads = states.device.type, self.config.block["num_attention_heads"]  # type: ignore[index]
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // heads
-        rows = Rows(everything, starts, limit, None)
+        rows = QueryRows(everything, starts, limit, None)
 
         embedded = self.embed(tokens[:, :length])
         if self.config.zero_first:
@@ -200,7 +200,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
-        rows, state = Rows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
+        rows, state = QueryRows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
         own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
         for i in range(1, self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
@@ -211,7 +211,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         return features
 
     def _step(
-        self, index: int, step: int, rows: Rows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
+        self, index: int, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
         """Run a layer; return feature, next state, keys and values."""
 
