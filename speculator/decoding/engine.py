@@ -153,8 +153,9 @@ class Engine:
                 do not count.
         """
         (tokens,) = check_prompts(self.target, [prompt])
+        text = self.target.text(tokens)
         # Whichever limit is lower ends the completion, and gives its reason.
-        room = self.target.context_length - len(tokens)
+        room = self.target.context_length - len(text)
         requested = check_max_new_tokens(max_new_tokens)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
@@ -163,7 +164,7 @@ class Engine:
             eos = {*eos, *stop.tokens}
         early = {*self.target.eos_token_ids, *eos} if min_tokens else ()
         ends = (limit, limit_reason, eos, stop)
-        return Request(tokens, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
+        return Request(text, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
 
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`."""
@@ -421,7 +422,6 @@ class Engine:
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
     """Raise a UserError if a drafter does not fit the accept rule."""
-    refuse((target.encoder is not None, f"{target.name}: encoder-decoder models can't be decoded yet"))
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
