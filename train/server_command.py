@@ -96,7 +96,7 @@ def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> No
     """Print the line, or check the servers."""
     from train import checks
     from train.plan import target_config
-    from train.run import load_target
+    from train.inputs import load_target
     from train.sizes import with_sizes_of_target
 
     whole = target_config(config)
