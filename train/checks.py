@@ -117,9 +117,17 @@ def _stage(name: str, stage: StageConfig) -> None:
         )
 
 
+def decoder_only(name: str, target: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a target's config if heads can be trained for it."""
+    if target.is_encoder_decoder:
+        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet, which decode with other drafters")
+    return target
+
+
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
     """Check sizes against the target's own config."""
-    text, name = target.get_text_config(), config.target.name_or_path
+    name = config.target.name_or_path
+    text = decoder_only(name, target).get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)

@@ -307,6 +307,7 @@ def load_target(config: RunConfig) -> TrainingTarget:
     else:
         with loading(name):
             target = InProcessTarget.load(name, **given)
+        checks.decoder_only(name, target.model.config)
     set_template_variables(target.tokenizer, variables)
     if config.data.raw:
         target.tokenizer.chat_template = None
