@@ -52,6 +52,7 @@ def transformers_greedy(
         logits = torch.cat(output.logits)
         text = output.sequences[:, :-1]
         given = target.model(**source, **{name: start}, use_cache=True)
+        # The new tokens again, `width` at a time as a verification reads them: only the rounding can differ.
         again = [given.logits[0, -1:]]
         for begin in range(start.shape[1], text.shape[1], width):
             cache = {target.cache_name: given[target.cache_name], name: text[:, begin : begin + width]}
@@ -128,7 +129,7 @@ def greedy_checks(
         # Both runs process the same tokens up to their first difference, whose logits are still comparable.
         shared = min(common_prefix(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
         apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
-        moved = max(moved, apart) if apart == apart else math.inf
+        moved = max(moved, apart) if apart == apart else math.inf  # a NaN would be lost in `max`
         positions += shared
     together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
     tolerance = 4 * rounding

@@ -54,7 +54,9 @@ def settings(config: RunConfig) -> None:
     if config.target.server:
         _server(config)
     elif config.target.parallel in SHARDED:
-        writes_nothing(config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map")
+        check_writes_no_text(
+            config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map"
+        )
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
@@ -83,7 +85,7 @@ def _server(config: RunConfig) -> None:
     )
 
 
-def writes_nothing(config: RunConfig, why: str, instead: str = "") -> None:
+def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None:
     """Raise a UserError if a target that is not decoded, for the reason `why`, would write text."""
     wanted = (f"the source {SELF}", names_self(config.data.sources)), ("stage 2", bool(config.stage2.max_steps))
     for what in (name for name, asked in wanted if asked):
@@ -117,17 +119,17 @@ def _stage(name: str, stage: StageConfig) -> None:
         )
 
 
-def decoder_only(name: str, target: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a target's config if heads can be trained for it."""
+def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
+    """Check that a target is not an encoder-decoder model, which other drafters decode."""
     if target.is_encoder_decoder:
-        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet, which decode with other drafters")
-    return target
+        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
 
 
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
     """Check sizes against the target's own config."""
     name = config.target.name_or_path
-    text = decoder_only(name, target).get_text_config()
+    check_is_decoder(name, target)
+    text = target.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)

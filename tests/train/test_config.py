@@ -66,7 +66,7 @@ def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, cap
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_mistakes_are_one_line(argv, message, capsys):
+def test_a_mistake_is_one_line_that_names_it(argv, message, capsys):
     assert message in refuse(argv, capsys)
 
 

@@ -149,7 +149,7 @@ def test_a_head_has_equal_gradients_either_way(window, written_out, monkeypatch)
         ("cpu", 64, torch.bfloat16, None),
     ],
 )
-def test_where_flash_attention_runs(kind, size, dtype, fused):
+def test_flash_attention_runs_only_for_the_dtypes_and_sizes_that_it_takes(kind, size, dtype, fused):
     assert joint_attention.fused_dtype(torch.empty(1, size, dtype=dtype), kind) == fused
 
 
