@@ -220,7 +220,7 @@ class _Chat:
         return found.end() if found else last
 
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Extend a row by a longer render, with the answer at `span`; return False if that does not continue the row."""
+        """Extend a row by a longer render, with the answer at `span`; return whether the render continues the row."""
         end = row.spans[-1][1]
         if text is None:
             return False
