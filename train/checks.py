@@ -119,9 +119,17 @@ def _stage(name: str, stage: StageConfig) -> None:
         )
 
 
+def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
+    """Check that a target is not an encoder-decoder model, which other drafters decode."""
+    if target.is_encoder_decoder:
+        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
+
+
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
     """Check sizes against the target's own config."""
-    text, name = target.get_text_config(), config.target.name_or_path
+    name = config.target.name_or_path
+    check_is_decoder(name, target)
+    text = target.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)

@@ -105,6 +105,7 @@ def load_target(config: RunConfig) -> TrainingTarget:
     else:
         with loading(name):
             target = InProcessTarget.load(name, **given)
+        checks.check_is_decoder(name, target.model.config)
     set_template_variables(target.tokenizer, variables)
     if config.data.raw:
         target.tokenizer.chat_template = None
