@@ -97,7 +97,7 @@ def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Settings that are valid but probably a mistake."""
+    """Return a line for each setting that is valid but probably a mistake."""
     stages = {"stage1": config.stage1, "stage2": config.stage2}
     return [
         f"{name}.warmup_steps ({stage.warmup_steps}) exceeds {name}.max_steps ({stage.max_steps}): the learning rate "
