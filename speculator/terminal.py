@@ -86,6 +86,7 @@ class _Heartbeat(threading.Thread):
     def run(self) -> None:
         pause = threading.Event()
         while True:
+            # Until half a minute has passed since the last line, whoever printed it, but never a busy loop.
             pause.wait(max(_SECONDS / 10, self.written + _SECONDS - time.monotonic()))
             if self.work and time.monotonic() >= self.written + _SECONDS:
                 type(self).written = time.monotonic()

@@ -97,7 +97,7 @@ def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Settings that are valid but probably a mistake."""
+    """Return a line for each setting that is valid but probably a mistake."""
     stages = {"stage1": config.stage1, "stage2": config.stage2}
     return [
         f"{name}.warmup_steps ({stage.warmup_steps}) exceeds {name}.max_steps ({stage.max_steps}): the learning rate "
@@ -119,9 +119,17 @@ def _stage(name: str, stage: StageConfig) -> None:
         )
 
 
+def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
+    """Check that a target is not an encoder-decoder model, which other drafters decode."""
+    if target.is_encoder_decoder:
+        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
+
+
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
     """Check sizes against the target's own config."""
-    text, name = target.get_text_config(), config.target.name_or_path
+    name = config.target.name_or_path
+    check_is_decoder(name, target)
+    text = target.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)

@@ -24,6 +24,7 @@ from speculator.target.gguf import read_config
 from speculator.target.kv_cache import BUCKETS
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.sharding import divided
+from train import checks
 from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
 from train.initialise import head_config
@@ -85,7 +86,9 @@ def target_config(config: RunConfig) -> PreTrainedConfig:
     """Read the target's config from a folder, a GGUF file or the hub."""
     target = config.target
     try:
-        return read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
+        read = read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
+        checks.check_is_decoder(target.name_or_path, read)
+        return read
     except UserError:
         raise
     except Exception as error:  # a damaged file fails anywhere in the libraries that read it
@@ -283,9 +286,6 @@ class Plan:
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 
-    def _runs_here(self, name: str) -> bool:
-        return not (self.served and name in self.generated)
-
     def _for_servers(self) -> str:
         """Return a line about what the target's servers have to hold, compute and send."""
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
@@ -323,7 +323,8 @@ class Plan:
 
     def _expected_time(self) -> str:
         """Return a line about the time of each phase that runs here, and of all."""
-        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if self._runs_here(name)}
+        elsewhere = self.generated if self.served else ()
+        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if name not in elsewhere}
         parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in phases.items())
         waiting = ", without waiting for servers" * self.served
         return f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} {_TIMES}"
@@ -363,7 +364,7 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
 
 
 def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
-    """`Plan.seconds_per_token` of a stage on this machine; None if its GPU is unknown or the run can't be planned."""
+    """Return `Plan.seconds_per_token` of a stage here; None if the GPU is unknown or the run can't be planned."""
     place = place_of(HERE, processes)
     try:
         return Plan(config, target_config(config), place).seconds_per_token(name) if place.gpu else None

@@ -232,7 +232,8 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
         base = config.base_model_name_or_path or "BASE"
         vllm = f'{{"model": "{folder}", "method": "{name}", "num_speculative_tokens": {config.n_predict}}}'
-        slots = config.n_predict + 1  # the anchor's too
+        # SGLang counts the slots of a block, the anchor's included, and vLLM the drafted tokens.
+        slots = config.n_predict + 1
         sglang = f"--speculative-algorithm {name.upper()} --speculative-num-draft-tokens {slots}"
         convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
         rope = (config.rope_parameters or {}).get("rope_type", "default")

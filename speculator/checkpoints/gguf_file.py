@@ -139,7 +139,8 @@ def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str
             continue
         if interleaved and (found := re.search(r"self_attn\.([qk])_proj", name)):
             count = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
-            halves = tensor.reshape(count, 2, -1, tensor.shape[-1])  # rotate_half pairs dimensions i and i + d/2
+            # Ours pairs dimensions i and i + d/2 of a head, theirs 2i and 2i + 1: 0 1 2 3 become 0 2 1 3.
+            halves = tensor.reshape(count, 2, -1, tensor.shape[-1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         made[_name(name)] = tensor.float() if tensor.ndim == 1 or "_norm." in _name(name) else tensor
     rope = config.rope_parameters
@@ -210,6 +211,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         made.write_kv_data_to_file()
         made.write_tensors_to_file()
         made.close()
+        # Read back: byte for byte, before the folder appears under its name.
         stored = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(folder / FILE).tensors}
         if stored != {name: array.tobytes() for name, (array, _) in arrays.items()}:
             raise UserError("the written head differs in its tensors; nothing was kept")

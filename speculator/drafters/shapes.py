@@ -138,13 +138,13 @@ class Tree:
         tokens, parents, scores = _expand(source, pending, self.branches, noise, sequences)
         # Sorted, so that parents still come before their children.
         keep = scores.topk(self.nodes).indices.sort(-1).values  # [B, n], parents included
-        new_place = torch.arange(self.nodes, device=keep.device).expand_as(keep)
+        nodes = torch.arange(self.nodes, device=keep.device).expand_as(keep)
         # From an offered token's index to its index among those that are kept. With keep = [0, 2, 5], token 5 becomes
         # node 2.
-        place = torch.zeros_like(tokens).scatter(1, keep, new_place)
+        node_of = torch.zeros_like(tokens).scatter(1, keep, nodes)
         kept = parents.gather(1, keep)
-        # -1 is the pending token and has no place; the clamp only keeps the index valid.
-        kept = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
+        # -1 is the pending token, which is no node; the clamp only keeps the index valid.
+        kept = torch.where(kept < 0, -1, node_of.gather(1, kept.clamp_min(0)))
         lengths = torch.full_like(pending, self.nodes)
         return Draft(tokens.gather(1, keep), lengths, None, kept, depth=self.depth, width=self.width)
 
@@ -152,14 +152,14 @@ class Tree:
 def _expand(
     source: LogitsSource, pending: Tensor, branches: Sequence[int], noise: Noise, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
+    """Return all tokens that are offered, their parents' indices among them, and their joint log-probabilities: [B, n].
 
-    A child comes after its parent and never scores above it, so the best `nodes` hang together.
+    A root's parent is -1. A child comes after its parent and never scores above it, so the best `nodes` form a tree.
     """
     count = len(pending)
     logits = source.first(pending, sequences)
     score = logits.new_zeros(count, 1, dtype=torch.float32)
-    place = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
+    expanded = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
     all_tokens, all_parents, all_scores = [], [], []
     offered = 0
     for level, children in enumerate(branches):
@@ -168,14 +168,14 @@ def _expand(
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
         all_tokens.append(tokens)
-        all_parents.append(place.repeat_interleave(children, 1))
+        all_parents.append(expanded.repeat_interleave(children, 1))
         all_scores.append(scores)
         if level + 1 == len(branches):
             break
         top = scores.topk(min(_BEAM, scores.shape[1]))
         score, chosen = top.values, top.indices
         # Index within the level -> index among all that were offered: the levels before have `offered` tokens together.
-        place = chosen + offered
+        expanded = chosen + offered
         offered += scores.shape[1]
         # Siblings are neighbours in the flattened level, `children` per parent: token 7 of a level with 3 each belongs
         # to 2.
