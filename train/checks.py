@@ -26,7 +26,7 @@ _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token
 
 
 def settings(config: RunConfig) -> None:
-    """Check what the types of the fields leave open, before anything is loaded."""
+    """Raise a UserError for settings that are out of range or contradict each other, before anything is loaded."""
     head, generate = config.speculator, config.stage2.generate
     checked = check_options(head)
     if head.warm_start_revision and not head.warm_start:
@@ -118,7 +118,7 @@ def _stage(name: str, stage: StageConfig) -> None:
 
 
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
-    """Check sizes against the target's own config."""
+    """Raise a UserError if a sequence of the run would exceed the context that the target's config states."""
     text, name = target.get_text_config(), config.target.name_or_path
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
@@ -126,7 +126,7 @@ def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
 
 
 def fits_target(config: RunConfig, target: TrainingTarget) -> None:
-    """Check the config against the loaded target."""
+    """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
     head = config.speculator
     head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
     start = start_of(config)
@@ -190,7 +190,7 @@ def rows(
     processes: int,
     prompts: int | None = None,
 ) -> None:
-    """Check that the rows suffice, and that the target knows all their tokens."""
+    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have."""
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
         highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)

@@ -149,7 +149,7 @@ def chunk_tokens(device: str, vocab_size: int) -> int:
 
 
 class ChunkedLoss:
-    """`speculator.heads.training.TokenLoss` of a run.
+    """The mix of losses that a run's config weighs, as a `speculator.heads.training.TokenLoss`.
 
     Logits exist for one chunk of tokens and one step at a time, in the forward pass and in the backward pass.
 

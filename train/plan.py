@@ -98,9 +98,11 @@ def place_of(wanted: str, processes: int) -> Place:
 
 @dataclass(frozen=True)
 class Writing:
-    """Rows that the target writes: the most of them, and the most tokens of each.
+    """What the target writes in one phase of a run, at most.
 
     Attributes:
+        rows: number of rows.
+        batch_size: rows decoded together.
         length: tokens of a row, prompt included.
         new: tokens of a row that the target writes.
         depth: G of the drafts; 0: plain decoding.
@@ -119,7 +121,7 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
 
 
 def writings(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, Writing]:
-    """Rows that the target writes before training ("self") and between the stages ("generating")."""
+    """Return what the target writes before training ("self") and between stages ("generating"), where it writes."""
     found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chat = own.max_prompt_tokens + own.max_new_tokens
 

@@ -362,7 +362,7 @@ def use_all_cores() -> None:
 
 
 def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
-    """Packed rows of one split; of validation only as many as are evaluated."""
+    """Return the packed rows of one split; of the validation split only as many as an evaluation uses."""
     with reporting_full_disk(cache_folder()):
         return token_rows(
             config.data.sources,
@@ -378,7 +378,7 @@ def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Data
 
 
 def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int) -> Suite:
-    """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
+    """Return up to `count` prompts of one split: the first tokens of texts, and chats up to the user's last message."""
     # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
@@ -397,7 +397,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
 
 
 def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
-    """Prompts and chats of the training split that the target will answer for stage 2."""
+    """Return the prompts and chats of the training split that the target answers for stage 2."""
     settings = config.stage2.generate
     return conversations(
         config.data.sources,

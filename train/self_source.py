@@ -30,9 +30,10 @@ _STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for s
 
 
 def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
-    """The config with the folder of the target's chats in the place of `self`, for those who read sources.
+    """Return a config in which the folder of the target's chats replaces the source `self`.
 
-    On every process of the run. The chats are written unless they are there, after a look at the other sources.
+    Every process of the run calls this. Chats that do not exist yet are written first, after a check that the other
+    sources can be read.
 
     Raises:
         UserError: another source can't be read; another run is writing these chats; or as `self_rows`.

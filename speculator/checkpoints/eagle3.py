@@ -153,7 +153,7 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
 
 
 def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
-    """Return the token of each row."""
+    """Return the token id of each row of the output matrix; d2t holds its difference to the row's index."""
     integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
     refuse(
         (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
@@ -242,7 +242,10 @@ def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load it. SGLang and EAGLE's own code silently ignore fields that they don't know."""
+    """List the programs that may load a head in this layout.
+
+    SGLang and EAGLE's own code silently ignore fields that they don't know, so a head that sets one is not for them.
+    """
     base = config.base_model_name_or_path or "BASE"
     foreign = {
         "norm_before_residual": config.norm_before_residual,

@@ -128,10 +128,11 @@ def _name(name: str) -> str:
 
 
 def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
-    """Rename the tensors of a flat layout. The draft vocabulary becomes token ids, norms and biases float32.
+    """Return a head's tensors by llama.cpp's names: norms and biases in float32, the draft vocabulary as token ids.
 
     Args:
-        interleaved: the rope of llama.cpp's class rotates neighbouring dimensions, so q and k are permuted.
+        packed: the tensors by their names in the flat layout.
+        interleaved: llama.cpp rotates neighbouring dimensions of this head, so the rows of q and k are permuted.
     """
     config, made = head.config, {}
     for name, tensor in packed.items():
@@ -176,7 +177,7 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
 
 
 def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, dict[str, Any], Path], None]:
-    """Return the function that writes a head's file."""
+    """Return the function that writes a head as one GGUF file: `Layout.write`."""
 
     def write(head: Any, keys: dict[str, Any], folder: Path) -> None:
         target = head.config.base_model_name_or_path or ""

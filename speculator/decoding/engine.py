@@ -304,7 +304,8 @@ class Engine:
         """Run the target over the pending token and the draft, and accept a path.
 
         Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
-        after it. The accepted path ends at position `last`; its keys and values move to the front of the draft's.
+        after it. The accepted path ends at position `last`. In a tree its keys and values move to the draft's first
+        positions; a chain has them there already.
         """
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
         tree = None if draft.parents is None else draft
@@ -414,7 +415,7 @@ class Engine:
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on.
 
-        Completions do not change, except of sampled rows under a rule other than `match`.
+        Completions stay the same, except those of sampled rows under a rule other than `match`.
         """
         self.rows.reshape(shape)
 

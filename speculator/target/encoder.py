@@ -76,7 +76,7 @@ class Encoder:
 
     @property
     def dummy(self) -> Tensor:  # [1, 1, D]
-        """Return what stands for an encoder's states where the keys and values made of them are known."""
+        """Zeros to pass as encoder states if cross attention has its keys and values already: nothing reads them."""
         width = self._decoder.config
         size = getattr(width, "cross_attention_hidden_size", None) or self._encoder.config.hidden_size
         return torch.zeros(1, 1, size, dtype=self._model.dtype, device=self._model.device)
