@@ -318,11 +318,13 @@ class Engine:
         # verify position j, so G drafted tokens have G + 1 of them, the last for the bonus token.
         with self.target.aux_layers.recorded(self.drafter.aux_layers if self.drafter else ()) as states:
             hidden = self.target.extend(self.cache, tokens, tree, counts=widths)
-        if batch.is_special:
+        if batch.is_special:  # log-probabilities and `min_tokens` look logits up by row and position
             present = None
         logits = self.target.logits(hidden if present is None else hidden[present])  # [R, n + 1, V], or [T, V]
         last, next_token, finite = self.accept(batch, logits, draft, noise, present)
 
+        # What the drafter reads: the states of its auxiliary layers, or `hidden` if it names none. On a chain, the
+        # position of the last accepted token is also the number of accepted tokens.
         hidden, depth, accepted = states(hidden), draft.lengths, last
         if tree is not None:  # the accepted path moves to the front, in the cache and in what the drafter will read
             path = draft.path(last)
