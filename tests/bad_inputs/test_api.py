@@ -39,7 +39,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: str(settings)[:20])
-def test_settings_that_do_not_fit(settings, target, inputs):
+def test_settings_that_do_not_fit_raise_one_line(settings, target, inputs):
     drafter = HeadDrafter(load_head(inputs["MLP"], target))
     raises_one_line(generate, target, drafter, [[1, 2, 3]], **{"max_new_tokens": 4, **settings})
 
@@ -48,7 +48,7 @@ SAMPLINGS = [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}]
 
 
 @pytest.mark.parametrize("values", SAMPLINGS, ids=str)
-def test_sampling_values_out_of_range(values):
+def test_sampling_values_out_of_range_raise_one_line(values):
     raises_one_line(Sampling, **values)
 
 

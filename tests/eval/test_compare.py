@@ -29,7 +29,7 @@ def changed(**values):
     return report
 
 
-def test_a_difference_of_independent_figures_by_hand():
+def test_the_interval_of_a_difference_equals_one_computed_by_hand():
     """1.5 (1.3 to 1.6) and 2.0 (1.7 to 2.4): low 0.5 - hypot(0.3, 0.1), high 0.5 + hypot(0.4, 0.2)."""
     gap = difference({"value": 1.5, "low": 1.3, "high": 1.6}, {"value": 2.0, "low": 1.7, "high": 2.4})
     assert gap["value"] == pytest.approx(0.5)

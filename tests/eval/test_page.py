@@ -94,7 +94,7 @@ def test_lookup_that_finds_nothing_shows_no_draft(target):
     assert all(len(step.accepted) + len(step.rejected) == step.drafted for step in whole)
 
 
-def test_each_token_of_a_mixed_draft_has_its_own_drafter(target, monkeypatch):
+def test_each_token_of_a_hybrid_draft_has_its_own_drafter(target, monkeypatch):
     drafts = {"head": [], "ngram": []}
 
     def note(shape, name):

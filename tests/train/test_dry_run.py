@@ -106,7 +106,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
         rehearsed(ROOT / "configs" / "code.yaml")
 
 
-def test_a_rehearsal_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, monkeypatch):
+def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, monkeypatch):
     """Only sizes shrink. A recipe whose head or distribution were replaced too would prove nothing."""
     shorten_validation(monkeypatch)
     Qwen3Config().save_pretrained(tmp_path)
@@ -167,14 +167,14 @@ def test_a_wrong_recipe_fails_with_the_error_of_the_run(flags, message):
         rehearsed(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
 
 
-def test_a_rehearsal_is_no_setting_of_a_run(tmp_path):
+def test_a_dry_run_is_not_recorded_as_a_setting_of_the_run(tmp_path):
     config = replace(parse([]), output_dir=str(tmp_path / "run"))
     claim(tmp_path / "run", config, processes=1)
     refuse_foreign(tmp_path / "run", replace(config, dry_run=True), 1)
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
 
 
-def test_a_config_that_does_not_validate_is_one_line(tmp_path):
+def test_a_config_that_does_not_validate_fails_in_one_line(tmp_path):
     config = LlamaConfig().to_dict() | {"hidden_size": "x"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="hidden_size"):

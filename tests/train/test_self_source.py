@@ -140,7 +140,7 @@ def test_a_second_launch_does_not_write_as_well(chat_folder, target, tmp_path):
     assert not folder.exists()
 
 
-def test_a_rehearsal_writes_nothing(chat_folder, tmp_path, capsys):
+def test_a_dry_run_writes_no_chats(chat_folder, tmp_path, capsys):
     rehearse(config_of(chat_folder, tmp_path / "run"), _run)
     assert "stage1 on stand-ins" in capsys.readouterr().out
     assert not cache_folder().exists()
@@ -192,7 +192,7 @@ def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target,
     assert (drafters[1].name, drafters[1].nodes) == ("head", 2)
 
 
-def test_too_few_fresh_chats_for_a_batch_is_one_line(chat_folder, tmp_path):
+def test_too_few_fresh_chats_for_a_batch_fails_in_one_line(chat_folder, tmp_path):
     sizes = {"stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
     changes = {"stage2.max_steps": 2, **sizes, "stage2.per_device_train_batch_size": 60}
     with pytest.raises(UserError, match="rows to train on in stage2 are less than one batch of 60"):

@@ -34,7 +34,7 @@ def worlds(depth: int, seeds, size: int = 3):
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_a_deterministic_mixed_draft_keeps_the_target_distribution(length):
+def test_a_deterministic_hybrid_draft_keeps_the_target_distribution(length):
     for seed, w in worlds(4, range(30)):
         (case,) = e.deterministic(w, (-1, -1, 0))
         found = tuple(random.Random(seed).randrange(3) for _ in range(2 + length))
@@ -90,7 +90,7 @@ def drafters(target: Target) -> dict[str, HybridDrafter]:
     return {name: HybridDrafter(drafter, lookup) for name, drafter in inner.items()}
 
 
-def test_a_mixed_draft_accepts_what_either_source_would():
+def test_a_hybrid_draft_accepts_what_either_source_would():
     """A source that is always right beside one that never is, either way round; then two that are right."""
     target = Target(tiny_model().double(), tokenizer=None)
     plain = generate(target, None, PROMPTS, max_new_tokens=41)
